@@ -1,0 +1,27 @@
+"""hostward: CPU offloading for PyTorch training that keeps the same bits.
+
+    import hostward
+    optimizer = hostward.AdamW(model, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, offload_fraction=1.0)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from .errors import HostwardError
+
+if TYPE_CHECKING:
+    from .training.optimizer import AdamW
+
+__version__ = "0.1.0"
+__all__ = ["AdamW", "HostwardError", "__version__", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use, so that the command line can answer --help without importing torch.
+    if name == "AdamW":
+        from .training.optimizer import AdamW
+
+        return AdamW
+    raise AttributeError(f"module 'hostward' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m hostward`."""
+
+from .cli.main import entry
+
+entry()

@@ -1,0 +1,1 @@
+"""Lanes, buffers and the two backends that carry out operations on them."""

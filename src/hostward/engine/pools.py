@@ -1,0 +1,59 @@
+"""Host memory: exact-size slabs, touched in parallel, on huge pages where the kernel gives them."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import torch
+
+from ..errors import MemoryLimitError
+from ..hardware import host_memory
+from ..host.library import first_touch
+
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+
+class _Pages(mmap.mmap):
+    """A mapping that runs `release` when the last tensor over it is gone, just before it is unmapped."""
+
+    release: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        # At exit the CUDA context may be gone already, and the system takes the pages back anyway (H22).
+        if self.release is not None and not sys.is_finalizing():
+            self.release()
+
+
+def host_slab(
+    size_bytes: int, *, owner: str, threads: int, lock: Callable[[int, int], Callable[[], None]] | None = None
+) -> torch.Tensor:
+    """Anonymous zero memory of exactly `size_bytes` (rounded up to a page), resident from the start: uint8 [size_bytes].
+
+    Torch's pinned allocator rounds each block up to a power of two and never gives it back; a slab takes what was asked and is
+    unmapped with the last tensor over it. `lock(address, size_bytes)` page-locks the memory and returns what undoes it.
+    Raises MemoryLimitError where the machine or its container has less than `size_bytes` left.
+    """
+    if size_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    available = host_memory()
+    if size_bytes > available.available_bytes:
+        raise MemoryLimitError(
+            f"{owner}: {size_bytes:,} bytes of host memory asked, {available.available_bytes:,} available",
+            why=f"the limit is set by {available.limited_by} ({available.total_bytes:,} bytes in all)",
+            fix="lower optimizer.optimizer_offload_fraction, or give the process more memory",
+        )
+    try:
+        pages = _Pages(-1, size_bytes)
+    except OSError as error:
+        raise MemoryLimitError(
+            f"{owner}: the system refused to map {size_bytes:,} bytes", why=str(error), fix="see ulimit -v"
+        ) from error
+    if size_bytes >= HUGE_PAGE_BYTES:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(pages, dtype=torch.uint8)
+    first_touch(data.data_ptr(), size_bytes, threads)
+    if lock is not None:
+        pages.release = lock(data.data_ptr(), size_bytes)
+    return data

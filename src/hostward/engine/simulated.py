@@ -1,0 +1,311 @@
+"""The backend of a machine without a GPU: lanes are queues, and any legal order of them may be asked for.
+
+The caller's own torch code runs at once; every operation of hostward, those of the compute lane included, is queued and carried
+out when somebody waits. Memory that is given back or retired is overwritten with 0xFF, which is NaN in every float format.
+Each operation declares what it reads and writes, and a vector clock per lane tells whether a conflicting pair is ordered: a
+missing event raises OrderingError when the operation is issued, whatever the order of execution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ..errors import OrderingError
+from ..host import reference
+from ..host.adamw import adamw_step
+from ..host.norm import norm_partials
+from .backend import (
+    AdamWOperands,
+    Backend,
+    Buffer,
+    Event,
+    Lane,
+    Ledger,
+    Scalars,
+    Tier,
+    require_copyable,
+    require_tier,
+)
+from .host_task import host_task, isa_name, own_threads
+from .pools import host_slab
+
+LANES = tuple(Lane)
+POISON = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which of the lanes that could go on goes on: lanes in `late` only when no other can, else by `seed` (None: as issued)."""
+
+    seed: int | None = None
+    late: frozenset[Lane] = frozenset()
+
+
+@dataclass(eq=False, slots=True)
+class _Operation:
+    lane: Lane
+    name: str
+    number: int
+    clock: dict[Lane, int]
+    waits: tuple[_Operation, ...]
+    run: Callable[[], None] | None
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """The last writer of a buffer and its readers since."""
+
+    writer: _Operation | None = None
+    readers: list[_Operation] = field(default_factory=list)
+
+
+class SimulatedBackend(Backend):
+    """Lanes as queues over plain CPU memory."""
+
+    def __init__(self, *, order: Order | None = None, threads: int | None = None, poison: bool = True) -> None:
+        self.device = torch.device("cpu")
+        self.ledger = Ledger()
+        self.threads = own_threads() if threads is None else threads
+        self._order = order or Order()
+        self._random = random.Random(self._order.seed)
+        self._poison = poison
+        self._queues: dict[Lane, deque[_Operation]] = {lane: deque() for lane in LANES}
+        self._last: dict[Lane, _Operation | None] = dict.fromkeys(LANES)
+        self._joined: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self._accesses: dict[int, _Accesses] = {}
+        self._issued = 0
+
+    def allocate(
+        self, tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, *, pinned: bool = False
+    ) -> list[Buffer]:
+        total_bytes = sum(sizes) * dtype.itemsize
+        slab = host_slab(total_bytes, owner=owner, threads=self.threads).view(dtype)
+        ends = np.cumsum([0, *sizes]).tolist()
+        buffers = [Buffer(tier, slab[a:b], owner, pinned) for a, b in pairwise(ends)]
+        for buffer in buffers:
+            self.ledger.add(buffer)
+        return buffers
+
+    def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
+        self.join(after)
+        for buffer in buffers:
+            accesses = self._accesses.pop(buffer.number, _Accesses())
+            for operation in (accesses.writer, *accesses.readers):
+                if operation is not None and not self._happened(operation):
+                    raise OrderingError(
+                        f"{buffer.owner!r} is freed while {operation.name!r} may still use it",
+                        why="a free is a write",
+                        fix="pass that operation's event to free()",
+                    )
+            self.ledger.add(buffer, -1)
+            self._overwrite(buffer)
+
+    def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
+        buffer = Buffer(Tier.DEVICE, tensor, owner)
+        if counted:
+            self.ledger.add(buffer)
+        # Whoever made the tensor did so on the compute lane before now.
+        self._issue(Lane.COMPUTE, f"made {owner}", None, (), (buffer,), ())
+        return buffer
+
+    def copy(self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()) -> Event:
+        require_copyable(lane, destination, source)
+        self.ledger.copied_bytes[lane] += source.nbytes
+        return self._issue(
+            lane, name, lambda: _copy(destination.data, source.data), (source,), (destination,), waits
+        )
+
+    def launch(
+        self,
+        name: str,
+        kernel: Callable[[], None],
+        *,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        waits: Sequence[Event] = (),
+    ) -> Event:
+        require_tier((*reads, *writes), Tier.DEVICE, name)
+        return self._issue(Lane.COMPUTE, name, kernel, reads, writes, waits)
+
+    def norm(
+        self,
+        gradients: Sequence[Buffer],
+        out: Scalars,
+        *,
+        max_norm: float,
+        inv_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        waits: Sequence[Event] = (),
+    ) -> Event:
+        require_tier((*gradients, *out.all()), Tier.DEVICE, "norm")
+
+        def run() -> None:
+            dtypes = sorted({g.data.dtype for g in gradients}, key=str)
+            by_dtype = [[g.data for g in gradients if g.data.dtype is dtype] for dtype in dtypes]
+            partials = [norm_partials(group, threads=self.threads) for group in by_dtype]
+            sums, exponents = (np.concatenate(columns) for columns in zip(*partials, strict=True))
+            norm, finite = reference.norm_from_partials(sums, exponents)
+            inverse = np.float32(1.0) if inv_scale is None else np.float32(inv_scale.item())
+            overflow = not finite or (found_inf is not None and found_inf.item() != 0)
+            out.norm.data[0] = float(norm * inverse)
+            out.skip.data[0] = int(overflow)
+            out.scale.data[0] = float(reference.clip_scale(norm, max_norm or None, inverse)) if finite else 0.0
+
+        return self._issue(Lane.COMPUTE, "norm", run, gradients, out.all(), waits)
+
+    def device_adamw(
+        self,
+        name: str,
+        operands: AdamWOperands,
+        scalars: Scalars,
+        *,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        waits: Sequence[Event] = (),
+    ) -> Event:
+        require_tier((*reads, *writes, *scalars.all()), Tier.DEVICE, name)
+        return self._adamw(Lane.COMPUTE, name, operands, scalars, reads, writes, waits)
+
+    def host_adamw(
+        self,
+        name: str,
+        operands: AdamWOperands,
+        scalars: Scalars,
+        *,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        waits: Sequence[Event] = (),
+    ) -> Event:
+        require_tier((*reads, *writes, *scalars.all()), Tier.HOST, name)
+        return self._adamw(Lane.HOST, name, operands, scalars, reads, writes, waits)
+
+    def record(self) -> Event:
+        return self._issue(Lane.COMPUTE, "record", None, (), (), ())
+
+    def retire(self, buffers: Sequence[Buffer], lane: Lane, waits: Sequence[Event] = ()) -> Event:
+        def run() -> None:
+            for buffer in buffers:
+                self._overwrite(buffer)
+
+        return self._issue(lane, "retire", run, (), buffers, waits)
+
+    def join(self, events: Sequence[Event]) -> None:
+        for event in events:
+            operation = _operation(event)
+            for lane, count in operation.clock.items():
+                self._joined[lane] = max(self._joined[lane], count)
+            while not operation.done:
+                self._advance()
+
+    def synchronise(self) -> None:
+        while any(self._queues.values()):
+            self._advance()
+        for lane, last in self._last.items():
+            self._joined[lane] = last.clock[lane] if last is not None else 0
+        self._accesses.clear()
+
+    def describe(self) -> Mapping[str, object]:
+        return {"backend": "simulated", "device": "cpu", "host_threads": self.threads, "isa": isa_name()}
+
+    def _adamw(
+        self,
+        lane: Lane,
+        name: str,
+        operands: AdamWOperands,
+        scalars: Scalars,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        waits: Sequence[Event],
+    ) -> Event:
+        task = host_task(operands, scalars, self.threads)
+        reads = (*reads, scalars.scale, scalars.skip)
+        return self._issue(lane, name, lambda: adamw_step(task), reads, writes, waits)
+
+    def _issue(
+        self,
+        lane: Lane,
+        name: str,
+        run: Callable[[], None] | None,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        waits: Sequence[Event],
+    ) -> Event:
+        before = tuple(_operation(event) for event in waits)
+        last = self._last[lane]
+        clock = dict(self._joined)
+        for earlier in (*before, *(() if last is None else (last,))):
+            for other, count in earlier.clock.items():
+                clock[other] = max(clock[other], count)
+        clock[lane] += 1
+        operation = _Operation(lane, name, self._issued, clock, before, run)
+        self._issued += 1
+        self._check(operation, reads, writes)
+        self._last[lane] = operation
+        if run is None and not self._queues[lane]:
+            operation.done = True
+        else:
+            self._queues[lane].append(operation)
+        return Event(operation)
+
+    def _check(self, operation: _Operation, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
+        for buffer in reads:
+            accesses = self._accesses.setdefault(buffer.number, _Accesses())
+            _require_order(accesses.writer, operation, buffer)
+            accesses.readers.append(operation)
+        for buffer in writes:
+            accesses = self._accesses.setdefault(buffer.number, _Accesses())
+            for earlier in (accesses.writer, *accesses.readers):
+                _require_order(earlier, operation, buffer)
+            self._accesses[buffer.number] = _Accesses(writer=operation)
+
+    def _happened(self, operation: _Operation) -> bool:
+        return self._joined[operation.lane] >= operation.clock[operation.lane]
+
+    def _advance(self) -> None:
+        """Carry out the first operation of one lane whose waits are over."""
+        ready = [q[0] for q in self._queues.values() if q and all(w.done for w in q[0].waits)]
+        if not ready:
+            names = [q[0].name for q in self._queues.values() if q]
+            raise OrderingError(f"deadlock: {names} all wait", fix="an event is waited for that nobody records")
+        early = [o for o in ready if o.lane not in self._order.late] or ready
+        chosen = min(early, key=lambda o: o.number) if self._order.seed is None else self._random.choice(early)
+        self._queues[chosen.lane].popleft()
+        if chosen.run is not None:
+            chosen.run()
+            chosen.run = None
+        chosen.done = True
+
+    def _overwrite(self, buffer: Buffer) -> None:
+        if self._poison:
+            buffer.data.view(torch.uint8).fill_(POISON)
+
+
+def _operation(event: Event) -> _Operation:
+    if not isinstance(event.native, _Operation):
+        raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
+    return event.native
+
+
+def _require_order(earlier: _Operation | None, later: _Operation, buffer: Buffer) -> None:
+    if earlier is None or earlier is later or later.clock[earlier.lane] >= earlier.clock[earlier.lane]:
+        return
+    raise OrderingError(
+        f"{later.name!r} on lane {later.lane.value} and {earlier.name!r} on lane {earlier.lane.value} both use "
+        f"{buffer.owner!r}, and nothing orders them",
+        why="one of them writes it",
+        fix=f"let {later.name!r} wait for the event of {earlier.name!r}",
+    )
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        destination.copy_(source)
+

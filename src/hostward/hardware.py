@@ -1,0 +1,84 @@
+"""What the machine can do: memory limits of this process, container limits included. Reads files, holds no state; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes a number near 2^63 for "no limit"."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of host memory: what this process may still take, and which limit says so."""
+
+    total_bytes: int
+    available_bytes: int
+    limited_by: str
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Memory that this process may use: the machine's, or its cgroup's where that is smaller (v1 and v2).
+
+    `root` is where `proc` and `sys` are looked up. Page cache charged to the cgroup counts as available, since the kernel
+    drops it before it kills.
+    """
+    meminfo = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        meminfo[key] = int(rest.split()[0]) * 1024 if rest.split() else 0
+    best = HostMemory(meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo["MemTotal"]), "the machine")
+    for limit, used, cache in _cgroup_limits(root):
+        available = max(0, limit - used + cache)
+        if available < best.available_bytes:
+            best = HostMemory(min(limit, best.total_bytes), available, "the container's cgroup")
+    return best
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int, int]]:
+    """(limit, used, reclaimable cache) of every cgroup with a limit that this process is in, ancestors included."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # Inside a container the path may be the host's while the mount shows the container's own group at its root.
+        for directory in (folder, *folder.parents):
+            entry = _read_cgroup(directory, *names)
+            if entry is not None:
+                found.append(entry)
+            if directory == base:
+                break
+    return found
+
+
+def _read_cgroup(directory: Path, limit_name: str, used_name: str, cache_key: str) -> tuple[int, int, int] | None:
+    try:
+        limit_text = (directory / limit_name).read_text().strip()
+        used = int((directory / used_name).read_text())
+        stat = (directory / "memory.stat").read_text()
+    except OSError:
+        return None
+    if limit_text == "max" or int(limit_text) >= _UNLIMITED_BYTES:
+        return None
+    cache = next((int(v) for k, _, v in (s.partition(" ") for s in stat.splitlines()) if k == cache_key), 0)
+    return int(limit_text), used, cache
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Resident set size of this process."""
+    for line in (root / "proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0

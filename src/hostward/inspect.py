@@ -1,0 +1,114 @@
+"""The torch code that turns a module, or named parameters, into what the optimizer tracks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import inventory
+from .engine.backend import DTYPES
+from .errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tracked:
+    """A parameter of the optimizer, and the module attributes that hold it (several when it is tied)."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    group: int
+    homes: tuple[tuple[torch.nn.Module, str], ...] = ()
+
+    @property
+    def facts(self) -> inventory.Parameter:
+        return inventory.Parameter(
+            self.name,
+            self.parameter.numel(),
+            DTYPES[self.parameter.dtype],
+            inventory.layer_of(self.name),
+            self.group,
+        )
+
+
+def named_groups(params: object) -> tuple[list[dict[str, Any]], torch.nn.Module | None]:
+    """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, and the module if one was given.
+
+    `params` is a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose "params" is
+    such an iterable. Raises ModelError for parameters without names.
+    """
+    if isinstance(params, torch.nn.Module):
+        trainable = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ModelError("the module has no trainable parameter", fix="set requires_grad on what is to be trained")
+        return [{"params": trainable}], params
+    if not isinstance(params, Iterable):
+        raise ModelError(f"cannot take parameters from {type(params).__name__}", fix="pass the module")
+    given = list(params)
+    if given and all(isinstance(item, Mapping) for item in given):
+        return [{**group, "params": _pairs(group["params"])} for group in given], None
+    return [{"params": _pairs(given)}], None
+
+
+def _pairs(params: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
+    pairs = []
+    for item in params:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ModelError(
+                "parameters without names",
+                why="state is kept and saved by parameter name, never by position",
+                fix="hostward.AdamW(model, ...) or hostward.AdamW(model.named_parameters(), ...)",
+            )
+        pairs.append(item)
+    return pairs
+
+
+def homes_of(module: torch.nn.Module | None) -> dict[int, tuple[tuple[torch.nn.Module, str], ...]]:
+    """For each parameter, by id: the (module, attribute) pairs that hold it."""
+    homes: dict[int, tuple[tuple[torch.nn.Module, str], ...]] = {}
+    for owner in module.modules() if module is not None else ():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                homes[id(parameter)] = (*homes.get(id(parameter), ()), (owner, attribute))
+    return homes
+
+
+def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) -> None:
+    """Raises ModelError for a parameter that no exact step can be promised for."""
+    problem = None
+    if type(parameter) not in (torch.nn.Parameter, torch.Tensor) and type(parameter.data) is not torch.Tensor:
+        problem = f"is a {type(parameter).__name__}, a tensor subclass"
+    elif parameter.layout is not torch.strided:
+        problem = f"has layout {parameter.layout}"
+    elif parameter.dtype not in DTYPES:
+        problem = f"has dtype {parameter.dtype}"
+    elif parameter.device.type != device.type:
+        problem = f"lies on {parameter.device}, the optimizer works for {device}"
+    elif torch._debug_has_internal_overlap(parameter.data) == 1:
+        problem = "has elements that share memory"
+    if problem:
+        raise ModelError(
+            f"parameter {name!r} {problem}",
+            why="the exact step is defined for dense fp32, bf16 and fp16 tensors on one device",
+            fix="build the model and move it to its device before the optimizer, or leave this parameter out",
+        )
+
+
+def check_no_overlap(tracked: Sequence[Tracked]) -> None:
+    """Raises ModelError if two parameters share bytes: each would be updated from the other's result."""
+    spans = []
+    for t in tracked:
+        if t.parameter.numel():
+            p = t.parameter.data
+            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), t.name, p.untyped_storage()))
+    spans.sort(key=lambda s: s[0])
+    for (_, end, first, a), (start, _, second, b) in zip(spans, spans[1:], strict=False):
+        if start < end and a.data_ptr() == b.data_ptr():
+            raise ModelError(
+                f"parameters {first!r} and {second!r} share memory",
+                why="tied weights must be one Parameter object, so that they have one gradient and one state",
+                fix=f"assign the same Parameter to both, e.g. {second} = {first}",
+            )

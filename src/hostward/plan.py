@@ -1,0 +1,104 @@
+"""The plan: one placement per bucket, as data that prints, and goes to JSON and back. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .errors import ConfigError
+from .inventory import Bucket
+
+
+class Placement(StrEnum):
+    """Where the optimizer state of a bucket lives and where it is stepped."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBucket:
+    """A bucket's name, size and placement."""
+
+    name: str
+    numel: int
+    state_bytes: int
+    host_bytes: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Placements of all buckets, in order of use in forward, and the share of state bytes that was asked for the host."""
+
+    asked_fraction: float
+    buckets: tuple[PlacedBucket, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(b.state_bytes for b in self.buckets)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """State bytes that leave the device."""
+        return sum(b.state_bytes for b in self.buckets if b.placement is Placement.HOST)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of the offloaded buckets, upload source included, gradients not."""
+        return sum(b.host_bytes for b in self.buckets if b.placement is Placement.HOST)
+
+    @property
+    def placed_fraction(self) -> float:
+        return self.offloaded_bytes / self.state_bytes if self.state_bytes else 0.0
+
+    def explain(self) -> str:
+        """One line: the share asked, the share placed, and what it is made of."""
+        on_host = sum(b.placement is Placement.HOST for b in self.buckets)
+        text = (
+            f"optimizer state on the host: asked {self.asked_fraction:.4f}, placed {self.placed_fraction:.4f} "
+            f"({self.offloaded_bytes:,} of {self.state_bytes:,} bytes, {on_host} of {len(self.buckets)} buckets)"
+        )
+        return text if on_host else text + "; nothing is offloaded"
+
+    def to_json(self) -> str:
+        rows = [
+            {
+                "name": b.name,
+                "numel": b.numel,
+                "state_bytes": b.state_bytes,
+                "host_bytes": b.host_bytes,
+                "placement": b.placement.value,
+            }
+            for b in self.buckets
+        ]
+        return json.dumps({"asked_fraction": self.asked_fraction, "buckets": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises ConfigError if `text` is not a plan."""
+        try:
+            data = json.loads(text)
+            rows = tuple(
+                PlacedBucket(
+                    str(r["name"]),
+                    int(r["numel"]),
+                    int(r["state_bytes"]),
+                    int(r["host_bytes"]),
+                    Placement(r["placement"]),
+                )
+                for r in data["buckets"]
+            )
+            return cls(float(data["asked_fraction"]), rows)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError("not a plan file", why=str(error), fix="write one with Plan.to_json()") from error
+
+
+def placed(buckets: Sequence[Bucket], placements: Sequence[Placement], asked_fraction: float) -> Plan:
+    """The plan that gives `placements[i]` to `buckets[i]`."""
+    rows = tuple(
+        PlacedBucket(b.name, b.numel, b.state_bytes, b.host_bytes, p) for b, p in zip(buckets, placements, strict=True)
+    )
+    return Plan(asked_fraction, rows)

@@ -1,0 +1,1 @@
+"""What attaches to a user's model: the optimizer."""

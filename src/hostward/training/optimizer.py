@@ -1,0 +1,396 @@
+"""`hostward.AdamW`: AdamW whose state lives partly on the host, with the same bits at every fraction."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..engine.backend import DTYPES, Backend, Scalars, Tier
+from ..errors import CheckpointError, ConfigError, ModelError
+from ..inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
+from ..inventory import Bucket, Inventory, bucket_cap, cut_buckets
+from ..plan import PlacedBucket, Placement, Plan
+from ..planner import checked_fraction, place_fraction
+from .state import BucketState, allocate_gradients, allocate_states, pieces
+from .state_io import StateAccess
+from .step import Gradient, StepIssuer
+from .weights import WeightWatch
+
+log = logging.getLogger("hostward")
+
+_RESERVED_GROUP_KEYS = frozenset({"params", "param_names", "lr", "betas", "eps", "weight_decay", "initial_lr"})
+STATE_FORMAT = 1
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
+
+    The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`. State, step counts
+    and checkpoints are keyed by parameter name. `optimizer.state` stays empty: frameworks that move state about find nothing to
+    move.
+
+    Args:
+        params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose "params"
+            is such an iterable. Parameters are fp32, bf16 or fp16, all on one device.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every step.
+        max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of the step:
+            do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
+        offload_fraction: share of the optimizer state's bytes that lives, and is stepped, on the host.
+        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters. Not bit-identical to the device share's
+            arithmetic, and slower; for comparison.
+        grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several microbatches.
+            None leaves the parameters as they are.
+        host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
+        backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU parameters.
+
+    Raises:
+        ConfigError: a value outside its range. ModelError: a parameter that cannot be tracked.
+        MemoryLimitError: the state does not fit the host or the device; nothing stays allocated.
+    """
+
+    _step_supports_amp_scaling = True
+    # A GradScaler sets these two around step() and deletes them afterwards.
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        params: object,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        offload_fraction: float = 0.0,
+        use_torch_optimizer: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        host_threads: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.offload_fraction = checked_fraction(offload_fraction)
+        self.max_grad_norm = _checked_norm(max_grad_norm)
+        self._use_torch_optimizer = use_torch_optimizer
+        self._grad_dtype = grad_dtype
+        self._backend = backend
+        self._host_threads = host_threads
+        self._tracked: list[Tracked] = []
+        self._states: list[BucketState] = []
+        self._placements: list[PlacedBucket] = []
+        self._pending: list[Tracked] = []
+        self._building = True
+        groups, self._module = named_groups(params)
+        self._homes = homes_of(self._module)
+        super().__init__(groups, defaults)
+        self._building = False
+        self._build()
+
+    # ---------------------------------------------------------------- construction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters; its state is placed by the same `offload_fraction`."""
+        if not self._building:
+            groups, _ = named_groups([param_group])
+            param_group = groups[0]
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_group(group)
+        taken = {t.name for t in (*self._tracked, *self._pending)}
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if name in taken:
+                raise ModelError(f"two parameters are named {name!r}", fix="give each parameter a name of its own")
+            taken.add(name)
+            homes = self._homes.get(id(parameter), ())
+            self._pending.append(Tracked(name, parameter, len(self.param_groups) - 1, homes))
+        if not self._building:
+            self._build()
+
+    def _build(self) -> None:
+        """Allocate state for the parameters that have none yet."""
+        new, self._pending = self._pending, []
+        if not self._tracked and not new:
+            raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
+        backend = self._backend or _backend_for(new[0].parameter.device, self._host_threads)
+        self._backend = backend
+        for t in new:
+            check_trackable(t.name, t.parameter, backend.device)
+        check_no_overlap([*self._tracked, *new])
+        facts = tuple(t.facts for t in new)
+        buckets = cut_buckets(
+            facts,
+            cap=bucket_cap(sum(p.numel for p in facts)),
+            first_index=len(self._states),
+            split_master=not self._use_torch_optimizer,
+        )
+        plan = place_fraction(buckets, self.offload_fraction)
+        states = allocate_states(backend, buckets, [b.placement for b in plan.buckets])
+        self._tracked += new
+        self._states += states
+        self._placements += plan.buckets
+        for t in new:
+            if self._grad_dtype is not None:
+                t.parameter.grad_dtype = self._grad_dtype
+            backend.adopt(t.parameter.data, "weights", counted=True)
+        self._by_name = {t.name: t for t in self._tracked}
+        self._access = StateAccess(pieces(self._states), self._by_name)
+        for t in new:
+            self._access.reseed(t.name)
+        self._expect_gradients(states, {t.name: t.parameter for t in new})
+        if not hasattr(self, "_scalars"):
+            self._scalars = _scalars(backend, Tier.DEVICE), _scalars(backend, Tier.HOST)
+        self._issuer = StepIssuer(
+            backend, self._states, self._by_name, *self._scalars, use_torch_optimizer=self._use_torch_optimizer
+        )
+        if hasattr(self, "_watch"):
+            self._watch.close()
+        self._watch = WeightWatch(self._tracked)
+        backend.synchronise()
+        log.info("%s", self.plan.explain())
+
+    def _expect_gradients(self, states: Sequence[BucketState], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Landing places are made now rather than in the first step, where locking pages would stall it (H27)."""
+        on_host = [s for s in states if s.placement is Placement.HOST]
+        dtypes = []
+        for state in on_host:
+            first = parameters[state.bucket.ranges[0].name]
+            dtypes.append(first.grad_dtype or first.dtype)
+        allocate_gradients(self.backend, on_host, dtypes)
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
+        if self._backend is None:
+            raise ModelError("the optimizer has no backend yet")
+        return self._backend
+
+    @property
+    def plan(self) -> Plan:
+        """Placement of every bucket; `plan.asked_fraction` and `plan.placed_fraction` tell the shares."""
+        return Plan(self.offload_fraction, tuple(self._placements))
+
+    @property
+    def inventory(self) -> Inventory:
+        return Inventory(tuple(t.facts for t in self._tracked), tuple(s.bucket for s in self._states))
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the step."""
+        self.backend.synchronise()
+        return float(self._scalars[0].norm.data.item())
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step found non-finite gradients and left everything as it was. Waits for the step."""
+        self.backend.synchronise()
+        return bool(self._scalars[0].skip.data.item())
+
+    # ---------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; a parameter without one keeps its state and its step count.
+
+        Args:
+            closure: evaluated once, with gradients enabled, before the update; its result is returned.
+
+        Raises:
+            ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._follow_weights()
+        gradients = [
+            Gradient.of(t.name, t.parameter) for t in self._tracked if t.parameter.grad is not None and t.parameter.numel()
+        ]
+        if gradients:
+            stepped = self._issuer.step(
+                gradients,
+                self.param_groups,
+                max_norm=self.max_grad_norm,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+            updated = [self._by_name[name] for name in stepped]
+            for t in updated:
+                torch.autograd.graph.increment_version(t.parameter)
+            self._watch.remember(updated)
+        return loss
+
+    def wait(self) -> None:
+        """Return when every weight has its new value. Raises what a host step reported."""
+        self.backend.synchronise()
+
+    def reseed(self, names: Iterable[str] | None = None) -> None:
+        """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
+
+        Args:
+            names: parameters to take; None for all. Moments and step counts stay.
+
+        Raises:
+            ModelError: a name that the optimizer does not track.
+        """
+        self.backend.synchronise()
+        names = [t.name for t in self._tracked] if names is None else list(names)
+        for name in names:
+            self._access.require(name)
+            self._access.reseed(name)
+        self._watch.remember([self._by_name[name] for name in names])
+        self.backend.synchronise()
+
+    def _follow_weights(self) -> None:
+        changed = self._watch.changed()
+        if changed:
+            names = [t.name for t in changed]
+            log.warning(
+                "%d weights were changed outside the optimizer; their masters are taken anew from them: %s%s",
+                len(names),
+                ", ".join(names[:5]),
+                ", ..." if len(names) > 5 else "",
+            )
+            self.reseed(names)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, independent of placement; copies on the CPU, tensors and plain values only.
+
+        Returns:
+            {"format": 1, "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq": float32 [shape], "master": float32
+            [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps", "weight_decay", ...}]}
+        """
+        self.backend.synchronise()
+        groups = []
+        for group in self.param_groups:
+            plain = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**plain, "params": list(group["param_names"])})
+        return {
+            "format": STATE_FORMAT,
+            "state": {t.name: self._access.read(t.name) for t in self._tracked},
+            "param_groups": groups,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take over a state of `state_dict`, saved at any placement. Checked as a whole before anything is changed.
+
+        A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may so be
+        loaded in either order.
+
+        Raises:
+            CheckpointError: names, shapes or groups that differ.
+        """
+        self.backend.synchronise()
+        if state_dict.get("format") != STATE_FORMAT:
+            raise CheckpointError(
+                "not an optimizer state of hostward",
+                why=f"its format is {state_dict.get('format')!r}, expected {STATE_FORMAT}",
+                fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
+            )
+        groups = state_dict["param_groups"]
+        _check_same_names("parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups])
+        self._access.check(state_dict["state"])
+        set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state_dict["state"][t.name])]
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({k: tuple(v) if k == "betas" else v for k, v in theirs.items() if k != "params"})
+        if set_from_master:
+            log.warning(
+                "%d weights were set from the masters of the loaded state: %s",
+                len(set_from_master),
+                ", ".join(set_from_master[:5]),
+            )
+        self._issuer.forget_step_bound()
+        self._watch.remember(self._tracked)
+        self.backend.synchronise()
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(
+            "hostward.AdamW cannot be copied or pickled",
+            why="its state lies in page-locked memory that belongs to this process",
+            fix="use state_dict() and load_state_dict()",
+        )
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.plan.explain()}"
+
+
+def _backend_for(device: torch.device, threads: int | None) -> Backend:
+    if device.type == "cuda":
+        from ..engine.cuda import CudaBackend
+
+        return CudaBackend(device, threads=threads)
+    if device.type == "cpu":
+        from ..engine.simulated import SimulatedBackend
+
+        return SimulatedBackend(threads=threads)
+    raise ModelError(
+        f"parameters lie on {device}",
+        why="hostward works for CUDA devices, and simulates one for CPU parameters",
+        fix="move the model to cuda or cpu before making the optimizer",
+    )
+
+
+def _scalars(backend: Backend, tier: Tier) -> Scalars:
+    pinned = tier is Tier.HOST
+    scale, norm = backend.allocate(tier, [1, 1], torch.float32, "step scalars", pinned=pinned)
+    (skip,) = backend.allocate(tier, [1], torch.int32, "step scalars", pinned=pinned)
+    return Scalars(scale, skip, norm)
+
+
+def _checked_norm(value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
+    return float(value)
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raises ConfigError for hyper-parameters outside their range."""
+    beta1, beta2 = group["betas"]
+    checks = (
+        ("lr", float(group["lr"]), 0.0, math.inf),
+        ("eps", group["eps"], 0.0, math.inf),
+        ("weight_decay", group["weight_decay"], 0.0, math.inf),
+        ("betas[0]", beta1, 0.0, 1.0),
+        ("betas[1]", beta2, 0.0, 1.0),
+    )
+    for name, value, low, high in checks:
+        if not low <= value < high:
+            raise ConfigError(f"{name} must be in [{low}, {high}), got {value!r}")
+    for key in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if group.get(key):
+            raise ConfigError(f"{key}=True is not supported", fix=f"leave {key} out")
+
+
+def _plain(key: str, value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        return list(value)
+    if value is None or isinstance(value, (bool, int, float, str, list)):
+        return value
+    raise ModelError(f"parameter group key {key!r} holds a {type(value).__name__}", fix="keep plain values in groups")
+
+
+def _check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
+    if [list(x) for x in theirs] == [list(x) for x in mine]:
+        return
+    missing = sorted({n for g in mine for n in g} - {n for g in theirs for n in g})[:5]
+    extra = sorted({n for g in theirs for n in g} - {n for g in mine for n in g})[:5]
+    raise CheckpointError(
+        f"the {what}s of the saved state are not those of this optimizer",
+        why=f"missing: {missing or 'none'}; not expected: {extra or 'none'}; order and grouping count as well",
+        fix="make the optimizer over the same parameters, in the same groups",
+    )
+
+
+__all__ = ["DTYPES", "AdamW", "Bucket"]

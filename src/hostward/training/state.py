@@ -1,0 +1,168 @@
+"""The optimizer state of buckets: where its bytes lie, and how it is read and written by parameter name.
+
+Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
+    exp_avg, exp_avg_sq   float32, the moments
+    remainder             int16, low half of the master (split masters)
+    master                float32 (plain masters)
+    counts                int64 [ranges], finished steps of each range
+Host buckets also hold
+    weight                the weight's dtype: the step's output and the source of the upload; the master itself for fp32
+    gradient              where this step's gradient lands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from ..engine.backend import TORCH_DTYPES, Backend, Buffer, Tier
+from ..inventory import Bucket, MasterKind, Range
+from ..plan import Placement
+
+_MASTER_NAN = 0x7FC00000
+
+
+@dataclass(slots=True, eq=False)
+class BucketState:
+    """One bucket's buffers. `weights` and `gradients` hold one buffer per range, for host buckets only."""
+
+    bucket: Bucket
+    placement: Placement
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    counts: Buffer
+    low: Buffer | None = None
+    """The remainder (int16) or the plain master (float32), by `bucket.kind`."""
+    weight: Buffer | None = None
+    gradient: Buffer | None = None
+    weights: list[Buffer] = field(default_factory=list)
+    gradients: list[Buffer] = field(default_factory=list)
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.HOST if self.placement is Placement.HOST else Tier.DEVICE
+
+    @property
+    def remainder(self) -> torch.Tensor | None:
+        return self.low.data if self.low is not None and self.bucket.kind is MasterKind.SPLIT else None
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        return self.low.data if self.low is not None and self.bucket.kind is MasterKind.PLAIN else None
+
+    def buffers(self) -> list[Buffer]:
+        own = (self.exp_avg, self.exp_avg_sq, self.counts, self.low, self.weight, self.gradient)
+        return [b for b in own if b is not None]
+
+
+def allocate_states(
+    backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement]
+) -> list[BucketState]:
+    """Zero state for every bucket: one exact-size slab per tier and role. Raises MemoryLimitError."""
+    states: list[BucketState | None] = [None] * len(buckets)
+    for placement in Placement:
+        chosen = [i for i, p in enumerate(placements) if p is placement]
+        if not chosen:
+            continue
+        tier = Tier.HOST if placement is Placement.HOST else Tier.DEVICE
+        pinned = tier is Tier.HOST
+        sizes = [buckets[i].offsets[-1] for i in chosen]
+        exp_avg = backend.allocate(tier, sizes, torch.float32, "exp_avg", pinned=pinned)
+        exp_avg_sq = backend.allocate(tier, sizes, torch.float32, "exp_avg_sq", pinned=pinned)
+        counts = backend.allocate(
+            tier, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts", pinned=pinned
+        )
+        for k, i in enumerate(chosen):
+            states[i] = BucketState(buckets[i], placement, exp_avg[k], exp_avg_sq[k], counts[k])
+    done = [s for s in states if s is not None]
+    for tier in Tier:
+        for kind, dtype, owner in (
+            (MasterKind.SPLIT, torch.int16, "remainder"),
+            (MasterKind.PLAIN, torch.float32, "master"),
+        ):
+            with_low = [s for s in done if s.tier is tier and s.bucket.kind is kind]
+            sizes = [s.bucket.offsets[-1] for s in with_low]
+            lows = backend.allocate(tier, sizes, dtype, owner, pinned=tier is Tier.HOST) if with_low else []
+            for state, low in zip(with_low, lows, strict=True):
+                state.low = low
+    for dtype in TORCH_DTYPES:
+        on_host = [s for s in done if s.tier is Tier.HOST and s.bucket.dtype is dtype]
+        if on_host:
+            sizes = [s.bucket.offsets[-1] for s in on_host]
+            weights = backend.allocate(Tier.HOST, sizes, TORCH_DTYPES[dtype], "weights for upload", pinned=True)
+            for state, weight in zip(on_host, weights, strict=True):
+                state.weight = weight
+                state.weights = range_buffers(state.bucket, weight)
+    return done
+
+
+def allocate_gradients(backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype]) -> None:
+    """Give each host bucket a landing place for gradients of the dtype wanted; one slab per dtype. Keeps what fits already."""
+    wanted = [
+        (s, d) for s, d in zip(states, dtypes, strict=True) if s.gradient is None or s.gradient.data.dtype is not d
+    ]
+    backend.free([s.gradient for s, _ in wanted if s.gradient is not None])
+    for dtype in TORCH_DTYPES.values():
+        chosen = [s for s, d in wanted if d is dtype]
+        if chosen:
+            sizes = [s.bucket.offsets[-1] for s in chosen]
+            landing = backend.allocate(Tier.HOST, sizes, dtype, "gradients", pinned=True)
+            for state, gradient in zip(chosen, landing, strict=True):
+                state.gradient = gradient
+                state.gradients = range_buffers(state.bucket, gradient)
+
+
+def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:
+    """One buffer per range over a bucket's buffer: what copies and kernels name as operands."""
+    return [
+        Buffer(buffer.tier, buffer.data[o : o + r.numel], buffer.owner, buffer.pinned)
+        for r, o in zip(bucket.ranges, bucket.offsets, strict=False)
+    ]
+
+
+def pieces(states: Sequence[BucketState]) -> dict[str, list[tuple[BucketState, int, Range]]]:
+    """By parameter name: its (bucket state, index within the bucket, range), in order of start."""
+    found: dict[str, list[tuple[BucketState, int, Range]]] = {}
+    for state in states:
+        for i, r in enumerate(state.bucket.ranges):
+            found.setdefault(r.name, []).append((state, i, r))
+    return found
+
+
+def slab_views(state: BucketState, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(role, flat view) of one range's moments, and of its master's own bytes where it has any."""
+    start, stop = list(pairwise(state.bucket.offsets))[index]
+    stop = start + state.bucket.ranges[index].numel
+    yield "exp_avg", state.exp_avg.data[start:stop]
+    yield "exp_avg_sq", state.exp_avg_sq.data[start:stop]
+    if state.low is not None:
+        yield ("remainder" if state.bucket.kind is MasterKind.SPLIT else "master"), state.low.data[start:stop]
+
+
+def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 weight and an int16 remainder, equal shapes, bit for bit."""
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 weight (rounded to nearest, ties away from zero) and int16 remainder of an fp32 master; NaN becomes 0x7fc0."""
+    bits = torch.where(master.isnan(), _MASTER_NAN, master.view(torch.int32))
+    weight = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return weight, bits.to(torch.int16)
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that the step would write for `master`: bf16 ties away from zero, fp16 ties to even, fp32 itself."""
+    if dtype is torch.bfloat16:
+        return split_master(master)[0]
+    return master.to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits: NaN equals itself, 0.0 differs from -0.0."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

@@ -1,0 +1,52 @@
+"""The host share stepped by torch.optim.AdamW, for `use_torch_optimizer_for_cpu_offload`.
+
+Torch's kernels round differently (fused multiply-adds, a square root that is not correctly rounded), so the bits are torch's own. The
+step runs on the calling thread, on fp32 masters; its moments are views of the same slabs, so checkpoints do not differ.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..engine.backend import AdamWOperands, Scalars
+from .state import rounded
+
+
+class TorchHostStep:
+    """Steps host buckets with torch.optim.AdamW. Lanes must be empty while it runs."""
+
+    def step(self, operands: AdamWOperands, scalars: Scalars) -> None:
+        """One step of every range, unless the skip flag is set; writes the rounded weights."""
+        if int(scalars.skip.data.item()):
+            return
+        scale = scalars.scale.data
+        hyper = operands.hyper
+        for r in operands.ranges:
+            span = slice(r.offset, r.offset + r.length)
+            weight, gradient, count = _tensor(r.weight), _tensor(r.grad), _tensor(r.count)
+            master = weight if operands.master is None else operands.master[span]
+            parameter = torch.nn.Parameter(master)
+            parameter.grad = gradient.to(torch.float32) * scale
+            optimizer = torch.optim.AdamW(
+                [parameter],
+                lr=hyper.lr,
+                betas=(hyper.beta1, hyper.beta2),
+                eps=hyper.eps,
+                weight_decay=hyper.weight_decay,
+                fused=True,
+            )
+            optimizer.state[parameter] = {
+                "step": count.to(torch.float32).squeeze(),
+                "exp_avg": operands.exp_avg[span],
+                "exp_avg_sq": operands.exp_avg_sq[span],
+            }
+            optimizer.step()
+            count += 1
+            if operands.master is not None:
+                weight.copy_(rounded(master, weight.dtype))
+
+
+def _tensor(memory: object) -> torch.Tensor:
+    if not isinstance(memory, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {type(memory).__name__}")
+    return memory

@@ -1,0 +1,80 @@
+"""Weights changed behind the optimizer: noticing it, and the rule for what happens then (DESIGN §4).
+
+Three ways are seen. `load_state_dict` of the module: incoming bits are compared with the present ones before they are copied;
+equal bits change nothing. In-place writes: the version counter has moved, so the master is taken anew from the weight. A
+replaced Parameter object: a typed error. Writes through `.data` are invisible; they need `AdamW.reseed()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ModelError
+from ..inspect import Tracked
+from .state import same_bits
+
+
+class WeightWatch:
+    """Remembers the version counter of every tracked weight, and says which weights somebody else has written since."""
+
+    def __init__(self, tracked: Sequence[Tracked]) -> None:
+        self._tracked = list(tracked)
+        self._known: dict[str, frozenset[int]] = {}
+        self._handles: list[RemovableHandle] = []
+        self.remember(self._tracked)
+        by_owner: dict[torch.nn.Module, dict[str, str]] = {}
+        for t in self._tracked:
+            for owner, attribute in t.homes:
+                by_owner.setdefault(owner, {})[attribute] = t.name
+        names = {t.name: t for t in self._tracked}
+        watch = weakref.ref(self)
+        for owner, attributes in by_owner.items():
+            held = {attribute: names[name] for attribute, name in attributes.items()}
+            self._handles.append(owner.register_load_state_dict_pre_hook(_load_hook(watch, held)))
+
+    def remember(self, tracked: Sequence[Tracked]) -> None:
+        """The present contents of these weights are the optimizer's own."""
+        for t in tracked:
+            self._known[t.name] = frozenset((t.parameter._version,))
+
+    def expect_equal_copy(self, t: Tracked) -> None:
+        """One copy of equal bits is about to be written, or may fail to be."""
+        known = self._known[t.name]
+        if t.parameter._version in known:
+            self._known[t.name] = known | {t.parameter._version + 1}
+
+    def changed(self) -> list[Tracked]:
+        """Weights written by others since they were last remembered. Raises ModelError where a Parameter was replaced."""
+        for t in self._tracked:
+            for owner, attribute in t.homes:
+                if owner._parameters.get(attribute) is not t.parameter:
+                    raise ModelError(
+                        f"parameter {t.name!r} was replaced by another Parameter object",
+                        why="the optimizer would go on updating the old one",
+                        fix="copy into the parameter in place, or make a new optimizer (load_state_dict without assign=True)",
+                    )
+        return [t for t in self._tracked if t.parameter._version not in self._known[t.name]]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _load_hook(watch: weakref.ref[WeightWatch], held: Mapping[str, Tracked]) -> Any:
+    def hook(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+        alive = watch()
+        for attribute, tracked in held.items():
+            incoming = state_dict.get(prefix + attribute)
+            present = tracked.parameter.data
+            if alive is None or not isinstance(incoming, torch.Tensor) or incoming.shape != present.shape:
+                continue
+            if same_bits(incoming.to(device=present.device, dtype=present.dtype), present):
+                alive.expect_equal_copy(tracked)
+
+    return hook
