@@ -1,0 +1,31 @@
+#!/bin/sh
+# Builds the native library with g++ (or $CXX) alone: native/build.sh OUT_DIR, for example native/build.sh src/hostward/_native
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+out=${1:?usage: native/build.sh OUT_DIR}
+cxx=${CXX:-g++}
+mkdir -p "$out"
+objects=$(mktemp -d)
+trap 'rm -rf "$objects"' EXIT
+
+sanitize=${HOSTWARD_SANITIZE:+-g -fsanitize=$HOSTWARD_SANITIZE -fno-sanitize-recover=all}
+flags="-std=c++17 -O3 -fPIC -Wall -Wextra -fvisibility=hidden -ffp-contract=off -fno-fast-math -fno-math-errno -fno-trapping-math \
+-fno-strict-aliasing -I$here/include -I$here/src"
+compile() { # SOURCE FLAGS...
+    source=$1
+    shift
+    # shellcheck disable=SC2086
+    "$cxx" $flags $sanitize "$@" -c "$here/src/$source.cpp" -o "$objects/$source.o"
+}
+
+for source in adamw norm memory isa; do compile "$source"; done
+compile kernels_scalar -fno-tree-vectorize -fno-tree-slp-vectorize
+case $(uname -m) in
+x86_64)
+    compile kernels_avx2 -mavx2 -mprfchw
+    compile kernels_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprfchw -mprefer-vector-width=512
+    ;;
+aarch64) compile kernels_neon ;;
+esac
+# shellcheck disable=SC2086
+"$cxx" $sanitize -shared -o "$out/libhostward_native.so" "$objects"/*.o -pthread

@@ -1,0 +1,116 @@
+/* C interface of hostward's host kernels.
+ *
+ * Every function is safe to call from any thread, keeps no state between calls, prints nothing and lets no exception
+ * out. Functions that return int return HOSTWARD_OK (0) or one of the error codes below. docs/exactness.md states the
+ * arithmetic.
+ */
+#ifndef HOSTWARD_H
+#define HOSTWARD_H
+
+#include <stdint.h>
+
+#define HOSTWARD_ABI_VERSION 1
+
+#if defined(__GNUC__)
+#define HOSTWARD_API __attribute__((visibility("default")))
+#else
+#define HOSTWARD_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum hostward_error {
+  HOSTWARD_OK = 0,
+  HOSTWARD_ERROR_NULL = 1,     /* a pointer that the task needs is null */
+  HOSTWARD_ERROR_ARGUMENT = 2, /* a negative length, offset, count or chunk, or fewer than one thread */
+  HOSTWARD_ERROR_TYPE = 3, /* an unknown dtype or master kind, or a weight dtype that the master kind does not allow */
+  HOSTWARD_ERROR_ISA = 4,  /* an instruction set that this processor or this build lacks */
+  HOSTWARD_ERROR_TABLE = 5 /* a step count past the end of tables that have not reached 1 */
+};
+
+enum hostward_dtype { HOSTWARD_FP32 = 0, HOSTWARD_BF16 = 1, HOSTWARD_FP16 = 2 };
+
+enum hostward_master_kind {
+  HOSTWARD_MASTER_WEIGHT = 0, /* the fp32 weight is the master */
+  HOSTWARD_MASTER_SPLIT = 1,  /* bf16 weight and int16 remainder together are the fp32 master */
+  HOSTWARD_MASTER_PLAIN = 2   /* fp32 master beside a 16-bit weight */
+};
+
+enum hostward_isa {
+  HOSTWARD_ISA_BEST = 0,
+  HOSTWARD_ISA_SCALAR = 1,
+  HOSTWARD_ISA_AVX2 = 2,
+  HOSTWARD_ISA_AVX512 = 3,
+  HOSTWARD_ISA_NEON = 4
+};
+
+typedef struct {
+  int64_t offset;   /* first element in exp_avg, exp_avg_sq, remainder and master */
+  int64_t length;   /* elements */
+  const void* grad; /* first element of this range */
+  void* weight;     /* first element of this range */
+  int64_t* count;   /* finished steps of this range; no two ranges of a task share one */
+} hostward_range;
+
+typedef struct {
+  double lr, weight_decay, beta1, beta2, eps;
+} hostward_hyper;
+
+/* One AdamW step over disjoint ranges. Everything behind a pointer is read when the task runs. */
+typedef struct {
+  int32_t grad_dtype, weight_dtype; /* hostward_dtype */
+  int32_t master_kind;              /* hostward_master_kind */
+  int32_t threads, isa;             /* at most this many threads, the calling one included; hostward_isa */
+  int32_t reserved;
+  float* exp_avg;
+  float* exp_avg_sq;
+  int16_t* remainder; /* HOSTWARD_MASTER_SPLIT only */
+  float* master;      /* HOSTWARD_MASTER_PLAIN only */
+  const hostward_range* ranges;
+  int64_t n_ranges;
+  const hostward_hyper* hyper;
+  const double* bc1;          /* bc1[t] = 1 - beta1**t */
+  const double* inv_sqrt_bc2; /* inv_sqrt_bc2[t] = 1 / sqrt(1 - beta2**t) */
+  int64_t table_length;       /* entries of each table, entry 0 unused */
+  const float* scale;         /* factor of every gradient; null means 1 */
+  const int32_t* skip;        /* non-zero: write nothing, advance no count; null means 0 */
+  int32_t* error;             /* first non-zero code stays; may be null */
+} hostward_adamw_task;
+
+/* Runs the task. On an error nothing has been written except task->error. */
+HOSTWARD_API int hostward_adamw_step(const hostward_adamw_task* task);
+
+/* The same with the signature of a CUDA host function; `task` is a hostward_adamw_task. */
+HOSTWARD_API void hostward_adamw_host_function(void* task);
+
+typedef struct {
+  const void* grad;    /* flat gradient of one parameter */
+  int64_t length;      /* elements */
+  int64_t first_chunk; /* index of its first chunk in the outputs */
+} hostward_norm_item;
+
+/* Partial squared norms of chunks of 4,096 elements: exponents[k] is the smallest E with |g| < 2**E in chunk k
+ * (INT32_MIN: all zero, INT32_MAX: a NaN or an infinity), sums[k] the sum of floor((g * 2**-E)**2 * 2**50). */
+HOSTWARD_API int hostward_norm_partials(const hostward_norm_item* items, int64_t n_items, int32_t grad_dtype,
+                                        int64_t* sums, int32_t* exponents, int32_t threads, int32_t isa);
+
+/* Writes a zero byte into every 4,096-byte page, so that each thread's share is placed near it. */
+HOSTWARD_API int hostward_first_touch(void* memory, int64_t bytes, int32_t threads);
+
+/* Roof for benchmarks: reads and writes the streams of a split bf16 AdamW step (26 bytes per element) with trivial
+ * integer arithmetic. streams: exp_avg, exp_avg_sq (4 bytes), weight, remainder, grad (2 bytes); grad is only read.
+ * prefetch: 0 none, 1 as the AdamW kernel does. */
+HOSTWARD_API int hostward_bench_rmw(void* const* streams, int64_t elements, int32_t threads, int32_t isa,
+                                    int32_t prefetch);
+
+HOSTWARD_API int32_t hostward_isa_best(void);
+HOSTWARD_API int32_t hostward_isa_supported(int32_t isa); /* 1 or 0 */
+HOSTWARD_API int32_t hostward_abi_version(void);
+HOSTWARD_API int64_t hostward_task_bytes(void); /* sizeof(hostward_adamw_task), checked by bindings */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

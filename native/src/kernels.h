@@ -1,0 +1,48 @@
+// Functions that exist once per instruction set, and the tables through which the drivers call them.
+#pragma once
+
+#include <stdint.h>
+
+namespace hostward {
+
+// Constants of one range at one step, each rounded to fp32 once.
+struct Constants {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, scale;
+};
+
+// First elements of one contiguous piece. `master` is the remainder, the fp32 master, or null when the weight is the
+// master.
+struct Piece {
+  const void* grad;
+  void* weight;
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* master;
+};
+
+constexpr int kDtypes = 3;
+constexpr int kLayouts = 4;  // how weight and master are stored
+enum Layout { kFp32Weight = 0, kSplitBf16 = 1, kPlainBf16 = 2, kPlainFp16 = 3 };
+
+constexpr int64_t kNormChunk = 4096;
+constexpr int64_t kPieceElements = 64 * 1024;  // the least work worth a thread; a multiple of kNormChunk
+
+typedef void (*AdamwFunction)(const Constants& constants, const Piece& piece, int64_t length);
+typedef void (*NormFunction)(const void* grad, int64_t length, int64_t* sum, int32_t* exponent);
+typedef void (*RmwFunction)(void* const* streams, int64_t start, int64_t length);
+
+struct Kernels {
+  AdamwFunction adamw[kDtypes][kLayouts];
+  NormFunction norm_chunk[kDtypes];
+  RmwFunction rmw[2];  // without and with prefetch
+};
+
+extern const Kernels kScalarKernels;
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+extern const Kernels kNeonKernels;
+
+// The table for a hostward_isa value, or null where this processor or build lacks it.
+const Kernels* find_kernels(int32_t isa);
+
+}  // namespace hostward

@@ -1,0 +1,2 @@
+#define HOSTWARD_KERNELS kAvx2Kernels
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define HOSTWARD_KERNELS kAvx512Kernels
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define HOSTWARD_KERNELS kNeonKernels
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define HOSTWARD_KERNELS kScalarKernels
+#include "kernels.inc"

@@ -1,0 +1,193 @@
+"""Operands for the native kernels with guard elements around them, and the step that numpy makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hostward.host import reference
+from hostward.host.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
+from hostward.host.library import Isa, load
+
+Array = Any
+
+GRADS = ("fp32", "bf16", "fp16")
+LAYOUTS = ("fp32", "split", "bf16", "fp16")  # fp32 weight; split bf16; bf16 or fp16 with an fp32 master
+HYPER = reference.Hyper(lr=3e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+TABLES = bias_tables(HYPER.beta1, HYPER.beta2, 1 << 16)
+ISAS = load().supported_isas()
+GUARD = 64
+SENTINEL = 0x5A
+
+SPECIAL_BITS = np.array(
+    [
+        0x00000000,
+        0x80000000,  # -0.0
+        0x00000001,
+        0x807FFFFF,  # denormals
+        0x00800000,
+        0x7F7FFFFF,
+        0xFF7FFFFF,  # largest finite: infinity in bf16
+        0x7F7F7FFF,
+        0x7F7F8000,  # below and at the tie between the largest bf16 and infinity
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0xFFC12345,
+        0x7F800001,  # NaNs of several kinds
+        0x3F800000,
+        0x3F808000,  # a tie in bf16
+        0x477FF000,
+        0x33000000,
+        0x33000001,
+        0x387FFFFF,  # edges of fp16
+    ],
+    dtype=np.uint32,
+)
+
+
+def random_floats(rng: np.random.Generator, n: int, special: float) -> Array:
+    """float32 of many magnitudes, of which the share `special` are zeros, denormals, infinities and NaNs."""
+    values = rng.standard_normal(n) * np.exp2(rng.integers(-40, 10, n))
+    bits = values.astype(np.float32).view(np.uint32)
+    chosen = rng.random(n) < special
+    return np.where(chosen, rng.choice(SPECIAL_BITS, n), bits).astype(np.uint32).view(np.float32)
+
+
+def as_grad(values: Array, dtype: str) -> Array:
+    if dtype == "bf16":
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    with np.errstate(all="ignore"):
+        return values.astype(np.float16 if dtype == "fp16" else np.float32)
+
+
+@dataclass
+class Guarded:
+    """An array with `GUARD` elements of sentinel bytes on either side, `shift` elements off its natural alignment."""
+
+    initial: Array
+    shift: int = 0
+    store: Array = field(init=False)
+    values: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.initial.dtype.itemsize
+        n = self.initial.size
+        self.store = np.full((n + 2 * GUARD + self.shift) * size, SENTINEL, dtype=np.uint8)
+        start = (GUARD + self.shift) * size
+        self.values = self.store[start : start + n * size].view(self.initial.dtype)
+        self.values[:] = self.initial
+
+    def assert_guards(self) -> None:
+        size = self.initial.dtype.itemsize
+        before, after = self.store[: (GUARD + self.shift) * size], self.store[self.store.size - GUARD * size :]
+        assert (before == SENTINEL).all()
+        assert (after == SENTINEL).all()
+
+
+@dataclass
+class Case:
+    """Initial values of one step over n elements; `weight` follows from `master` and the layout."""
+
+    grad_dtype: str
+    layout: str
+    grad: Array
+    master: Array
+    exp_avg: Array
+    exp_avg_sq: Array
+
+    @staticmethod
+    def random(rng: np.random.Generator, n: int, grad_dtype: str, layout: str, special: float = 0.1) -> Case:
+        return Case(
+            grad_dtype,
+            layout,
+            as_grad(random_floats(rng, n, special), grad_dtype),
+            reference.canonical(random_floats(rng, n, special)),
+            random_floats(rng, n, special),
+            np.abs(random_floats(rng, n, special)),
+        )
+
+    def expected(self, step: int = 1, scale: float = 1.0, hyper: reference.Hyper = HYPER) -> dict[str, Array]:
+        master, exp_avg, exp_avg_sq = reference.adamw(
+            self.master, self.exp_avg, self.exp_avg_sq, self.grad, step, hyper, TABLES, scale
+        )
+        return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **stored(master, self.layout)}
+
+
+def stored(master: Array, layout: str) -> dict[str, Array]:
+    """What a layout keeps of an fp32 master."""
+    if layout == "fp32":
+        return {"weight": master}
+    if layout == "split":
+        weight, remainder = reference.split_master(master)
+        return {"weight": weight, "remainder": remainder}
+    weight = reference.bf16_bits(master) if layout == "bf16" else reference.fp16_weight(master)
+    return {"weight": weight, "master": master}
+
+
+@dataclass
+class NativeRun:
+    """The operands of a case in guarded memory, and the task over them."""
+
+    operands: dict[str, Guarded]
+    counts: Array
+    task: AdamWTask
+
+    def assert_equal(self, expected: dict[str, Array], what: object = "") -> None:
+        for name, values in expected.items():
+            actual = self.operands[name].values
+            unsigned = np.dtype(f"u{values.dtype.itemsize}")
+            wrong = np.flatnonzero(actual.view(unsigned) != values.view(unsigned))
+            assert wrong.size == 0, f"{what} {name}: {wrong.size} differ, first at {wrong[0]}"
+        for guarded in self.operands.values():
+            guarded.assert_guards()
+
+
+def native_run(
+    case: Case,
+    *,
+    isa: Isa,
+    threads: int = 1,
+    cuts: tuple[int, ...] = (),
+    shifts: tuple[int, ...] = (0, 0, 0, 0, 0),
+    count: int = 0,
+    hyper: reference.Hyper = HYPER,
+    **options: Any,
+) -> NativeRun:
+    """The task of `case`, cut into ranges at `cuts`; shifts: weight, grad, exp_avg, exp_avg_sq, remainder or master."""
+    n = case.master.size
+    start = stored(case.master, case.layout)
+    operands = {
+        "weight": Guarded(start.pop("weight"), shifts[0]),
+        "grad": Guarded(case.grad, shifts[1]),
+        "exp_avg": Guarded(case.exp_avg, shifts[2]),
+        "exp_avg_sq": Guarded(case.exp_avg_sq, shifts[3]),
+        **{name: Guarded(values, shifts[4]) for name, values in start.items()},
+    }
+    edges = [0, *cuts, n]
+    counts = np.full(len(edges) - 1, count, dtype=np.int64)
+    ranges = [
+        AdamWRange(
+            begin,
+            end - begin,
+            operands["grad"].values[begin:end],
+            operands["weight"].values[begin:end],
+            counts[i : i + 1],
+        )
+        for i, (begin, end) in enumerate(pairwise(edges))
+    ]
+    state = {
+        name: operands[name].values for name in ("exp_avg", "exp_avg_sq", "remainder", "master") if name in operands
+    }
+    numbers = hyper_array(hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps)
+    task = AdamWTask(ranges, hyper=numbers, tables=TABLES, isa=isa, threads=threads, **state, **options)
+    return NativeRun(operands, counts, task)
+
+
+def run_step(case: Case, **options: Any) -> NativeRun:
+    run = native_run(case, **options)
+    adamw_step(run.task)
+    return run
