@@ -1,0 +1,29 @@
+"""Tests here need a CUDA device. With TRITON_INTERPRET=1 those of the kernels run on the CPU, interpreted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    here = Path(__file__).parent
+    for item in items:
+        if here not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        if not torch.cuda.is_available() and not (interpreted and item.path.name.startswith("test_kernels")):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def quiet_numpy() -> Iterator[None]:
+    """Overflow and NaN are what is tested, and the interpreter computes in numpy."""
+    with np.errstate(all="ignore"):
+        yield
