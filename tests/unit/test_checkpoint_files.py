@@ -1,0 +1,53 @@
+"""The order in which a save makes things durable."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hostward import checkpoint
+
+
+def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut keeps what was synced and any part of the rest: first contents, then the name, then the pointer."""
+    tensors = {"x": torch.ones(3)}
+    checkpoint.save(tmp_path, 1, tensors=tensors, plain={})
+    steps: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def shown(path: str | Path) -> str:
+        return re.sub(r"\.(iter_\d+|latest)\.partial-.{8}", r"PARTIAL-\1", str(Path(path).relative_to(tmp_path)))
+
+    def logging_fsync(descriptor: int) -> None:
+        steps.append("sync " + shown(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def logging_rename(source: Any, target: Any) -> None:
+        if Path(source).parent == tmp_path:
+            steps.append(f"rename {shown(source)} {shown(target)}")
+        rename(source, target)
+
+    def logging_replace(source: Any, target: Any) -> None:
+        steps.append(f"rename {shown(source)} {shown(target)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", logging_fsync)
+    monkeypatch.setattr(os, "rename", logging_rename)
+    monkeypatch.setattr(os, "replace", logging_replace)
+    checkpoint.save(tmp_path, 2, tensors=tensors, plain={})
+    partial = "PARTIAL-iter_0000002"
+    assert steps == [
+        *(f"sync {partial}/{name}" for name in (".metadata", "__0_0.distcp", "plain.json")),
+        f"sync {partial}/manifest.json",
+        f"sync {partial}",
+        f"rename {partial} iter_0000002",
+        "sync .",
+        "sync PARTIAL-latest",
+        "rename PARTIAL-latest latest",
+        "sync .",
+    ]
