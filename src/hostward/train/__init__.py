@@ -1,0 +1,1 @@
+"""What `hostward train` runs: models, data, schedule and loop."""
