@@ -1,7 +1,7 @@
 """hostward: CPU offloading for PyTorch training that keeps the same bits.
 
-    import hostward
-    optimizer = hostward.AdamW(model, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, offload_fraction=1.0)
+import hostward
+optimizer = hostward.AdamW(model, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, offload_fraction=1.0)
 """
 
 from __future__ import annotations

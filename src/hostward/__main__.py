@@ -1,5 +1,7 @@
 """`python -m hostward`."""
 
-from .cli.main import entry
+import sys
 
-entry()
+from hostward.cli import main
+
+sys.exit(main())

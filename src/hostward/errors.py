@@ -1,7 +1,7 @@
 """Every error that hostward raises on purpose.
 
-An error states the fact (`what`), the reason (`why`) and the cure (`fix`: the call or option to change). The command line prints
-the three and exits with `exit_code`; a traceback is shown only with `--debug`.
+An error states the fact (`what`), the reason (`why`) and the cure (`fix`: the call or option to change). The command
+line prints the three and exits with `exit_code`; a traceback is shown only with `--debug`.
 """
 
 from __future__ import annotations

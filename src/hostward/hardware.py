@@ -1,4 +1,6 @@
-"""What the machine can do: memory limits of this process, container limits included. Reads files, holds no state; no torch."""
+"""What the machine can do: memory limits of this process, container limits included. Reads files, holds no state; no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class HostMemory:
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """Memory that this process may use: the machine's, or its cgroup's where that is smaller (v1 and v2).
 
-    `root` is where `proc` and `sys` are looked up. Page cache charged to the cgroup counts as available, since the kernel
-    drops it before it kills.
+    `root` is where `proc` and `sys` are looked up. Page cache charged to the cgroup counts as available, used once
+    (inactive) or often (active), since the kernel drops both before it kills.
     """
     meminfo = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
@@ -46,10 +48,10 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         folder = base / path.lstrip("/")
@@ -63,17 +65,20 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int, int]]:
     return found
 
 
-def _read_cgroup(directory: Path, limit_name: str, used_name: str, cache_key: str) -> tuple[int, int, int] | None:
+def _read_cgroup(directory: Path, limit_name: str, used_name: str, cache_prefix: str) -> tuple[int, int, int] | None:
     try:
         limit_text = (directory / limit_name).read_text().strip()
         used = int((directory / used_name).read_text())
-        stat = (directory / "memory.stat").read_text()
     except OSError:
         return None
     if limit_text == "max" or int(limit_text) >= _UNLIMITED_BYTES:
         return None
-    cache = next((int(v) for k, _, v in (s.partition(" ") for s in stat.splitlines()) if k == cache_key), 0)
-    return int(limit_text), used, cache
+    try:
+        rows = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
+    except OSError:
+        rows = []
+    cache_keys = (f"{cache_prefix}inactive_file", f"{cache_prefix}active_file")
+    return int(limit_text), used, sum(int(row[1]) for row in rows if row[0] in cache_keys)
 
 
 def resident_bytes(root: Path = Path("/")) -> int:

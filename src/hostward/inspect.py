@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +35,11 @@ class Tracked:
 
 
 def named_groups(params: object) -> tuple[list[dict[str, Any]], torch.nn.Module | None]:
-    """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, and the module if one was given.
+    """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, and the module if one was
+    given.
 
-    `params` is a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose "params" is
-    such an iterable. Raises ModelError for parameters without names.
+    `params` is a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
+    "params" is such an iterable. Raises ModelError for parameters without names.
     """
     if isinstance(params, torch.nn.Module):
         trainable = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
@@ -105,7 +107,7 @@ def check_no_overlap(tracked: Sequence[Tracked]) -> None:
             last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), t.name, p.untyped_storage()))
     spans.sort(key=lambda s: s[0])
-    for (_, end, first, a), (start, _, second, b) in zip(spans, spans[1:], strict=False):
+    for (_, end, first, a), (start, _, second, b) in itertools.pairwise(spans):
         if start < end and a.data_ptr() == b.data_ptr():
             raise ModelError(
                 f"parameters {first!r} and {second!r} share memory",

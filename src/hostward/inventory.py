@@ -3,8 +3,9 @@
 Glossary:
     parameter   one tensor that the optimizer updates, flattened in row-major order
     range       elements [start, stop) of one parameter
-    bucket      a run of ranges of one layer, dtype and parameter group, in order of use in forward; the unit of placing, moving and
-                stepping. Buckets never change a result (docs/exactness.md), only when and where it is computed.
+    bucket      a run of ranges of one layer, dtype and parameter group, in order of use in forward; the unit of
+                placing, moving and stepping. Buckets never change a result (docs/exactness.md), only when and where
+                it is computed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from .errors import ConfigError
+
 SPLIT_ELEMENTS = 4096
 """A tensor is split only at multiples of this, so that the chunks of the norm never straddle two ranges."""
 
 SMALLEST_BUCKET_CAP = 64 * 1024
 LARGEST_BUCKET_CAP = 64 * 1024 * 1024
 RANGE_ALIGNMENT_ELEMENTS = 128
-"""Each range starts at a multiple of this within its bucket: 256 bytes for 16-bit elements, the alignment of vector code."""
+"""Each range starts at a multiple of this within its bucket: 256 bytes of 16-bit elements, for vector code."""
 
 
 class Dtype(StrEnum):
@@ -166,10 +169,17 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
-    Tensors above `cap` are split at multiples of 4,096; smaller ones stay whole. Zero-size parameters belong to no bucket.
+    Tensors above `cap` are split at multiples of 4,096; smaller ones stay whole. Zero-size parameters belong to no
+    bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
     """
     parameters = tuple(parameters)
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
+    if cap < SPLIT_ELEMENTS or cap % SPLIT_ELEMENTS:
+        raise ConfigError(
+            f"a bucket cap of {cap} elements",
+            why=f"tensors are split at multiples of {SPLIT_ELEMENTS}, so that no chunk of the norm is cut in two",
+            fix=f"choose a positive multiple of {SPLIT_ELEMENTS}",
+        )
     buckets: list[Bucket] = []
     open_ranges: list[Range] = []
     open_key: tuple[str, Dtype, int] | None = None
@@ -195,6 +205,4 @@ def cut_buckets(
 
 
 def _pieces(parameter: Parameter, cap: int) -> Sequence[Range]:
-    return [
-        Range(parameter.name, start, min(start + cap, parameter.numel)) for start in range(0, parameter.numel, cap)
-    ]
+    return [Range(parameter.name, start, min(start + cap, parameter.numel)) for start in range(0, parameter.numel, cap)]

@@ -31,7 +31,9 @@ class PlacedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Placements of all buckets, in order of use in forward, and the share of state bytes that was asked for the host."""
+    """Placements of all buckets, in order of use in forward, and the share of state bytes that was asked for the
+    host.
+    """
 
     asked_fraction: float
     buckets: tuple[PlacedBucket, ...]
@@ -81,19 +83,30 @@ class Plan:
         """Raises ConfigError if `text` is not a plan."""
         try:
             data = json.loads(text)
-            rows = tuple(
-                PlacedBucket(
-                    str(r["name"]),
-                    int(r["numel"]),
-                    int(r["state_bytes"]),
-                    int(r["host_bytes"]),
-                    Placement(r["placement"]),
-                )
-                for r in data["buckets"]
-            )
-            return cls(float(data["asked_fraction"]), rows)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError("not a plan file", why=str(error), fix="write one with Plan.to_json()") from error
+            fraction, rows = data["asked_fraction"], data["buckets"]
+            if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+                raise ValueError(f"asked_fraction is {fraction!r}, not a number in [0.0, 1.0]")
+            if not isinstance(rows, list):
+                raise TypeError("buckets is not a list")
+            return cls(float(fraction), tuple(_placed_bucket(row) for row in rows))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError("not a plan file", why=why, fix="write one with Plan.to_json()") from error
+
+
+def _placed_bucket(row: dict[str, object]) -> PlacedBucket:
+    name = row["name"]
+    if not isinstance(name, str):
+        raise TypeError(f"a bucket's name is {name!r}")
+    numel, state_bytes, host_bytes = (_count(row, key) for key in ("numel", "state_bytes", "host_bytes"))
+    return PlacedBucket(name, numel, state_bytes, host_bytes, Placement(str(row["placement"])))
+
+
+def _count(row: dict[str, object], key: str) -> int:
+    value = row[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} of bucket {row['name']!r} is {value!r}, not a count")
+    return value
 
 
 def placed(buckets: Sequence[Bucket], placements: Sequence[Placement], asked_fraction: float) -> Plan:

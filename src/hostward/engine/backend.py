@@ -1,12 +1,12 @@
 """What a backend does: a short list of verbs over lanes, buffers and events.
 
-`cuda` is the real one. `simulated` runs on any machine: there the device tier is separate memory in RAM and every lane is a queue.
-Code above this module decides what to do and in which order; it never asks which backend carries it out.
+`cuda` is the real one. `simulated` runs on any machine: there the device tier is separate memory in RAM and every
+lane is a queue. Code above this module decides what to do and in which order; it never asks which backend carries it
+out.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import PlacementError
-from ..host.adamw import AdamWRange, FloatTable
-from ..inventory import Dtype, MasterKind
+from hostward.errors import PlacementError
+from hostward.host.adamw import AdamWRange, FloatTable
+from hostward.inventory import Dtype, MasterKind
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
@@ -45,21 +45,18 @@ class Lane(StrEnum):
     """Host functions: AdamW of host buckets. One lane, because the CUDA driver runs host functions one at a time."""
 
 
-_buffer_ids = itertools.count()
-
-
 @dataclass(eq=False, slots=True)
 class Buffer:
     """Bytes of one tier with an owner: what an operation reads or writes, and what the memory report counts.
 
-    `data` is a flat contiguous tensor. `pinned` says that the host pages are locked, or would be on a machine with a GPU.
+    `data` is a flat contiguous tensor. `pinned` says that the host pages are locked, or would be on a machine with a
+    GPU.
     """
 
     tier: Tier
     data: torch.Tensor
     owner: str
     pinned: bool = False
-    number: int = field(default_factory=_buffer_ids.__next__)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +92,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The three numbers that every step reads through memory: float32 scale, int32 skip, float32 norm; one element each."""
+    """What every step reads through memory, one element each: float32 scale, int32 skip, float32 norm."""
 
     scale: Buffer
     skip: Buffer
@@ -124,9 +121,9 @@ class Hyper:
 class AdamWOperands:
     """One bucket's state as an AdamW kernel takes it.
 
-    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `remainder` int16 (split) or `master` float32 (plain) or neither.
-    `ranges` hold each range's offset into those and its gradient, weight and step count; all gradients have one dtype.
-    `tables` are the bias corrections by step count.
+    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `remainder` int16 (split) or `master` float32 (plain) or
+    neither. `ranges` hold each range's offset into those and its gradient, weight and step count; all gradients have
+    one dtype. `tables` are the bias corrections by step count.
     """
 
     ranges: Sequence[AdamWRange]
@@ -156,10 +153,8 @@ class Backend(ABC):
         """Give buffers of `allocate` back. A free is a write: it is ordered after `after`."""
 
     @abstractmethod
-    def copy(
-        self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()
-    ) -> Event:
-        """Copy `source` to `destination` (equal dtype and length) on a copy lane; neither is kept alive by the lane's end."""
+    def copy(self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()) -> Event:
+        """Copy `source` to `destination`, of equal dtype and length, on a copy lane."""
 
     @abstractmethod
     def launch(
@@ -184,7 +179,7 @@ class Backend(ABC):
         found_inf: torch.Tensor | None,
         waits: Sequence[Event] = (),
     ) -> Event:
-        """Global norm, clip coefficient and finite flag of device gradients, into device scalars (docs/exactness.md)."""
+        """Global norm, clip factor and finite flag of device gradients, into device scalars (docs/exactness.md)."""
 
     @abstractmethod
     def device_adamw(
@@ -230,7 +225,7 @@ class Backend(ABC):
 
     @abstractmethod
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
-        """A buffer over device memory that somebody else allocated (weights, gradients), counted in the ledger if asked."""
+        """A buffer over device memory that somebody else allocated: weights, gradients. `counted`: in the ledger."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, object]:
@@ -262,4 +257,10 @@ def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
             f"{destination.data.dtype} {tuple(destination.data.shape)}",
             why="a copy never converts: conversion on the way would round",
             fix="make both sides of one dtype and length",
+        )
+    if not (source.data.is_contiguous() and destination.data.is_contiguous()):
+        raise PlacementError(
+            f"copy of {source.owner!r}: one side is not contiguous",
+            why="a strided copy goes through a hidden kernel and buffer, on a stream that no event covers",
+            fix="make the tensor contiguous before it is adopted",
         )

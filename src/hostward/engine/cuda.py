@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import DeviceError, MemoryLimitError, PlacementError
-from ..host.adamw import AdamWTask
-from ..inventory import align
+from hostward.errors import DeviceError, MemoryLimitError, PlacementError
+from hostward.host.adamw import AdamWRange, AdamWTask
+from hostward.inventory import MasterKind, align
+
 from .backend import (
     DTYPES,
     TORCH_DTYPES,
@@ -36,6 +37,7 @@ from .pools import host_slab
 _CHUNK_ELEMENTS = 4096
 _UPLOAD_BYTES = 8 * 1024 * 1024
 _CACHED_TABLES = 4096
+_KERNEL_KINDS = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 1, MasterKind.PLAIN: 2}
 
 
 class CudaBackend(Backend):
@@ -51,7 +53,10 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
-        self._streams = {lane: torch.cuda.Stream(self.device) for lane in (Lane.D2H, Lane.H2D, Lane.HOST)}
+        self._streams = {
+            lane: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            for lane in (Lane.D2H, Lane.H2D, Lane.HOST)
+        }
         self._alive: list[object] = []  # tensors that a side stream may still use (H12)
         self._tasks: list[AdamWTask] = []
         arena = self._host_slab([_UPLOAD_BYTES], torch.uint8, "upload tables", pinned=True)
@@ -118,7 +123,7 @@ class CudaBackend(Backend):
         found_inf: torch.Tensor | None,
         waits: Sequence[Event] = (),
     ) -> Event:
-        from ..kernels import norm as kernels
+        from hostward.kernels import norm as kernels
 
         def run() -> None:
             lengths = [g.data.numel() for g in gradients]
@@ -131,9 +136,7 @@ class CudaBackend(Backend):
                 rows = [(gradients[i].data.data_ptr(), lengths[i], int(firsts[i])) for i in chosen]
                 items = np.array(rows, dtype=np.int64)
                 chunk_map = self._uploads.map(kernels.chunk_map, tuple(lengths[i] for i in chosen))
-                kernels.norm_partials(
-                    self._uploads.cached(items), chunk_map, TORCH_DTYPES[dtype], sums, exponents
-                )
+                kernels.norm_partials(self._uploads.cached(items), chunk_map, TORCH_DTYPES[dtype], sums, exponents)
             kernels.finish(
                 sums,
                 exponents,
@@ -157,7 +160,7 @@ class CudaBackend(Backend):
         writes: Sequence[Buffer],
         waits: Sequence[Event] = (),
     ) -> Event:
-        from ..kernels import adamw as kernels
+        from hostward.kernels import adamw as kernels
 
         require_tier(scalars.all(), Tier.DEVICE, name)
 
@@ -168,9 +171,9 @@ class CudaBackend(Backend):
                 table=self._uploads.cached(table),
                 n_ranges=len(lengths),
                 blocks=self._uploads.map(kernels.block_map, lengths),
-                grad_dtype=operands.ranges[0].grad.dtype,
-                weight_dtype=operands.ranges[0].weight.dtype,
-                master_kind=operands.kind,
+                grad_dtype=_tensor(operands.ranges[0].grad).dtype,
+                weight_dtype=_tensor(operands.ranges[0].weight).dtype,
+                master_kind=_KERNEL_KINDS[operands.kind],
                 exp_avg=operands.exp_avg,
                 exp_avg_sq=operands.exp_avg_sq,
                 remainder=operands.remainder,
@@ -254,7 +257,8 @@ class CudaBackend(Backend):
 class _Uploads:
     """Small tables for the device kernels: uploaded from one pinned arena, and not again while they stay the same.
 
-    Addresses of gradients repeat from step to step once the caching allocator has settled, so most tables are found here.
+    Addresses of gradients repeat from step to step once the caching allocator has settled, so most tables are found
+    here.
     """
 
     def __init__(self, device: torch.device, arena: torch.Tensor) -> None:
@@ -314,6 +318,16 @@ def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
     unlock_pages(address, size_bytes)
 
 
+def _row(r: AdamWRange) -> tuple[int, int, int, int, int]:
+    return r.offset, r.length, _tensor(r.grad).data_ptr(), _tensor(r.weight).data_ptr(), _tensor(r.count).data_ptr()
+
+
+def _tensor(memory: object) -> torch.Tensor:
+    if not isinstance(memory, torch.Tensor):
+        raise PlacementError(f"a device kernel was given a {type(memory).__name__}", fix="pass CUDA tensors")
+    return memory
+
+
 def _tier(tensor: torch.Tensor) -> Tier:
     return Tier.DEVICE if tensor.is_cuda else Tier.HOST
 
@@ -326,6 +340,6 @@ def _wait(stream: torch.cuda.Stream, events: Sequence[Event]) -> None:
 
 
 def _record(stream: torch.cuda.Stream) -> Event:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return Event(event)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from ..errors import DeviceError, MemoryLimitError
+from hostward.errors import DeviceError, MemoryLimitError
 
 _PORTABLE = 1
 REGISTER_PIECE_BYTES = 64 << 30
@@ -48,7 +48,9 @@ def launch_host_function(stream: int, function: int, argument: int) -> None:
 
 
 def lock_pages(address: int, size_bytes: int, *, owner: str) -> None:
-    """Page-lock [address, address + size_bytes) for all devices. On failure nothing stays locked; raises MemoryLimitError."""
+    """Page-lock [address, address + size_bytes) for all devices. On failure nothing stays locked; raises
+    MemoryLimitError.
+    """
     locked: list[int] = []
     for offset in range(0, size_bytes, REGISTER_PIECE_BYTES):
         piece_bytes = min(REGISTER_PIECE_BYTES, size_bytes - offset)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ..host.adamw import AdamWTask
-from ..host.library import Isa, load
-from ..host.threads import default_threads, read_cpu_facts
+from hostward.host.adamw import AdamWTask
+from hostward.host.library import Isa, load
+from hostward.host.threads import default_threads, read_cpu_facts
+
 from .backend import AdamWOperands, Scalars
 
 

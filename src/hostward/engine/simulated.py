@@ -1,9 +1,10 @@
 """The backend of a machine without a GPU: lanes are queues, and any legal order of them may be asked for.
 
-The caller's own torch code runs at once; every operation of hostward, those of the compute lane included, is queued and carried
-out when somebody waits. Memory that is given back or retired is overwritten with 0xFF, which is NaN in every float format.
-Each operation declares what it reads and writes, and a vector clock per lane tells whether a conflicting pair is ordered: a
-missing event raises OrderingError when the operation is issued, whatever the order of execution.
+The caller's own torch code runs at once; every operation of hostward, those of the compute lane included, is queued
+and carried out when somebody waits. Memory that is given back or retired is overwritten with 0xFF, which is NaN in
+every float format. Each operation declares what it reads and writes, and a vector clock per lane tells whether a
+conflicting pair is ordered: a missing event raises OrderingError when the operation is issued, whatever the order of
+execution.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..errors import OrderingError
-from ..host import reference
-from ..host.adamw import adamw_step
-from ..host.norm import norm_partials
+from hostward.errors import OrderingError
+from hostward.host import reference
+from hostward.host.adamw import adamw_step
+from hostward.host.norm import norm_partials
+
 from .backend import (
     AdamWOperands,
     Backend,
@@ -42,7 +44,9 @@ POISON = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which of the lanes that could go on goes on: lanes in `late` only when no other can, else by `seed` (None: as issued)."""
+    """Which of the lanes that could go on goes on: lanes in `late` only when no other can, else by `seed` (None: as
+    issued).
+    """
 
     seed: int | None = None
     late: frozenset[Lane] = frozenset()
@@ -61,8 +65,14 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Accesses:
-    """The last writer of a buffer and its readers since."""
+    """The last writer of the bytes [start, stop) and their readers since.
 
+    `memory` keeps the address from being given out again while the accesses are remembered.
+    """
+
+    start: int
+    stop: int
+    memory: torch.Tensor
     writer: _Operation | None = None
     readers: list[_Operation] = field(default_factory=list)
 
@@ -80,7 +90,7 @@ class SimulatedBackend(Backend):
         self._queues: dict[Lane, deque[_Operation]] = {lane: deque() for lane in LANES}
         self._last: dict[Lane, _Operation | None] = dict.fromkeys(LANES)
         self._joined: dict[Lane, int] = dict.fromkeys(LANES, 0)
-        self._accesses: dict[int, _Accesses] = {}
+        self._accesses: dict[int, list[_Accesses]] = {}  # by address of the storage that the buffers view
         self._issued = 0
 
     def allocate(
@@ -97,16 +107,18 @@ class SimulatedBackend(Backend):
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
         self.join(after)
         for buffer in buffers:
-            accesses = self._accesses.pop(buffer.number, _Accesses())
-            for operation in (accesses.writer, *accesses.readers):
-                if operation is not None and not self._happened(operation):
-                    raise OrderingError(
-                        f"{buffer.owner!r} is freed while {operation.name!r} may still use it",
-                        why="a free is a write",
-                        fix="pass that operation's event to free()",
-                    )
+            for accesses in self._overlapping(buffer)[1]:
+                for operation in (accesses.writer, *accesses.readers):
+                    if operation is not None and not self._happened(operation):
+                        raise OrderingError(
+                            f"{buffer.owner!r} is freed while {operation.name!r} may still use it",
+                            why="a free is a write",
+                            fix="pass that operation's event to free()",
+                        )
+        for buffer in buffers:
             self.ledger.add(buffer, -1)
             self._overwrite(buffer)
+            buffer.data = buffer.data[:0]
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE, tensor, owner)
@@ -119,9 +131,7 @@ class SimulatedBackend(Backend):
     def copy(self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()) -> Event:
         require_copyable(lane, destination, source)
         self.ledger.copied_bytes[lane] += source.nbytes
-        return self._issue(
-            lane, name, lambda: _copy(destination.data, source.data), (source,), (destination,), waits
-        )
+        return self._issue(lane, name, lambda: _copy(destination.data, source.data), (source,), (destination,), waits)
 
     def launch(
         self,
@@ -157,7 +167,8 @@ class SimulatedBackend(Backend):
             overflow = not finite or (found_inf is not None and found_inf.item() != 0)
             out.norm.data[0] = float(norm * inverse)
             out.skip.data[0] = int(overflow)
-            out.scale.data[0] = float(reference.clip_scale(norm, max_norm or None, inverse)) if finite else 0.0
+            scale = reference.clip_scale(float(norm), max_norm or None, float(inverse))
+            out.scale.data[0] = float(scale) if finite else 0.0
 
         return self._issue(Lane.COMPUTE, "norm", run, gradients, out.all(), waits)
 
@@ -257,14 +268,27 @@ class SimulatedBackend(Backend):
 
     def _check(self, operation: _Operation, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
         for buffer in reads:
-            accesses = self._accesses.setdefault(buffer.number, _Accesses())
-            _require_order(accesses.writer, operation, buffer)
-            accesses.readers.append(operation)
+            own, overlapping = self._overlapping(buffer)
+            for accesses in overlapping:
+                _require_order(accesses.writer, operation, buffer)
+            own.readers.append(operation)
         for buffer in writes:
-            accesses = self._accesses.setdefault(buffer.number, _Accesses())
-            for earlier in (accesses.writer, *accesses.readers):
-                _require_order(earlier, operation, buffer)
-            self._accesses[buffer.number] = _Accesses(writer=operation)
+            own, overlapping = self._overlapping(buffer)
+            for accesses in overlapping:
+                for earlier in (accesses.writer, *accesses.readers):
+                    _require_order(earlier, operation, buffer)
+            own.writer, own.readers = operation, []
+
+    def _overlapping(self, buffer: Buffer) -> tuple[_Accesses, list[_Accesses]]:
+        """Accesses of exactly these bytes, and of every buffer that shares one: ranges of a bucket are views of it."""
+        start = buffer.data.data_ptr()
+        stop = start + buffer.nbytes
+        spans = self._accesses.setdefault(buffer.data.untyped_storage().data_ptr(), [])
+        own = next((s for s in spans if (s.start, s.stop) == (start, stop)), None)
+        if own is None:
+            own = _Accesses(start, stop, buffer.data)
+            spans.append(own)
+        return own, [s for s in spans if s.start < stop and start < s.stop]
 
     def _happened(self, operation: _Operation) -> bool:
         return self._joined[operation.lane] >= operation.clock[operation.lane]
@@ -308,4 +332,3 @@ def _require_order(earlier: _Operation | None, later: _Operation, buffer: Buffer
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         destination.copy_(source)
-

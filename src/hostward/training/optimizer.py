@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..engine.backend import DTYPES, Backend, Scalars, Tier
-from ..errors import CheckpointError, ConfigError, ModelError
-from ..inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
-from ..inventory import Bucket, Inventory, bucket_cap, cut_buckets
-from ..plan import PlacedBucket, Placement, Plan
-from ..planner import checked_fraction, place_fraction
+from hostward.engine.backend import DTYPES, Backend, Scalars, Tier
+from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
+from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets
+from hostward.plan import PlacedBucket, Placement, Plan
+from hostward.planner import checked_fraction, place_fraction
+
 from .state import BucketState, allocate_gradients, allocate_states, pieces
 from .state_io import StateAccess
 from .step import Gradient, StepIssuer
@@ -29,23 +30,25 @@ STATE_FORMAT = 1
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
 
-    The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`. State, step counts
-    and checkpoints are keyed by parameter name. `optimizer.state` stays empty: frameworks that move state about find nothing to
-    move.
+    The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`.
+    State, step counts and checkpoints are keyed by parameter name. `optimizer.state` stays empty: frameworks that
+    move state about find nothing to move.
 
     Args:
-        params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose "params"
-            is such an iterable. Parameters are fp32, bf16 or fp16, all on one device.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every step.
-        max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of the step:
-            do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
+        params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
+            "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every
+            step.
+        max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
+            the step: do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
         offload_fraction: share of the optimizer state's bytes that lives, and is stepped, on the host.
-        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters. Not bit-identical to the device share's
-            arithmetic, and slower; for comparison.
-        grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several microbatches.
-            None leaves the parameters as they are.
+        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters. Not bit-identical to the
+            device share's arithmetic, and slower; for comparison.
+        grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several
+            microbatches. None leaves the parameters as they are.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
-        backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU parameters.
+        backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
+            parameters.
 
     Raises:
         ConfigError: a value outside its range. ModelError: a parameter that cannot be tracked.
@@ -53,9 +56,9 @@ class AdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    # A GradScaler sets these two around step() and deletes them afterwards.
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    # A GradScaler sets these two around step() and deletes them afterwards; without one they do not exist.
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
 
     def __init__(
         self,
@@ -83,6 +86,8 @@ class AdamW(torch.optim.Optimizer):
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []
         self._pending: list[Tracked] = []
+        self._watch = WeightWatch([])
+        self._scalars: tuple[Scalars, Scalars]
         self._building = True
         groups, self._module = named_groups(params)
         self._homes = homes_of(self._module)
@@ -113,6 +118,7 @@ class AdamW(torch.optim.Optimizer):
     def _build(self) -> None:
         """Allocate state for the parameters that have none yet."""
         new, self._pending = self._pending, []
+        first = not self._states
         if not self._tracked and not new:
             raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
         backend = self._backend or _backend_for(new[0].parameter.device, self._host_threads)
@@ -141,13 +147,12 @@ class AdamW(torch.optim.Optimizer):
         for t in new:
             self._access.reseed(t.name)
         self._expect_gradients(states, {t.name: t.parameter for t in new})
-        if not hasattr(self, "_scalars"):
+        if first:
             self._scalars = _scalars(backend, Tier.DEVICE), _scalars(backend, Tier.HOST)
         self._issuer = StepIssuer(
             backend, self._states, self._by_name, *self._scalars, use_torch_optimizer=self._use_torch_optimizer
         )
-        if hasattr(self, "_watch"):
-            self._watch.close()
+        self._watch.close()
         self._watch = WeightWatch(self._tracked)
         backend.synchronise()
         log.info("%s", self.plan.explain())
@@ -181,7 +186,9 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the step."""
+        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
+        step.
+        """
         self.backend.synchronise()
         return float(self._scalars[0].norm.data.item())
 
@@ -194,14 +201,15 @@ class AdamW(torch.optim.Optimizer):
     # ---------------------------------------------------------------- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; a parameter without one keeps its state and its step count.
 
         Args:
             closure: evaluated once, with gradients enabled, before the update; its result is returned.
 
         Raises:
-            ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed then.
+            ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
+                then.
         """
         loss = None
         if closure is not None:
@@ -209,15 +217,17 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self._follow_weights()
         gradients = [
-            Gradient.of(t.name, t.parameter) for t in self._tracked if t.parameter.grad is not None and t.parameter.numel()
+            Gradient.of(t.name, t.parameter)
+            for t in self._tracked
+            if t.parameter.grad is not None and t.parameter.numel()
         ]
         if gradients:
             stepped = self._issuer.step(
                 gradients,
                 self.param_groups,
                 max_norm=self.max_grad_norm,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
             )
             updated = [self._by_name[name] for name in stepped]
             for t in updated:
@@ -264,8 +274,9 @@ class AdamW(torch.optim.Optimizer):
         """State by parameter name, independent of placement; copies on the CPU, tensors and plain values only.
 
         Returns:
-            {"format": 1, "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq": float32 [shape], "master": float32
-            [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps", "weight_decay", ...}]}
+            {"format": 1, "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq": float32 [shape], "master":
+            float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps",
+            "weight_decay", ...}]}
         """
         self.backend.synchronise()
         groups = []
@@ -279,11 +290,11 @@ class AdamW(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of `state_dict`, saved at any placement. Checked as a whole before anything is changed.
 
-        A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may so be
-        loaded in either order.
+        A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may
+        so be loaded in either order.
 
         Raises:
             CheckpointError: names, shapes or groups that differ.
@@ -296,7 +307,9 @@ class AdamW(torch.optim.Optimizer):
                 fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
             )
         groups = state_dict["param_groups"]
-        _check_same_names("parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups])
+        _check_same_names(
+            "parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups]
+        )
         self._access.check(state_dict["state"])
         set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state_dict["state"][t.name])]
         for mine, theirs in zip(self.param_groups, groups, strict=True):
@@ -324,11 +337,11 @@ class AdamW(torch.optim.Optimizer):
 
 def _backend_for(device: torch.device, threads: int | None) -> Backend:
     if device.type == "cuda":
-        from ..engine.cuda import CudaBackend
+        from hostward.engine.cuda import CudaBackend
 
         return CudaBackend(device, threads=threads)
     if device.type == "cpu":
-        from ..engine.simulated import SimulatedBackend
+        from hostward.engine.simulated import SimulatedBackend
 
         return SimulatedBackend(threads=threads)
     raise ModelError(
@@ -348,9 +361,13 @@ def _scalars(backend: Backend, tier: Tier) -> Scalars:
 def _checked_norm(value: float | None) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if not _is_number(value) or not math.isfinite(value) or value < 0:
         raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
     return float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

@@ -18,9 +18,9 @@ from itertools import pairwise
 
 import torch
 
-from ..engine.backend import TORCH_DTYPES, Backend, Buffer, Tier
-from ..inventory import Bucket, MasterKind, Range
-from ..plan import Placement
+from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Tier
+from hostward.inventory import Bucket, MasterKind, Range
+from hostward.plan import Placement
 
 _MASTER_NAN = 0x7FC00000
 
@@ -58,9 +58,7 @@ class BucketState:
         return [b for b in own if b is not None]
 
 
-def allocate_states(
-    backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement]
-) -> list[BucketState]:
+def allocate_states(backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement]) -> list[BucketState]:
     """Zero state for every bucket: one exact-size slab per tier and role. Raises MemoryLimitError."""
     states: list[BucketState | None] = [None] * len(buckets)
     for placement in Placement:
@@ -88,11 +86,11 @@ def allocate_states(
             lows = backend.allocate(tier, sizes, dtype, owner, pinned=tier is Tier.HOST) if with_low else []
             for state, low in zip(with_low, lows, strict=True):
                 state.low = low
-    for dtype in TORCH_DTYPES:
-        on_host = [s for s in done if s.tier is Tier.HOST and s.bucket.dtype is dtype]
+    for weight_dtype, torch_dtype in TORCH_DTYPES.items():
+        on_host = [s for s in done if s.tier is Tier.HOST and s.bucket.dtype is weight_dtype]
         if on_host:
             sizes = [s.bucket.offsets[-1] for s in on_host]
-            weights = backend.allocate(Tier.HOST, sizes, TORCH_DTYPES[dtype], "weights for upload", pinned=True)
+            weights = backend.allocate(Tier.HOST, sizes, torch_dtype, "weights for upload", pinned=True)
             for state, weight in zip(on_host, weights, strict=True):
                 state.weight = weight
                 state.weights = range_buffers(state.bucket, weight)
@@ -100,7 +98,9 @@ def allocate_states(
 
 
 def allocate_gradients(backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype]) -> None:
-    """Give each host bucket a landing place for gradients of the dtype wanted; one slab per dtype. Keeps what fits already."""
+    """Give each host bucket a landing place for gradients of the dtype wanted; one slab per dtype. Keeps what fits
+    already.
+    """
     wanted = [
         (s, d) for s, d in zip(states, dtypes, strict=True) if s.gradient is None or s.gradient.data.dtype is not d
     ]
@@ -149,7 +149,9 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 weight (rounded to nearest, ties away from zero) and int16 remainder of an fp32 master; NaN becomes 0x7fc0."""
+    """bf16 weight (rounded to nearest, ties away from zero) and int16 remainder of an fp32 master; NaN becomes
+    0x7fc0.
+    """
     bits = torch.where(master.isnan(), _MASTER_NAN, master.view(torch.int32))
     weight = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     return weight, bits.to(torch.int16)

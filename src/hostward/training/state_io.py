@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, ModelError
-from ..inspect import Tracked
-from ..inventory import MasterKind, Range
-from ..plan import Placement
+from hostward.errors import CheckpointError, ModelError
+from hostward.inspect import Tracked
+from hostward.inventory import MasterKind, Range
+from hostward.plan import Placement
+
 from .state import BucketState, join_master, rounded, same_bits, slab_views, split_master
 
 _ROLES = ("exp_avg", "exp_avg_sq")
@@ -56,7 +57,9 @@ class StateAccess:
         return {"step": torch.tensor(step, dtype=torch.int64), **shaped}
 
     def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
-        """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the rounded master."""
+        """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
+        rounded master.
+        """
         parameter = self._tracked[name].parameter
         weight = _flat(parameter)
         master = saved["master"].reshape(-1) if parameter.dtype is not torch.float32 else None
@@ -90,7 +93,7 @@ class StateAccess:
             _refresh_host_weight(state, index, piece)
 
     def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises CheckpointError unless `saved` has the right entries, shapes and dtypes for every tracked parameter."""
+        """Raises CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
         for name, tracked in self._tracked.items():
             entry = saved.get(name)
             wanted = ["step", *_ROLES, *(["master"] if tracked.parameter.dtype is not torch.float32 else [])]

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from ..engine.backend import DTYPES, AdamWOperands, Backend, Buffer, Event, Hyper, Lane, Scalars
-from ..errors import ModelError
-from ..host.adamw import AdamWRange, FloatTable, bias_tables
-from ..inspect import Tracked
-from ..plan import Placement
+from hostward.engine.backend import DTYPES, AdamWOperands, Backend, Buffer, Event, Hyper, Lane, Scalars
+from hostward.errors import ModelError
+from hostward.host.adamw import AdamWRange, FloatTable, bias_tables
+from hostward.inspect import Tracked
+from hostward.plan import Placement
+
 from .state import BucketState, allocate_gradients
 from .torch_host import TorchHostStep
 

@@ -1,14 +1,16 @@
 """The host share stepped by torch.optim.AdamW, for `use_torch_optimizer_for_cpu_offload`.
 
-Torch's kernels round differently (fused multiply-adds, a square root that is not correctly rounded), so the bits are torch's own. The
-step runs on the calling thread, on fp32 masters; its moments are views of the same slabs, so checkpoints do not differ.
+Torch's kernels round differently (fused multiply-adds, a square root that is not correctly rounded), so the bits are
+torch's own. The step runs on the calling thread, on fp32 masters; its moments are views of the same slabs, so
+checkpoints do not differ.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..engine.backend import AdamWOperands, Scalars
+from hostward.engine.backend import AdamWOperands, Scalars
+
 from .state import rounded
 
 

@@ -1,8 +1,9 @@
 """Weights changed behind the optimizer: noticing it, and the rule for what happens then (DESIGN §4).
 
-Three ways are seen. `load_state_dict` of the module: incoming bits are compared with the present ones before they are copied;
-equal bits change nothing. In-place writes: the version counter has moved, so the master is taken anew from the weight. A
-replaced Parameter object: a typed error. Writes through `.data` are invisible; they need `AdamW.reseed()`.
+Three ways are seen. `load_state_dict` of the module: incoming bits are compared with the present ones before they
+are copied; equal bits change nothing. In-place writes: the version counter has moved, so the master is taken anew
+from the weight. A replaced Parameter object: a typed error. Writes through `.data` are invisible; they need
+`AdamW.reseed()`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import ModelError
-from ..inspect import Tracked
+from hostward.errors import ModelError
+from hostward.inspect import Tracked
+
 from .state import same_bits
 
 
@@ -35,7 +37,8 @@ class WeightWatch:
         watch = weakref.ref(self)
         for owner, attributes in by_owner.items():
             held = {attribute: names[name] for attribute, name in attributes.items()}
-            self._handles.append(owner.register_load_state_dict_pre_hook(_load_hook(watch, held)))
+            handle = owner.register_load_state_dict_pre_hook(_load_hook(watch, held))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
@@ -49,14 +52,14 @@ class WeightWatch:
             self._known[t.name] = known | {t.parameter._version + 1}
 
     def changed(self) -> list[Tracked]:
-        """Weights written by others since they were last remembered. Raises ModelError where a Parameter was replaced."""
+        """Weights written by others since they were last remembered. Raises ModelError for a replaced Parameter."""
         for t in self._tracked:
             for owner, attribute in t.homes:
                 if owner._parameters.get(attribute) is not t.parameter:
                     raise ModelError(
                         f"parameter {t.name!r} was replaced by another Parameter object",
                         why="the optimizer would go on updating the old one",
-                        fix="copy into the parameter in place, or make a new optimizer (load_state_dict without assign=True)",
+                        fix="copy into it in place (load_state_dict without assign=True), or make a new optimizer",
                     )
         return [t for t in self._tracked if t.parameter._version not in self._known[t.name]]
 
