@@ -1,0 +1,337 @@
+"""Rules on combinations of options, as data. Texts marked `shared_with_megatron` are Megatron's, word for word."""
+
+from __future__ import annotations
+
+from hostward.rule_table import (
+    DENSE,
+    EXPERTS_ONLY,
+    FROM_FOLDER,
+    OFFLOAD_MODULES,
+    SIZES,
+    Kind,
+    Rule,
+    braces,
+    changed,
+    data_parallel_size,
+    unknown_modules,
+    unset_sizes,
+)
+
+PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
+
+MODEL_RULES = (
+    Rule(
+        "model-sizes",
+        PERMANENT,
+        (
+            *SIZES,
+            "model.hf_model_path",
+            "model.architecture",
+            "model.ffn_hidden_size",
+            "model.num_moe_experts",
+            "model.moe_ffn_hidden_size",
+        ),
+        lambda c, _: c.model.hf_model_path is None and bool(unset_sizes(c)),
+        lambda c, _: f"the model has no sizes: {', '.join(unset_sizes(c))} not set",
+        "name a local pretrained folder with model.hf_model_path=FOLDER, or set the sizes",
+        documented="the model has no sizes: ... not set",
+    ),
+    Rule(
+        "pretrained-sizes",
+        PERMANENT,
+        ("model.hf_model_path", *FROM_FOLDER),
+        lambda c, _: c.model.hf_model_path is not None and bool(changed(c, FROM_FOLDER)),
+        lambda c, _: f"model.hf_model_path decides the sizes, but {', '.join(changed(c, FROM_FOLDER))} set as well",
+        "leave those options out, or leave out model.hf_model_path",
+        documented="model.hf_model_path decides the sizes, but ... set as well",
+    ),
+    Rule(
+        "experts-of-dense-model",
+        PERMANENT,
+        ("model.architecture", *EXPERTS_ONLY),
+        lambda c, _: c.model.architecture in DENSE and bool(changed(c, EXPERTS_ONLY)),
+        lambda c, _: (
+            f"{', '.join(changed(c, EXPERTS_ONLY))} set, but model.architecture={c.model.architecture} has no experts"
+        ),
+        "set model.architecture=qwen3_moe, or leave those options out",
+        documented="... set, but model.architecture=... has no experts",
+    ),
+    Rule(
+        "rope-scaling",
+        PERMANENT,
+        ("model.architecture", "model.rope_scaling"),
+        lambda c, _: c.model.rope_scaling and c.model.architecture != "llama",
+        "model.rope_scaling=true is Llama's, but model.architecture={model.architecture}",
+        "set model.rope_scaling=false",
+    ),
+    Rule(
+        "rope-scaling-factor",
+        PERMANENT,
+        ("model.rope_scaling", "model.rope_scaling_factor"),
+        lambda c, _: not c.model.rope_scaling and bool(changed(c, ("model.rope_scaling_factor",))),
+        "model.rope_scaling_factor={model.rope_scaling_factor} has no effect while model.rope_scaling=false",
+        "set model.rope_scaling=true, or leave the factor out",
+    ),
+    Rule(
+        "head-width",
+        PERMANENT,
+        ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
+        lambda c, _: (
+            c.model.kv_channels is None
+            and c.model.num_attention_heads > 0
+            and c.model.hidden_size % c.model.num_attention_heads != 0
+        ),
+        "model.hidden_size ({model.hidden_size}) is not divisible by model.num_attention_heads"
+        " ({model.num_attention_heads})",
+        "set model.kv_channels, or choose sizes that divide",
+    ),
+    Rule(
+        "rotary-pairs",
+        PERMANENT,
+        ("model.kv_channels",),
+        lambda c, _: c.model.kv_channels is not None and c.model.kv_channels % 2 != 0,
+        "model.kv_channels ({model.kv_channels}) must be even: the rotary embedding turns pairs",
+        "set model.kv_channels to an even number",
+    ),
+    Rule(
+        "query-groups",
+        PERMANENT,
+        ("model.num_attention_heads", "model.num_query_groups"),
+        lambda c, _: (
+            c.model.num_query_groups is not None and c.model.num_attention_heads % c.model.num_query_groups != 0
+        ),
+        "model.num_attention_heads ({model.num_attention_heads}) is not divisible by model.num_query_groups"
+        " ({model.num_query_groups})",
+        "choose model.num_query_groups so that it divides the heads",
+    ),
+    Rule(
+        "router-topk",
+        PERMANENT,
+        ("model.num_moe_experts", "model.moe_router_topk"),
+        lambda c, _: c.model.num_moe_experts is not None and c.model.moe_router_topk > c.model.num_moe_experts,
+        "model.moe_router_topk ({model.moe_router_topk}) is more than model.num_moe_experts ({model.num_moe_experts})",
+        "set model.moe_router_topk to at most {model.num_moe_experts}",
+    ),
+)
+
+OFFLOADING_RULES = (
+    Rule(
+        "cpu-offloading-layers",
+        PERMANENT,
+        ("model.cpu_offloading", "model.cpu_offloading_num_layers", "model.num_layers"),
+        lambda c, _: (
+            c.model.cpu_offloading
+            and (c.model.cpu_offloading_num_layers < 0 or 0 < c.model.num_layers <= c.model.cpu_offloading_num_layers)
+        ),
+        "CPU offloading can be done only for layers less than {model.num_layers}",
+        "set model.cpu_offloading_num_layers in [0, model.num_layers - 1]",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-nothing",
+        PERMANENT,
+        ("model.cpu_offloading", "model.cpu_offloading_activations", "model.cpu_offloading_weights"),
+        lambda c, _: (
+            c.model.cpu_offloading and not c.model.cpu_offloading_activations and not c.model.cpu_offloading_weights
+        ),
+        "CPU Offloading is enabled while it is not mentioned what to offload (weights/activations)",
+        "set model.cpu_offloading_activations or model.cpu_offloading_weights",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-pipeline",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.pipeline_model_parallel_size"),
+        lambda c, _: c.model.cpu_offloading and c.model.pipeline_model_parallel_size > 1,
+        "Currently there is no support for Pipeline parallelism with CPU offloading",
+        "set model.pipeline_model_parallel_size=1 or model.cpu_offloading=false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-recompute",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.recompute_granularity"),
+        lambda c, _: c.model.cpu_offloading and c.model.recompute_granularity is not None,
+        "CPU offloading does not work when activation recomputation is enabled",
+        "set model.recompute_granularity=null or model.cpu_offloading=false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-fine-grained",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.fine_grained_activation_offloading"),
+        lambda c, _: c.model.cpu_offloading and c.model.fine_grained_activation_offloading,
+        "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
+        "set one of the two to false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-graphs",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.cuda_graph_impl"),
+        lambda c, _: c.model.cpu_offloading and c.model.cuda_graph_impl not in ("none", "full_iteration"),
+        "CUDA graphs not supported with CPU offloading.",
+        "set model.cuda_graph_impl=none or model.cpu_offloading=false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "offload-modules-unknown",
+        PERMANENT,
+        ("model.offload_modules",),
+        lambda c, _: bool(unknown_modules(c)),
+        lambda c, _: (
+            f"Invalid choices for offload_modules: {braces(unknown_modules(c))}."
+            f" Allowed modules are: {braces(OFFLOAD_MODULES)}"
+        ),
+        "choose from the allowed modules",
+        documented="Invalid choices for offload_modules: {...}. Allowed modules are: {...}",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "offload-modules-none",
+        PERMANENT,
+        ("model.fine_grained_activation_offloading", "model.offload_modules"),
+        lambda c, _: c.model.fine_grained_activation_offloading and not c.model.offload_modules,
+        "model.fine_grained_activation_offloading=true names no module in model.offload_modules",
+        "set model.offload_modules=[core_attn], for example",
+    ),
+    Rule(
+        "offload-attn-proj",
+        PERMANENT,
+        ("model.offload_modules",),
+        lambda c, _: "attn_proj" in c.model.offload_modules and "core_attn" not in c.model.offload_modules,
+        "attn_proj cannot be set to offload_modules alone without core_attn because the input of attn_proj is the"
+        " output of core_attn, which is needed in core_attn.backward().",
+        "add core_attn to model.offload_modules",
+        shared_with_megatron=True,
+    ),
+)
+
+OPTIMIZER_RULES = (
+    Rule(
+        "both-optimizer-modes",
+        UNTIL_BUILT,
+        ("optimizer.optimizer_cpu_offload", "optimizer.offload_optimizer_states"),
+        lambda c, _: c.optimizer.optimizer_cpu_offload and c.optimizer.offload_optimizer_states,
+        "offload_optimizer_states can not be used with optimizer_cpu_offload.",
+        "set one of the two to false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "states-adam-only",
+        UNTIL_BUILT,
+        ("optimizer.optimizer", "optimizer.offload_optimizer_states"),
+        lambda c, _: c.optimizer.offload_optimizer_states and c.optimizer.optimizer != "adam",
+        "offload_optimizer_states is only supported with adam optimizer",
+        "set optimizer.optimizer=adam",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offload-decoupled",
+        UNTIL_BUILT,
+        ("optimizer.optimizer_cpu_offload", "optimizer.decoupled_weight_decay"),
+        lambda c, _: c.optimizer.optimizer_cpu_offload and not c.optimizer.decoupled_weight_decay,
+        "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode).",
+        "set optimizer.decoupled_weight_decay=true",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offload-distributed",
+        PERMANENT,
+        ("optimizer.optimizer_cpu_offload", "ddp.use_distributed_optimizer"),
+        lambda c, world_size: (
+            c.optimizer.optimizer_cpu_offload and world_size > 1 and not c.ddp.use_distributed_optimizer
+        ),
+        "optimizer.optimizer_cpu_offload with {world_size} processes needs ddp.use_distributed_optimizer",
+        "set ddp.use_distributed_optimizer=true",
+    ),
+    Rule(
+        "lr-order",
+        PERMANENT,
+        ("optimizer.lr", "optimizer.min_lr"),
+        lambda c, _: c.optimizer.min_lr > c.optimizer.lr,
+        "optimizer.min_lr ({optimizer.min_lr}) is more than optimizer.lr ({optimizer.lr})",
+        "set optimizer.min_lr to at most optimizer.lr",
+    ),
+    Rule(
+        "decay-needs-end",
+        PERMANENT,
+        ("scheduler.lr_decay_style", "scheduler.lr_decay_iters"),
+        lambda c, _: c.scheduler.lr_decay_style != "constant" and c.scheduler.lr_decay_iters is None,
+        "scheduler.lr_decay_style={scheduler.lr_decay_style} needs scheduler.lr_decay_iters",
+        "set scheduler.lr_decay_iters, or scheduler.lr_decay_style=constant",
+    ),
+    Rule(
+        "warmup-before-decay",
+        PERMANENT,
+        ("scheduler.lr_warmup_iters", "scheduler.lr_decay_iters"),
+        lambda c, _: (
+            c.scheduler.lr_decay_iters is not None and c.scheduler.lr_warmup_iters >= c.scheduler.lr_decay_iters
+        ),
+        "scheduler.lr_warmup_iters ({scheduler.lr_warmup_iters}) is not less than scheduler.lr_decay_iters"
+        " ({scheduler.lr_decay_iters})",
+        "shorten the warm-up or raise scheduler.lr_decay_iters",
+    ),
+)
+
+RUN_RULES = (
+    Rule(
+        "batch",
+        PERMANENT,
+        (
+            "train.global_batch_size",
+            "train.micro_batch_size",
+            "model.tensor_model_parallel_size",
+            "model.pipeline_model_parallel_size",
+            "model.context_parallel_size",
+        ),
+        lambda c, world_size: (
+            c.train.global_batch_size % (c.train.micro_batch_size * data_parallel_size(c, world_size)) != 0
+        ),
+        lambda c, world_size: (
+            f"global batch size ({c.train.global_batch_size}) is not divisible by micro batch size"
+            f" ({c.train.micro_batch_size}) times data parallel size ({data_parallel_size(c, world_size)})"
+        ),
+        "set train.global_batch_size to a multiple of that product",
+        documented="global batch size (...) is not divisible by micro batch size (...) times data parallel size (...)",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "data-needs-path",
+        PERMANENT,
+        ("dataset.path", "dataset.format"),
+        lambda c, _: c.dataset.path is None and c.dataset.format in ("text", "jsonl", "parquet", "indexed"),
+        "dataset.format={dataset.format} needs dataset.path",
+        "set dataset.path to the file, folder or prefix",
+    ),
+    Rule(
+        "data-without-path",
+        PERMANENT,
+        ("dataset.path", "dataset.format"),
+        lambda c, _: c.dataset.path is not None and c.dataset.format in ("stdlib", "mock"),
+        "dataset.path has no effect with dataset.format={dataset.format}",
+        "leave out dataset.path, or set dataset.format=auto",
+    ),
+    Rule(
+        "tokenizer-folder",
+        PERMANENT,
+        ("tokenizer.tokenizer_type", "tokenizer.tokenizer_model", "model.hf_model_path"),
+        lambda c, _: (
+            c.tokenizer.tokenizer_type == "huggingface"
+            and c.tokenizer.tokenizer_model is None
+            and c.model.hf_model_path is None
+        ),
+        "tokenizer.tokenizer_type=huggingface needs a local folder",
+        "set tokenizer.tokenizer_model=FOLDER, or model.hf_model_path=FOLDER where that folder has the tokenizer",
+    ),
+    Rule(
+        "tokenizer-model-unused",
+        PERMANENT,
+        ("tokenizer.tokenizer_type", "tokenizer.tokenizer_model"),
+        lambda c, _: c.tokenizer.tokenizer_model is not None and c.tokenizer.tokenizer_type != "huggingface",
+        "tokenizer.tokenizer_model has no effect with tokenizer.tokenizer_type={tokenizer.tokenizer_type}",
+        "set tokenizer.tokenizer_type=huggingface, or leave out tokenizer.tokenizer_model",
+    ),
+)
+
+COMBINATIONS: tuple[Rule, ...] = (*MODEL_RULES, *OFFLOADING_RULES, *OPTIMIZER_RULES, *RUN_RULES)

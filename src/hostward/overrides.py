@@ -1,0 +1,191 @@
+"""`namespace.option=value` words: strict parsing by the declared type of the option.
+
+OmegaConf's structured configurations do the conversion. They also take 1.5 for an int, `2` for a bool, NaN,
+interpolations and YAML-mangled text; the checks here come first and let none of that through.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hostward.config import NAMESPACES, Config, OptionInfo, nearest, options
+from hostward.errors import ConfigError, UnknownNameError
+
+INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
+NONE_WORDS = ("null", "None")
+
+# Options of Megatron that hostward has no use for. They are never checked; naming one says why there is none.
+DROPPED = {
+    "model.transformer_impl": "models are transformers' own classes; there is no Transformer Engine layer to choose",
+    "model.fp8": "fp8 training is not part of hostward",
+    "model.fp8_recipe": "fp8 training is not part of hostward",
+    "model.delta_offload_bytes_across_pp_ranks": "the plan decides per rank from byte budgets",
+    "model.fine_grained_offloading_max_inflight_offloads": "slots are listed in the schedule, so they are bounded",
+    "model.moe_paged_stash": "the plan covers the activations of experts",
+    "optimizer.use_precision_aware_optimizer": "there is one step with fp32 moments and a lossless split master",
+    "optimizer.main_grads_dtype": "gradients are accumulated in fp32",
+    "optimizer.main_params_dtype": "the master is fp32",
+    "optimizer.exp_avg_dtype": "moments are fp32",
+    "optimizer.exp_avg_sq_dtype": "moments are fp32",
+    "optimizer.store_param_remainders": "the split master is the only form of a bf16 weight's master",
+    "optimizer.chunked_optimizer_state_offload": "offload_optimizer_states covers it, with its chunk size",
+    "ddp.use_megatron_fsdp": "sharding goes through PyTorch's own engine",
+    "ddp.fp8_param_gather": "fp8 training is not part of hostward",
+}
+
+# Places where Megatron users look for an option that lives in another namespace here.
+MOVED = {
+    "optimizer.use_distributed_optimizer": "ddp.use_distributed_optimizer",
+    "dataset.seq_length": "model.seq_length",
+    "dataset.sequence_length": "model.seq_length",
+    "train.seed": "rng.seed",
+    "model.seed": "rng.seed",
+    "train.max_steps": "train.train_iters",
+    "train.lr": "optimizer.lr",
+    "model.bf16": "model.params_dtype=bf16",
+    "model.fp16": "model.params_dtype=fp16",
+    "optimizer.bf16": "model.params_dtype=bf16",
+    "optimizer.fp16": "model.params_dtype=fp16",
+}
+
+
+def apply_overrides(config: Config, words: Sequence[str]) -> Config:
+    """A copy of `config` with every `namespace.option=value` of `words` applied in order; the later one wins.
+
+    Values, by the declared type: `true`/`false` (also capitalised) for bool; decimal digits for int; a finite decimal
+    number for float; the characters exactly as typed for str; `[a,b]` for lists. `null` and `None` are None where the
+    option allows it.
+
+    Raises:
+        UnknownNameError: a namespace or option does not exist; the text proposes the nearest one.
+        ConfigError: a word has no `=`, or its value does not fit the type of the option.
+    """
+    from omegaconf import OmegaConf
+
+    result = copy.deepcopy(config)
+    for word in words:
+        info, text = split_word(word)
+        namespace = getattr(result, info.namespace)
+        value = parse_value(info, text)
+        if isinstance(value, (bool, int, float)):
+            # The structured type has the last word on what is stored, so a value that slipped through cannot change
+            # its type.
+            typed = OmegaConf.structured(NAMESPACES[info.namespace])
+            OmegaConf.update(typed, info.name, value)
+            value = typed[info.name]
+        setattr(namespace, info.name, value)
+    return result
+
+
+def split_word(word: str) -> tuple[OptionInfo, str]:
+    """The option that `word` names, and the characters after its first `=`.
+
+    Raises:
+        UnknownNameError: no such namespace or option.
+        ConfigError: no `=`, or a leading `-`, `+` or `~`.
+    """
+    example = "write namespace.option=value, as in optimizer.optimizer_offload_fraction=0.5"
+    if word.startswith("-"):
+        raise ConfigError(f"Unknown option: {word}", fix=example)
+    name, equals, text = word.partition("=")
+    if not equals:
+        raise ConfigError(f"Expected override in KEY=VALUE form, got {word!r}", fix=example)
+    if name.startswith(("+", "~")):
+        raise ConfigError(
+            f"{name!r} adds or removes an option",
+            why="the set of options is fixed",
+            fix=f"write {name.lstrip('+~')}={text}",
+        )
+    known = options()
+    if name not in known:
+        raise unknown_option(name)
+    return known[name], text
+
+
+def unknown_option(name: str) -> UnknownNameError:
+    """The error for an option that does not exist, with the nearest name in any namespace."""
+    if name in DROPPED:
+        return UnknownNameError(f"hostward has no option {name}", why=DROPPED[name], fix="leave it out")
+    namespace, dot, bare = name.partition(".")
+    what = f"there is no option {name!r}"
+    if not dot:
+        what = f"{name!r} names no namespace"
+    elif namespace not in NAMESPACES:
+        what = f"there is no namespace {namespace!r} (in {name!r})"
+    proposal = MOVED.get(name) or nearest_option(namespace, bare if dot else name)
+    listing = f"the namespaces are {', '.join(NAMESPACES)}; docs/options.md lists every option"
+    return UnknownNameError(what, fix=f"did you mean {proposal}?" if proposal else listing)
+
+
+def nearest_option(namespace: str, bare: str) -> str | None:
+    """The nearest dotted name: the same name elsewhere, else a close one here, else a close one elsewhere."""
+    known = options().values()
+    same = [info.dotted for info in known if info.name == bare]
+    if same:
+        return same[0]
+    here_name = namespace if namespace in NAMESPACES else nearest(namespace, NAMESPACES)
+    here = {info.name: info.dotted for info in known if info.namespace == here_name}
+    anywhere = {info.name: info.dotted for info in known}
+    for names in (here, anywhere):
+        closest = nearest(bare, names)
+        if closest:
+            return names[closest]
+    return None
+
+
+def parse_value(info: OptionInfo, text: str) -> Any:
+    """The value that `text` means for the option `info`.
+
+    Raises:
+        ConfigError: the text does not fit the type; the error names the option, the text and the type.
+    """
+    if text in NONE_WORDS:
+        if info.optional:
+            return None
+        raise bad_value(info, text, "it always has a value")
+    if info.kind is str:
+        return info.aliases.get(text, text)
+    if info.kind is list:
+        return parse_list(info, text)
+    if info.kind is bool:
+        if text not in BOOLEANS:
+            raise bad_value(info, text, "only true and false are booleans")
+        return BOOLEANS[text]
+    if info.kind is int:
+        if not INTEGER.fullmatch(text):
+            raise bad_value(info, text, "it must be a whole number in decimal digits")
+        if len(text) > 20 or abs(int(text)) >= 2**63:
+            raise bad_value(info, text, "it does not fit 64 bits")
+        return int(text)
+    if not NUMBER.fullmatch(text) or not math.isfinite(float(text)):
+        raise bad_value(info, text, "it must be a finite decimal number")
+    return float(text)
+
+
+def parse_list(info: OptionInfo, text: str) -> list[str]:
+    """`[a,b]` as ['a', 'b']; spaces around the names do not count; `[]` is empty."""
+    if not (text.startswith("[") and text.endswith("]")):
+        raise bad_value(info, text, "a list is written [a,b]")
+    inner = text[1:-1].strip()
+    items = [item.strip() for item in inner.split(",")] if inner else []
+    if any(not item or set(item) & set("[]'\"") for item in items):
+        raise bad_value(info, text, "the entries of a list are plain names")
+    return items
+
+
+def bad_value(info: OptionInfo, text: str, why: str) -> ConfigError:
+    """The error for a value that does not fit its option."""
+    example = {bool: "true", int: "4", float: "0.5", str: "text", list: "[a,b]"}[info.kind]
+    if info.choices:
+        example = info.choices[0]
+    return ConfigError(
+        f"{info.dotted}={text} is not a value of type {info.type_text}",
+        why=why,
+        fix=f"write, for example, {info.dotted}={example}",
+    )

@@ -1,0 +1,243 @@
+"""The rules of a configuration, as data. `rules.py` evaluates them.
+
+Texts marked (M) are Megatron's, word for word, so that a search for the message of one finds the other.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hostward.config import Config, get_option, options
+
+Text = str | Callable[[Config, int], str]
+
+DENSE = ("qwen3", "llama")
+OFFLOAD_MODULES = ("attn_norm", "attn_proj", "core_attn", "expert_fc1", "mlp_norm", "moe_act", "qkv_linear")
+SIZES = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+# What a pretrained folder decides: with model.hf_model_path these stay at their defaults.
+FROM_FOLDER = (
+    *SIZES,
+    "model.ffn_hidden_size",
+    "model.num_moe_experts",
+    "model.moe_ffn_hidden_size",
+    "model.moe_router_topk",
+    "model.num_query_groups",
+    "model.kv_channels",
+    "model.vocab_size",
+    "model.rotary_base",
+    "model.rope_scaling",
+    "model.rope_scaling_factor",
+    "model.layernorm_epsilon",
+    "model.share_embeddings_and_output_weights",
+    "model.init_method_std",
+)
+EXPERTS_ONLY = (
+    "model.num_moe_experts",
+    "model.moe_ffn_hidden_size",
+    "model.moe_router_topk",
+    "model.moe_aux_loss_coeff",
+)
+
+
+class Kind(enum.Enum):
+    """Why a rule exists: PERMANENT rules stay; UNTIL_BUILT rules go with the work that makes the mix run."""
+
+    PERMANENT = "permanent"
+    UNTIL_BUILT = "until built"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number. `message` replaces the standard text; without `high` any finite number above will do."""
+
+    low: float
+    high: float | None = None
+    low_excluded: bool = False
+    high_excluded: bool = False
+    message: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies inside; NaN and infinities never do."""
+        if value == self.low:
+            return not self.low_excluded
+        if value == self.high:
+            return not self.high_excluded
+        return self.low < value < (float("inf") if self.high is None else self.high)
+
+    @property
+    def text(self) -> str:
+        """The bounds in words."""
+        if self.high is None:
+            return f"{'greater than' if self.low_excluded else 'at least'} {self.low}"
+        return f"in {'(' if self.low_excluded else '['}{self.low}, {self.high}{')' if self.high_excluded else ']'}"
+
+
+NOT_NEGATIVE = Range(low=0)
+POSITIVE = Range(low=0, low_excluded=True)
+AT_LEAST_ONE = Range(low=1)
+SEED = Range(low=0, high=2**63 - 1)
+
+RANGES: Mapping[str, Range] = {
+    "model.num_layers": NOT_NEGATIVE,
+    "model.hidden_size": NOT_NEGATIVE,
+    "model.ffn_hidden_size": AT_LEAST_ONE,
+    "model.num_moe_experts": AT_LEAST_ONE,
+    "model.moe_ffn_hidden_size": AT_LEAST_ONE,
+    "model.moe_router_topk": AT_LEAST_ONE,
+    "model.moe_aux_loss_coeff": NOT_NEGATIVE,
+    "model.num_attention_heads": NOT_NEGATIVE,
+    "model.num_query_groups": AT_LEAST_ONE,
+    "model.kv_channels": AT_LEAST_ONE,
+    "model.seq_length": AT_LEAST_ONE,
+    "model.vocab_size": AT_LEAST_ONE,
+    "model.rotary_base": POSITIVE,
+    "model.rope_scaling_factor": AT_LEAST_ONE,
+    "model.layernorm_epsilon": POSITIVE,
+    "model.init_method_std": NOT_NEGATIVE,
+    "model.tensor_model_parallel_size": AT_LEAST_ONE,
+    "model.pipeline_model_parallel_size": AT_LEAST_ONE,
+    "model.virtual_pipeline_model_parallel_size": AT_LEAST_ONE,
+    "model.context_parallel_size": AT_LEAST_ONE,
+    "model.expert_model_parallel_size": AT_LEAST_ONE,
+    "model.expert_tensor_parallel_size": AT_LEAST_ONE,
+    "model.recompute_num_layers": AT_LEAST_ONE,
+    "model.min_offloaded_tensor_size": Range(low=0, message="min_offloaded_tensor_size must be non-negative."),  # (M)
+    "model.activation_offload_fraction": Range(
+        low=0, high=1, message="activation_offload_fraction must be in range [0, 1]."
+    ),  # (M)
+    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.min_lr": NOT_NEGATIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.adam_beta1": Range(low=0, high=1, high_excluded=True),
+    "optimizer.adam_beta2": Range(low=0, high=1, high_excluded=True),
+    "optimizer.adam_eps": NOT_NEGATIVE,
+    "optimizer.clip_grad": NOT_NEGATIVE,
+    "optimizer.optimizer_offload_fraction": Range(low=0.0, high=1.0),
+    "optimizer.optimizer_state_offload_fraction": Range(
+        low=0, high=1, message="optimizer_state_offload_fraction must be in [0.0, 1.0]"
+    ),  # (M)
+    "optimizer.optimizer_state_offload_chunk_size_mb": Range(
+        low=0, message="optimizer_state_offload_chunk_size_mb must be non-negative"
+    ),  # (M)
+    "optimizer.host_threads": AT_LEAST_ONE,
+    "scheduler.lr_decay_iters": AT_LEAST_ONE,
+    "scheduler.lr_warmup_iters": NOT_NEGATIVE,
+    "scheduler.lr_warmup_init": NOT_NEGATIVE,
+    "train.train_iters": AT_LEAST_ONE,
+    "train.global_batch_size": AT_LEAST_ONE,
+    "train.micro_batch_size": AT_LEAST_ONE,
+    "train.num_threads": AT_LEAST_ONE,
+    "dataset.random_seed": SEED,
+    "rng.seed": SEED,
+    "checkpoint.save_interval": AT_LEAST_ONE,
+    "checkpoint.most_recent_k": AT_LEAST_ONE,
+    "logger.log_interval": AT_LEAST_ONE,
+}
+
+# Options that mean something only while a switch has a value: {switch: options}. Set without it, they would do nothing.
+DEPENDENT: Mapping[str, tuple[str, ...]] = {
+    "model.cpu_offloading": (
+        "model.cpu_offloading_num_layers",
+        "model.cpu_offloading_activations",
+        "model.cpu_offloading_weights",
+        "model.cpu_offloading_double_buffering",
+        "model.cpu_offloading_retain_pinned_cpu_buffers",
+    ),
+    "model.fine_grained_activation_offloading": (
+        "model.offload_modules",
+        "model.min_offloaded_tensor_size",
+        "model.activation_offload_fraction",
+    ),
+    "model.recompute_granularity": (
+        "model.recompute_method",
+        "model.recompute_num_layers",
+        "model.recompute_modules",
+    ),
+    "optimizer.optimizer_cpu_offload": (
+        "optimizer.optimizer_offload_fraction",
+        "optimizer.use_torch_optimizer_for_cpu_offload",
+    ),
+    "optimizer.offload_optimizer_states": (
+        "optimizer.optimizer_state_offload_fraction",
+        "optimizer.optimizer_state_offload_chunk_size_mb",
+    ),
+    "checkpoint.save": ("checkpoint.save_interval", "checkpoint.most_recent_k"),
+    "checkpoint.load": ("checkpoint.finetune", "checkpoint.load_optim", "checkpoint.load_rng"),
+}
+
+# Options that are known and not carried out yet: {option: the one value that works}.
+NOT_BUILT: Mapping[str, object] = {
+    "model.tensor_model_parallel_size": 1,
+    "model.pipeline_model_parallel_size": 1,
+    "model.virtual_pipeline_model_parallel_size": None,
+    "model.context_parallel_size": 1,
+    "model.expert_model_parallel_size": 1,
+    "model.expert_tensor_parallel_size": 1,
+    "model.sequence_parallel": False,
+    "model.cpu_offloading": False,
+    "model.fine_grained_activation_offloading": False,
+    "model.recompute_granularity": None,
+    "model.cuda_graph_impl": "none",
+    "optimizer.optimizer": "adam",
+    "optimizer.decoupled_weight_decay": True,
+    "optimizer.overlap_cpu_optimizer_d2h_h2d": False,
+    "optimizer.pin_cpu_grads": True,
+    "optimizer.pin_cpu_params": True,
+    "optimizer.offload_optimizer_states": False,
+    "ddp.grad_reduce_in_fp32": False,
+    "ddp.overlap_grad_reduce": False,
+    "ddp.overlap_param_gather": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One condition on a combination of options.
+
+    `reads` names the options involved; the rule is skipped while one of them is wrong by itself. A text is formatted
+    with the namespaces by name and `world_size`, or computed; `documented` says in general what a computed one says.
+    """
+
+    id: str
+    kind: Kind
+    reads: tuple[str, ...]
+    broken: Callable[[Config, int], bool]
+    message: Text
+    fix: Text
+    documented: str = field(default="", kw_only=True)
+    shared_with_megatron: bool = field(default=False, kw_only=True)
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Processes that hold copies of the model."""
+    model = config.model
+    sharing = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    return max(1, world_size // sharing)
+
+
+def changed(config: Config, names: tuple[str, ...]) -> list[str]:
+    """Those of `names` whose value is not the default."""
+    return [name for name in names if get_option(config, name) != options()[name].default]
+
+
+def unset_sizes(config: Config) -> list[str]:
+    """The sizes that a model built from random weights needs and does not have."""
+    model = config.model
+    needed = [name for name in SIZES if get_option(config, name) == 0]
+    if model.architecture in DENSE:
+        needed += [] if model.ffn_hidden_size else ["model.ffn_hidden_size"]
+    else:
+        needed += [n for n in ("model.num_moe_experts", "model.moe_ffn_hidden_size") if get_option(config, n) is None]
+    return needed
+
+
+def unknown_modules(config: Config) -> list[str]:
+    """Entries of model.offload_modules that name no module."""
+    return sorted(set(config.model.offload_modules) - set(OFFLOAD_MODULES))
+
+
+def braces(names: list[str] | tuple[str, ...]) -> str:
+    """Names as Python writes a set, sorted."""
+    return "{" + ", ".join(repr(name) for name in names) + "}"

@@ -1,0 +1,139 @@
+"""Validation: every rule is evaluated, every violation reported at once, nothing is edited and nothing allocated.
+
+Three classes. Permanent rules hold for good. Rules until built refuse what this version does not do yet, instead of
+ignoring it. Dropped rules of Megatron are never checked; `overrides.DROPPED` lists their options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hostward.combinations import COMBINATIONS
+from hostward.config import NAMESPACES, Config, OptionInfo, get_option, options
+from hostward.errors import ConfigError, NotBuiltError
+from hostward.rule_table import DEPENDENT, NOT_BUILT, RANGES, Kind, Rule, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One rule that a configuration breaks."""
+
+    rule: str
+    kind: Kind
+    message: str
+    fix: str
+
+
+def violations(config: Config, *, world_size: int = 1) -> list[Violation]:
+    """Everything about `config` that cannot be carried out with `world_size` processes; empty when it can run."""
+    found: list[Violation] = []
+    wrong: set[str] = set()
+    for info in options().values():
+        violation = value_violation(info, get_option(config, info.dotted))
+        if violation is not None:
+            found.append(violation)
+            wrong.add(info.dotted)
+    found.extend(dependent_violations(config, wrong))
+    for rule in COMBINATIONS:
+        if wrong.isdisjoint(rule.reads) and rule.broken(config, world_size):
+            found.append(rule_violation(rule, config, world_size))
+    found.extend(not_built_violations(config, wrong, world_size))
+    return found
+
+
+def check(config: Config, *, world_size: int = 1) -> None:
+    """Raise one error that lists every violation of `config`; return when there is none.
+
+    Raises:
+        NotBuiltError: each violation asks for something that is known and not built yet.
+        ConfigError: at least one violation is permanent.
+    """
+    found = violations(config, world_size=world_size)
+    if not found:
+        return
+    error = NotBuiltError if all(v.kind is Kind.UNTIL_BUILT for v in found) else ConfigError
+    if len(found) == 1:
+        raise error(found[0].message, fix=found[0].fix)
+    lines = [f"{len(found)} settings cannot be carried out:"]
+    for number, violation in enumerate(found, start=1):
+        lines += [f"  {number}. {violation.message}", f"     fix: {violation.fix}"]
+    raise error("\n".join(lines))
+
+
+def value_violation(info: OptionInfo, value: Any) -> Violation | None:
+    """What is wrong with the value of one option by itself: its type, its choice or its range."""
+    if value is None and info.optional:
+        return None
+    example = f"set {info.dotted} to {shown(info.choices[0] if info.choices else info.default)}"
+    if not has_type(value, info.kind):
+        message = f"{info.dotted} must be of type {info.type_text}, not {value!r} ({type(value).__name__})"
+        return Violation(f"type:{info.dotted}", Kind.PERMANENT, message, f"give {info.dotted} a {info.type_text}")
+    if info.choices and value not in info.choices:
+        message = f"{info.dotted} must be one of {', '.join(info.choices)}, not {value!r}"
+        return Violation(f"choice:{info.dotted}", Kind.PERMANENT, message, example)
+    bounds = RANGES.get(info.dotted)
+    if bounds is not None and not bounds.holds(value):
+        message = bounds.message or f"{info.dotted} must be {bounds.text}, not {value}"
+        fix = f"set {info.dotted} to a number {bounds.text}"
+        return Violation(f"range:{info.dotted}", Kind.PERMANENT, message, fix)
+    return None
+
+
+def has_type(value: Any, kind: type) -> bool:
+    """Whether `value` is of the declared `kind`. A bool is no number; an int is a float."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, (int, float))
+    if kind is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, kind)
+
+
+def dependent_violations(config: Config, wrong: set[str]) -> Iterator[Violation]:
+    """Options that are set and mean nothing, because their switch is off."""
+    for switch, dependents in DEPENDENT.items():
+        if switch in wrong or get_option(config, switch) not in (False, None):
+            continue
+        for name in dependents:
+            value, info = get_option(config, name), options()[name]
+            if name in wrong or value == info.default:
+                continue
+            message = f"{name}={shown(value)} has no effect while {switch}={shown(get_option(config, switch))}"
+            fix = f"set {switch} too, or leave {name} at {shown(info.default)}"
+            yield Violation(f"switch:{name}", Kind.PERMANENT, message, fix)
+
+
+def not_built_violations(config: Config, wrong: set[str], world_size: int) -> Iterator[Violation]:
+    """Options that are known and that this version does not carry out."""
+    for name, built in NOT_BUILT.items():
+        value = get_option(config, name)
+        if name not in wrong and value != built:
+            message = f"{name}={shown(value)} is known, but not built yet"
+            yield Violation(f"not-built:{name}", Kind.UNTIL_BUILT, message, f"set {name}={shown(built)}")
+    if world_size > 1:
+        message = f"training with {world_size} processes is known, but not built yet"
+        fix = "start one process (torchrun: --nproc-per-node 1)"
+        yield Violation("not-built:world-size", Kind.UNTIL_BUILT, message, fix)
+
+
+def rule_violation(rule: Rule, config: Config, world_size: int) -> Violation:
+    """The violation of a combination rule, its texts filled in."""
+    values: dict[str, Any] = {namespace: getattr(config, namespace) for namespace in NAMESPACES}
+    values["world_size"] = world_size
+
+    def fill(text: Text) -> str:
+        return text.format(**values) if isinstance(text, str) else text(config, world_size)
+
+    return Violation(rule.id, rule.kind, fill(rule.message), fill(rule.fix))
+
+
+def shown(value: Any) -> str:
+    """A value as one types it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    return str(value)

@@ -1,0 +1,192 @@
+"""One configuration per rule on combinations that breaks it, with the exact message."""
+
+from __future__ import annotations
+
+TINY = "qwen3_moe_tiny_pretrain_config"
+DENSE = "qwen3_8b_pretrain_config"
+SFT = "qwen3_600m_sft_config"
+
+# rule id: (recipe, overrides, processes, exact message)
+COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
+    "model-sizes": (
+        DENSE,
+        "model.num_layers=0 model.ffn_hidden_size=null",
+        1,
+        "the model has no sizes: model.num_layers, model.ffn_hidden_size not set",
+    ),
+    "pretrained-sizes": (
+        SFT,
+        "model.hf_model_path=/folder model.num_layers=3",
+        1,
+        "model.hf_model_path decides the sizes, but model.num_layers set as well",
+    ),
+    "experts-of-dense-model": (
+        DENSE,
+        "model.num_moe_experts=8",
+        1,
+        "model.num_moe_experts set, but model.architecture=qwen3 has no experts",
+    ),
+    "rope-scaling": (
+        DENSE,
+        "model.rope_scaling=true",
+        1,
+        "model.rope_scaling=true is Llama's, but model.architecture=qwen3",
+    ),
+    "rope-scaling-factor": (
+        DENSE,
+        "model.rope_scaling_factor=32",
+        1,
+        "model.rope_scaling_factor=32.0 has no effect while model.rope_scaling=false",
+    ),
+    "head-width": (
+        TINY,
+        "model.kv_channels=null model.hidden_size=258",
+        1,
+        "model.hidden_size (258) is not divisible by model.num_attention_heads (4)",
+    ),
+    "rotary-pairs": (
+        TINY,
+        "model.kv_channels=65",
+        1,
+        "model.kv_channels (65) must be even: the rotary embedding turns pairs",
+    ),
+    "query-groups": (
+        TINY,
+        "model.num_query_groups=3",
+        1,
+        "model.num_attention_heads (4) is not divisible by model.num_query_groups (3)",
+    ),
+    "router-topk": (
+        TINY,
+        "model.moe_router_topk=9",
+        1,
+        "model.moe_router_topk (9) is more than model.num_moe_experts (8)",
+    ),
+    "cpu-offloading-layers": (
+        TINY,
+        "model.cpu_offloading=true model.cpu_offloading_num_layers=4",
+        1,
+        "CPU offloading can be done only for layers less than 4",
+    ),
+    "cpu-offloading-nothing": (
+        TINY,
+        "model.cpu_offloading=true model.cpu_offloading_activations=false",
+        1,
+        "CPU Offloading is enabled while it is not mentioned what to offload (weights/activations)",
+    ),
+    "cpu-offloading-pipeline": (
+        TINY,
+        "model.cpu_offloading=true model.pipeline_model_parallel_size=2",
+        1,
+        "Currently there is no support for Pipeline parallelism with CPU offloading",
+    ),
+    "cpu-offloading-recompute": (
+        TINY,
+        "model.cpu_offloading=true model.recompute_granularity=full",
+        1,
+        "CPU offloading does not work when activation recomputation is enabled",
+    ),
+    "cpu-offloading-fine-grained": (
+        TINY,
+        "model.cpu_offloading=true model.fine_grained_activation_offloading=true model.offload_modules=[core_attn]",
+        1,
+        "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
+    ),
+    "cpu-offloading-graphs": (
+        TINY,
+        "model.cpu_offloading=true model.cuda_graph_impl=local",
+        1,
+        "CUDA graphs not supported with CPU offloading.",
+    ),
+    "offload-modules-unknown": (
+        TINY,
+        "model.fine_grained_activation_offloading=true model.offload_modules=[zebra,core_attn,apple]",
+        1,
+        (
+            "Invalid choices for offload_modules: {'apple', 'zebra'}. Allowed modules are: {'attn_norm', 'attn_proj', "
+            "'core_attn', 'expert_fc1', 'mlp_norm', 'moe_act', 'qkv_linear'}"
+        ),
+    ),
+    "offload-modules-none": (
+        TINY,
+        "model.fine_grained_activation_offloading=true",
+        1,
+        "model.fine_grained_activation_offloading=true names no module in model.offload_modules",
+    ),
+    "offload-attn-proj": (
+        TINY,
+        "model.fine_grained_activation_offloading=true model.offload_modules=[attn_proj]",
+        1,
+        (
+            "attn_proj cannot be set to offload_modules alone without core_attn because the input of attn_proj is the "
+            "output of core_attn, which is needed in core_attn.backward()."
+        ),
+    ),
+    "both-optimizer-modes": (
+        TINY,
+        "optimizer.optimizer_cpu_offload=true optimizer.offload_optimizer_states=true",
+        1,
+        "offload_optimizer_states can not be used with optimizer_cpu_offload.",
+    ),
+    "states-adam-only": (
+        TINY,
+        "optimizer.optimizer=sgd optimizer.offload_optimizer_states=true",
+        1,
+        "offload_optimizer_states is only supported with adam optimizer",
+    ),
+    "cpu-offload-decoupled": (
+        TINY,
+        "optimizer.optimizer_cpu_offload=true optimizer.decoupled_weight_decay=false",
+        1,
+        "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode).",
+    ),
+    "cpu-offload-distributed": (
+        TINY,
+        "optimizer.optimizer_cpu_offload=true ddp.use_distributed_optimizer=false train.micro_batch_size=1",
+        2,
+        "optimizer.optimizer_cpu_offload with 2 processes needs ddp.use_distributed_optimizer",
+    ),
+    "lr-order": (
+        TINY,
+        "optimizer.min_lr=0.5 optimizer.lr=0.25",
+        1,
+        "optimizer.min_lr (0.5) is more than optimizer.lr (0.25)",
+    ),
+    "decay-needs-end": (
+        TINY,
+        "scheduler.lr_decay_iters=null",
+        1,
+        "scheduler.lr_decay_style=cosine needs scheduler.lr_decay_iters",
+    ),
+    "warmup-before-decay": (
+        TINY,
+        "scheduler.lr_warmup_iters=50",
+        1,
+        "scheduler.lr_warmup_iters (50) is not less than scheduler.lr_decay_iters (50)",
+    ),
+    "batch": (
+        "qwen3_30b_a3b_pretrain_config",
+        "",
+        16,
+        "global batch size (8) is not divisible by micro batch size (1) times data parallel size (16)",
+    ),
+    "data-needs-path": (TINY, "dataset.format=jsonl", 1, "dataset.format=jsonl needs dataset.path"),
+    "data-without-path": (
+        TINY,
+        "dataset.format=mock dataset.path=/text",
+        1,
+        "dataset.path has no effect with dataset.format=mock",
+    ),
+    "tokenizer-folder": (
+        TINY,
+        "tokenizer.tokenizer_type=huggingface",
+        1,
+        "tokenizer.tokenizer_type=huggingface needs a local folder",
+    ),
+    "tokenizer-model-unused": (
+        TINY,
+        "tokenizer.tokenizer_model=/folder",
+        1,
+        "tokenizer.tokenizer_model has no effect with tokenizer.tokenizer_type=byte",
+    ),
+}

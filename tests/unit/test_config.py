@@ -1,0 +1,284 @@
+"""Options: names, defaults, assignment, JSON form, overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import string
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hostward import recipes
+from hostward.config import NAMESPACES, Config, OptionInfo, from_dict, get_option, options, to_dict
+from hostward.errors import ConfigError, UnknownNameError
+from hostward.overrides import DROPPED, MOVED, apply_overrides, parse_value
+
+# Renaming or dropping an option breaks its users: this list changes only together with the changelog.
+OPTION_NAMES = {
+    "model": (
+        "architecture hf_model_path num_layers hidden_size ffn_hidden_size num_moe_experts moe_ffn_hidden_size "
+        "moe_router_topk moe_aux_loss_coeff num_attention_heads num_query_groups kv_channels seq_length vocab_size "
+        "rotary_base rope_scaling rope_scaling_factor layernorm_epsilon share_embeddings_and_output_weights "
+        "init_method_std params_dtype attn_implementation experts_implementation deterministic_mode "
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+        "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+        "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
+        "cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers "
+        "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction "
+        "recompute_granularity recompute_method recompute_num_layers recompute_modules cuda_graph_impl"
+    ),
+    "optimizer": (
+        "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad decoupled_weight_decay "
+        "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
+        "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params offload_optimizer_states "
+        "optimizer_state_offload_fraction optimizer_state_offload_chunk_size_mb host_threads"
+    ),
+    "scheduler": "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_init",
+    "train": "train_iters global_batch_size micro_batch_size device num_threads",
+    "ddp": "use_distributed_optimizer grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather",
+    "dataset": "path format text_key random_seed",
+    "tokenizer": "tokenizer_type tokenizer_model",
+    "rng": "seed",
+    "checkpoint": "save load save_interval most_recent_k finetune load_optim load_rng",
+    "logger": "log_interval",
+}
+
+
+def test_option_names_are_frozen() -> None:
+    found = {name: [info.name for info in options().values() if info.namespace == name] for name in NAMESPACES}
+    assert found == {name: listing.split() for name, listing in OPTION_NAMES.items()}
+
+
+def test_megatron_defaults_of_the_offloading_options() -> None:
+    config = Config()
+    assert config.optimizer.optimizer_cpu_offload is False
+    assert config.optimizer.optimizer_offload_fraction == 0.0
+    assert config.optimizer.pin_cpu_grads is True
+    assert config.optimizer.pin_cpu_params is True
+    assert config.optimizer.optimizer_state_offload_fraction == 1.0
+    assert config.model.cpu_offloading_activations is True
+    assert config.model.cpu_offloading_weights is False
+    assert config.model.min_offloaded_tensor_size == 1048576
+    assert config.optimizer.clip_grad == 1.0
+
+
+def test_every_option_has_a_help_text_and_a_default_of_its_type() -> None:
+    for info in options().values():
+        assert info.help.endswith((".", ")")), info.dotted
+        assert info.kind in (bool, int, float, str, list), info.dotted
+        assert (info.default is None and info.optional) or type(info.default) is info.kind, info.dotted
+        assert not info.choices or info.default is None or info.default in info.choices, info.dotted
+
+
+def test_lists_are_not_shared_between_configurations() -> None:
+    first, second = Config(), Config()
+    first.model.offload_modules.append("core_attn")
+    assert second.model.offload_modules == []
+
+
+def test_t17_misspelt_attribute_names_the_right_one() -> None:
+    config = Config()
+    with pytest.raises(UnknownNameError) as caught:
+        config.optimizer.optimizer_offload_fractoin = 0.5  # type: ignore[attr-defined]
+    assert str(caught.value) == (
+        "OptimizerConfig has no option 'optimizer_offload_fractoin'\n  fix: did you mean optimizer_offload_fraction?"
+    )
+    with pytest.raises(UnknownNameError, match="did you mean optimizer"):
+        config.optimiser = None  # type: ignore[attr-defined]
+
+
+def test_dtype_spellings_mean_one_value() -> None:
+    config = Config()
+    for spelling in ("bf16", "bfloat16", "torch.bfloat16"):
+        config.model.params_dtype = spelling
+        assert config.model.params_dtype == "bf16"
+        assert apply_overrides(Config(), [f"model.params_dtype={spelling}"]).model.params_dtype == "bf16"
+
+
+def test_json_round_trip_of_every_recipe() -> None:
+    for name in recipes.names():
+        config = recipes.load(name)
+        assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_from_dict_refuses_unknown_names() -> None:
+    with pytest.raises(UnknownNameError, match="there is no namespace 'optimiser'\n  fix: did you mean optimizer"):
+        from_dict({"optimiser": {}})
+    with pytest.raises(UnknownNameError, match="did you mean lr"):
+        from_dict({"optimizer": {"lrr": 1.0}})
+    with pytest.raises(ConfigError, match="optimizer must hold options by name, not int"):
+        from_dict({"optimizer": 3})  # type: ignore[dict-item]
+
+
+def test_overrides_leave_the_given_configuration_alone() -> None:
+    config = Config()
+    changed = apply_overrides(config, ["train.train_iters=7", "model.offload_modules=[core_attn]"])
+    assert (config.train.train_iters, config.model.offload_modules) == (100, [])
+    assert (changed.train.train_iters, changed.model.offload_modules) == (7, ["core_attn"])
+
+
+def test_later_overrides_win() -> None:
+    assert apply_overrides(Config(), ["rng.seed=1", "rng.seed=2"]).rng.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("optimizer.optimizer_cpu_offload=True", True),
+        ("optimizer.optimizer_cpu_offload=true", True),
+        ("model.cpu_offloading_activations=False", False),
+        ("optimizer.optimizer_offload_fraction=.5", 0.5),
+        ("optimizer.lr=5e-1", 0.5),
+        ("optimizer.lr=3", 3.0),
+        ("train.train_iters=20", 20),
+        ("train.num_threads=null", None),
+        ("train.num_threads=None", None),
+        ("model.recompute_granularity=None", None),
+        ("model.offload_modules=[]", []),
+        ("model.offload_modules=[core_attn, moe_act]", ["core_attn", "moe_act"]),
+        ("dataset.path=/a b/${HOME}=~#'x'", "/a b/${HOME}=~#'x'"),
+        ("dataset.path=007", "007"),
+        ("dataset.path=???", "???"),
+        ("dataset.path=1e3", "1e3"),
+        ("dataset.text_key=true", "true"),
+        ("checkpoint.save=", ""),
+    ],
+)
+def test_override_values(word: str, value: object) -> None:
+    found = get_option(apply_overrides(Config(), [word]), word.partition("=")[0])
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("train.train_iters=1.5", "train.train_iters=1.5 is not a value of type int"),
+        ("train.train_iters=1_000", "train.train_iters=1_000 is not a value of type int"),
+        ("train.train_iters=true", "train.train_iters=true is not a value of type int"),
+        ("train.train_iters=", "train.train_iters= is not a value of type int"),
+        ("rng.seed=9223372036854775808", "rng.seed=9223372036854775808 is not a value of type int"),
+        ("optimizer.lr=nan", "optimizer.lr=nan is not a value of type float"),
+        ("optimizer.lr=inf", "optimizer.lr=inf is not a value of type float"),
+        ("optimizer.lr=1e999", "optimizer.lr=1e999 is not a value of type float"),
+        ("optimizer.lr=True", "optimizer.lr=True is not a value of type float"),
+        ("optimizer.optimizer_offload_fraction=50%", "=50% is not a value of type float"),
+        ("optimizer.lr=${optimizer.min_lr}", "is not a value of type float"),
+        ("model.cpu_offloading=2", "model.cpu_offloading=2 is not a value of type bool"),
+        ("model.cpu_offloading=yes", "model.cpu_offloading=yes is not a value of type bool"),
+        ("model.cpu_offloading=TRUE", "model.cpu_offloading=TRUE is not a value of type bool"),
+        ("rng.seed=null", "rng.seed=null is not a value of type int"),
+        ("dataset.text_key=None", "dataset.text_key=None is not a value of type str"),
+        ("model.offload_modules=core_attn", "is not a value of type list of str"),
+        ("model.offload_modules=[a,,b]", "is not a value of type list of str"),
+        ("model.offload_modules=['a']", "is not a value of type list of str"),
+    ],
+)
+def test_t15_values_that_do_not_fit_are_errors(word: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides(Config(), [word])
+    assert text in caught.value.what
+    assert caught.value.why
+    assert caught.value.fix.startswith("write, for example, ")
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("optimizer.optimizer_offload_fracton=1", "did you mean optimizer.optimizer_offload_fraction?"),
+        ("optimizer.cpu_offloading=True", "did you mean model.cpu_offloading?"),
+        ("optimizer.use_distributed_optimizer=True", "did you mean ddp.use_distributed_optimizer?"),
+        ("optimiser.lr=1", "did you mean optimizer.lr?"),
+        ("train_iters=1", "did you mean train.train_iters?"),
+        ("train.seed=1", "did you mean rng.seed?"),
+        ("model.bf16=True", "did you mean model.params_dtype=bf16?"),
+        ("zzz.qqq=1", "the namespaces are model, optimizer, scheduler"),
+    ],
+)
+def test_t17_unknown_options_propose_the_nearest(word: str, fix: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        apply_overrides(Config(), [word])
+    assert caught.value.fix.startswith(fix)
+    assert word.partition("=")[0] in caught.value.what
+
+
+def test_words_without_a_value_get_megatrons_texts() -> None:
+    with pytest.raises(ConfigError, match=r"^Unknown option: --lr=3\n"):
+        apply_overrides(Config(), ["--lr=3"])
+    with pytest.raises(ConfigError, match=r"^Expected override in KEY=VALUE form, got 'optimizer.lr'\n"):
+        apply_overrides(Config(), ["optimizer.lr"])
+    for word in ("+model.num_layers=3", "++model.num_layers=3", "~model.num_layers=3"):
+        with pytest.raises(ConfigError, match=r"write model\.num_layers=3"):
+            apply_overrides(Config(), [word])
+
+
+def test_dropped_options_say_why_there_is_none() -> None:
+    for name, reason in DROPPED.items():
+        assert name not in options()
+        with pytest.raises(UnknownNameError) as caught:
+            apply_overrides(Config(), [f"{name}=1"])
+        assert caught.value.what == f"hostward has no option {name}"
+        assert caught.value.why == reason
+
+
+def test_moved_options_point_at_existing_ones() -> None:
+    assert not set(MOVED) & set(options())
+    assert {target.partition("=")[0] for target in MOVED.values()} <= set(options())
+
+
+TEXT_OPTIONS = [info for info in options().values() if info.kind is str and not info.choices]
+NUMBER_OPTIONS = [info for info in options().values() if info.kind in (int, float)]
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\0"), max_size=40), st.sampled_from(TEXT_OPTIONS))
+@example("a=b=c", options()["dataset.path"])
+@example("[1,2]", options()["dataset.path"])
+@example("{a: b}", options()["checkpoint.save"])
+def test_text_is_kept_as_typed(text: str, info: OptionInfo) -> None:
+    name = info.dotted
+    if text in ("null", "None"):
+        return
+    assert get_option(apply_overrides(Config(), [f"{name}={text}"]), name) == text
+
+
+@given(st.integers(min_value=-(2**63) + 1, max_value=2**63 - 1))
+def test_every_integer_round_trips(value: int) -> None:
+    assert apply_overrides(Config(), [f"rng.seed={value}"]).rng.seed == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_finite_float_round_trips(value: float) -> None:
+    found = apply_overrides(Config(), [f"optimizer.lr={value!r}"]).optimizer.lr
+    assert found == value
+    assert math.copysign(1, found) == math.copysign(1, value)
+
+
+@given(st.text(alphabet=string.printable, max_size=12), st.sampled_from(NUMBER_OPTIONS))
+def test_any_text_is_a_finite_number_or_a_typed_error(text: str, info: OptionInfo) -> None:
+    try:
+        value = parse_value(info, text)
+    except ConfigError:
+        return
+    assert value is None or (type(value) is info.kind and math.isfinite(value))
+
+
+@given(st.text(max_size=30))
+def test_no_word_raises_anything_but_a_typed_error(word: str) -> None:
+    with contextlib.suppress(ConfigError):
+        apply_overrides(Config(), [word])
+
+
+@given(st.lists(st.from_regex(r"[a-z_0-9]{1,8}", fullmatch=True), max_size=5))
+def test_lists_round_trip(items: list[str]) -> None:
+    found = apply_overrides(Config(), [f"model.offload_modules=[{','.join(items)}]"])
+    assert found.model.offload_modules == items
+
+
+@given(st.dictionaries(st.sampled_from(list(options())), st.integers(min_value=0, max_value=9), max_size=6))
+def test_order_of_different_options_does_not_matter(values: dict[str, int]) -> None:
+    numbers = {name: value for name, value in values.items() if options()[name].kind in (int, float)}
+    words = [f"{name}={value}" for name, value in numbers.items()]
+    assert apply_overrides(Config(), words) == apply_overrides(Config(), words[::-1])

@@ -1,0 +1,40 @@
+"""docs/options.md is what the declarations say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hostward.combinations import COMBINATIONS
+from hostward.config import options
+from hostward.options_doc import render, rule_row, status
+from hostward.overrides import DROPPED
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+
+
+def test_committed_page_equals_the_generated_one() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m hostward.options_doc docs/options.md"
+
+
+def test_every_option_rule_and_dropped_name_is_listed() -> None:
+    page = render()
+    for info in options().values():
+        assert f"| `{info.name}` |" in page
+    for rule in COMBINATIONS:
+        assert f"| {rule.id} |" in page
+    for name in DROPPED:
+        assert f"| `{name}` |" in page
+
+
+def test_every_rule_shows_a_text() -> None:
+    for rule in COMBINATIONS:
+        message = rule_row(rule).split(" | ")[1]
+        assert len(message) > 10
+        assert "{model" not in message
+
+
+def test_status() -> None:
+    assert status("optimizer.optimizer_cpu_offload") == "works"
+    assert status("model.cpu_offloading") == "only `false`"
+    assert status("model.cpu_offloading_num_layers") == "with `cpu_offloading`"
+    assert status("checkpoint.save_interval") == "works"
