@@ -36,7 +36,7 @@ def describe() -> dict[str, Any]:
         "instruction_sets": [isa.name.lower() for isa in load().supported_isas()],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "transparent_hugepages": _bracketed("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "cuda_runtime": torch.version.cuda,

@@ -28,4 +28,4 @@ x86_64)
 aarch64) compile kernels_neon ;;
 esac
 # shellcheck disable=SC2086
-"$cxx" $sanitize -shared -o "$out/libhostward_native.so" "$objects"/*.o -pthread
+"$cxx" $sanitize -shared -Wl,--version-script="$here/exports.map" -o "$out/libhostward_native.so" "$objects"/*.o -pthread
