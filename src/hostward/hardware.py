@@ -7,9 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-_UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 writes a number near 2^63 for "no limit"."""
-
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -71,7 +68,7 @@ def _read_cgroup(directory: Path, limit_name: str, used_name: str, cache_prefix:
         used = int((directory / used_name).read_text())
     except OSError:
         return None
-    if limit_text == "max" or int(limit_text) >= _UNLIMITED_BYTES:
+    if limit_text == "max":  # v1 writes a number near 2^63 instead, which is never the least
         return None
     try:
         rows = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]

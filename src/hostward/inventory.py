@@ -191,7 +191,7 @@ def cut_buckets(
             buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges)))
             open_ranges.clear()
 
-    for parameter in parameters:
+    for parameter in (p for p in parameters if p.numel):
         key = (parameter.layer, parameter.dtype, parameter.group)
         if key != open_key:
             close()

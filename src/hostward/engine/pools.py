@@ -38,14 +38,8 @@ def host_slab(
     what undoes it. Raises MemoryLimitError where the machine or its container has less than `size_bytes` left.
     """
     if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    available = host_memory()
-    if size_bytes > available.available_bytes:
-        raise MemoryLimitError(
-            f"{owner}: {size_bytes:,} bytes of host memory asked, {available.available_bytes:,} available",
-            why=f"the limit is set by {available.limited_by} ({available.total_bytes:,} bytes in all)",
-            fix="lower optimizer.optimizer_offload_fraction, or give the process more memory",
-        )
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    require_host_memory(size_bytes, owner=owner)
     try:
         # Python's default is shared memory, which gets huge pages only where shmem_enabled says so; it says "never".
         pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -65,3 +59,14 @@ def host_slab(
     if lock is not None:
         pages.release = lock(data.data_ptr(), size_bytes)
     return data
+
+
+def require_host_memory(size_bytes: int, *, owner: str) -> None:
+    """Raises MemoryLimitError where the machine or its container has less than `size_bytes` left."""
+    available = host_memory()
+    if size_bytes > available.available_bytes:
+        raise MemoryLimitError(
+            f"{owner}: {size_bytes:,} bytes of host memory asked, {available.available_bytes:,} available",
+            why=f"the limit is set by {available.limited_by} ({available.total_bytes:,} bytes in all)",
+            fix="lower optimizer.optimizer_offload_fraction, or give the process more memory",
+        )

@@ -1,0 +1,97 @@
+"""Placing a fraction: as near as buckets allow, the last buckets first."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from hostward.errors import ConfigError
+from hostward.inventory import Bucket, Dtype, MasterKind, Range, state_bytes_per_element
+from hostward.plan import Placement
+from hostward.planner import checked_fraction, place_fraction
+
+kinds = st.sampled_from(
+    [(Dtype.FP32, MasterKind.WEIGHT), (Dtype.BF16, MasterKind.SPLIT), (Dtype.FP16, MasterKind.PLAIN)]
+)
+bucket_lists = st.lists(st.tuples(st.integers(1, 64 * 1024**2), kinds), max_size=80).map(
+    lambda rows: [
+        Bucket(i, f"layers.{i}", dtype, 0, kind, (Range(f"p{i}", 0, numel),))
+        for i, (numel, (dtype, kind)) in enumerate(rows)
+    ]
+)
+fractions = st.floats(0, 1)
+
+
+@given(bucket_lists, fractions)
+def test_t15_the_placed_share_is_within_half_a_bucket_of_what_was_asked(buckets: list[Bucket], fraction: float) -> None:
+    plan = place_fraction(buckets, fraction)
+    asked_bytes = Fraction(fraction) * plan.state_bytes
+    largest = max((b.state_bytes for b in buckets), default=0)
+    assert abs(plan.offloaded_bytes - asked_bytes) <= Fraction(largest, 2) + Fraction(1, 1000)
+    assert plan.asked_fraction == fraction
+
+
+@given(bucket_lists)
+def test_t15_zero_places_nothing_and_one_places_all(buckets: list[Bucket]) -> None:
+    assert all(b.placement is Placement.DEVICE for b in place_fraction(buckets, 0.0).buckets)
+    assert all(b.placement is Placement.HOST for b in place_fraction(buckets, 1.0).buckets)
+
+
+@given(bucket_lists, fractions)
+def test_the_first_buckets_stay_on_the_device(buckets: list[Bucket], fraction: float) -> None:
+    placements = [b.placement for b in place_fraction(buckets, fraction).buckets]
+    assert placements == sorted(placements, key=[Placement.DEVICE, Placement.HOST].index)
+
+
+@given(bucket_lists, fractions, fractions)
+def test_a_larger_fraction_never_places_less(buckets: list[Bucket], a: float, b: float) -> None:
+    small, large = sorted((a, b))
+    assert place_fraction(buckets, small).offloaded_bytes <= place_fraction(buckets, large).offloaded_bytes
+
+
+@given(bucket_lists, fractions)
+def test_the_plan_keeps_names_sizes_and_order(buckets: list[Bucket], fraction: float) -> None:
+    plan = place_fraction(buckets, fraction)
+    assert [(b.name, b.numel, b.state_bytes) for b in plan.buckets] == [
+        (b.name, b.numel, b.numel * state_bytes_per_element(b.kind)) for b in buckets
+    ]
+
+
+def test_one_bucket_goes_to_the_nearer_side_and_stays_when_it_is_a_tie() -> None:
+    bucket = Bucket(0, "l", Dtype.FP32, 0, MasterKind.WEIGHT, (Range("p", 0, 10),))
+    shares = [place_fraction([bucket], f).placed_fraction for f in (0.0, 0.49, 0.5, 0.51, 1.0)]
+    assert shares == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["50%", "0.5", "", b"1", float("nan"), -0.1, 1.1, -1, 2, 10**400, True, False, math.inf, -math.inf, [0.5], 0.5j],
+    ids=lambda v: repr(v)[:12],
+)
+def test_t15_anything_else_is_refused_with_the_range(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_fraction(value, "optimizer.optimizer_offload_fraction")
+    assert caught.value.what == (f"optimizer.optimizer_offload_fraction must be a number in [0.0, 1.0], got {value!r}")
+    assert caught.value.why
+    assert "optimizer.optimizer_offload_fraction=0.5 puts half" in caught.value.fix
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, 0.0), (0, 0.0), (0.37, 0.37), (1, 1.0), (5e-324, 5e-324)])
+def test_t15_none_means_off_and_numbers_in_range_are_kept(value: object, expected: float) -> None:
+    result = checked_fraction(value)
+    assert type(result) is float
+    assert result == expected
+
+
+def test_t15_minus_zero_is_zero() -> None:
+    assert math.copysign(1.0, checked_fraction(-0.0)) == 1.0
+
+
+def test_t15_place_fraction_refuses_what_checked_fraction_refuses() -> None:
+    with pytest.raises(ConfigError, match="offload_fraction must be"):
+        place_fraction([], float("nan"))
