@@ -4,8 +4,8 @@ Each row runs in a process of its own, so that its resident set is its own:
     torch      fp32 masters and moments on the GPU, torch.optim.AdamW(fused=True) and clip_grad_norm_
     0 ... 1    hostward.AdamW at that fraction, clipping included
 
-The model is a Llama of transformers with bf16 weights and checkpointed layers; by default 1.74 G parameters: 24 layers, hidden
-size 2048, FFN 8192, vocabulary 32,000. Data are random tokens: the time of a step does not depend on them.
+The model is a Llama of transformers with bf16 weights and checkpointed layers; by default 1.74 G parameters: 24 layers,
+hidden size 2048, FFN 8192, vocabulary 32,000. Data are random tokens: the time of a step does not depend on them.
 
     python benchmarks/step.py --fractions 0,0.25,0.5,0.75,1 --json benchmarks/results/DATE-step.json
 """

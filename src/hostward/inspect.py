@@ -50,11 +50,18 @@ def named_groups(params: object) -> tuple[list[dict[str, Any]], torch.nn.Module 
         raise ModelError(f"cannot take parameters from {type(params).__name__}", fix="pass the module")
     given = list(params)
     if given and all(isinstance(item, Mapping) for item in given):
-        return [{**group, "params": _pairs(group["params"])} for group in given], None
+        groups = []
+        for group in given:
+            if "params" not in group:
+                raise ModelError("a parameter group without 'params'", fix='{"params": [(name, parameter), ...], ...}')
+            groups.append({**group, "params": _pairs(group["params"])})
+        return groups, None
     return [{"params": _pairs(given)}], None
 
 
 def _pairs(params: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
+    if isinstance(params, (torch.Tensor, str)) or not isinstance(params, Iterable):
+        params = [params]
     pairs = []
     for item in params:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
@@ -64,6 +71,8 @@ def _pairs(params: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
                 fix="hostward.AdamW(model, ...) or hostward.AdamW(model.named_parameters(), ...)",
             )
         pairs.append(item)
+    if not pairs:
+        raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
     return pairs
 
 
@@ -82,13 +91,15 @@ def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) ->
     problem = None
     if type(parameter) not in (torch.nn.Parameter, torch.Tensor) and type(parameter.data) is not torch.Tensor:
         problem = f"is a {type(parameter).__name__}, a tensor subclass"
+    elif isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        problem = "has no shape yet"
     elif parameter.layout is not torch.strided:
         problem = f"has layout {parameter.layout}"
     elif parameter.dtype not in DTYPES:
         problem = f"has dtype {parameter.dtype}"
     elif parameter.device.type != device.type:
         problem = f"lies on {parameter.device}, the optimizer works for {device}"
-    elif torch._debug_has_internal_overlap(parameter.data) == 1:
+    elif _may_overlap_itself(parameter.data):
         problem = "has elements that share memory"
     if problem:
         raise ModelError(
@@ -96,6 +107,17 @@ def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) ->
             why="the exact step is defined for dense fp32, bf16 and fp16 tensors on one device",
             fix="build the model and move it to its device before the optimizer, or leave this parameter out",
         )
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: True unless each stride steps over all smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return tensor.numel() > 1
+            reach += stride * (size - 1)
+    return False
 
 
 def check_no_overlap(tracked: Sequence[Tracked]) -> None:

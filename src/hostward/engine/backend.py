@@ -17,12 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostward.errors import PlacementError
+from hostward.errors import HostwardError, PlacementError
 from hostward.host.adamw import AdamWRange, FloatTable
 from hostward.inventory import Dtype, MasterKind
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
+
+
+_DRAIN_ATTEMPTS = 1000
+"""Each failing operation ends one attempt."""
 
 
 class Tier(StrEnum):
@@ -222,6 +226,15 @@ class Backend(ABC):
     @abstractmethod
     def synchronise(self) -> None:
         """Wait on the host until all lanes are empty; raises what a host function reported."""
+
+    def drain(self) -> None:
+        """Empty all lanes after an error that is already on its way: what they report besides is dropped."""
+        for _ in range(_DRAIN_ATTEMPTS):
+            try:
+                self.synchronise()
+            except (HostwardError, RuntimeError):
+                continue
+            return
 
     @abstractmethod
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:

@@ -37,6 +37,7 @@ from .pools import host_slab
 _CHUNK_ELEMENTS = 4096
 _UPLOAD_BYTES = 8 * 1024 * 1024
 _CACHED_TABLES = 4096
+_KEPT_TABLES = 64
 _KERNEL_KINDS = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 1, MasterKind.PLAIN: 2}
 
 
@@ -285,6 +286,8 @@ class _Uploads:
         """The same for a long-lived array that nobody changes: found by identity."""
         if id(table) not in self._kept:
             self._kept[id(table)] = (table, torch.from_numpy(table).to(self._device))
+            if len(self._kept) > _KEPT_TABLES:
+                del self._kept[next(iter(self._kept))]
         return self._kept[id(table)][1]
 
     def map(self, build: Callable[[Sequence[int]], npt.NDArray[Any]], lengths: tuple[int, ...]) -> torch.Tensor:

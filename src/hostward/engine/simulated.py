@@ -302,10 +302,13 @@ class SimulatedBackend(Backend):
         early = [o for o in ready if o.lane not in self._order.late] or ready
         chosen = min(early, key=lambda o: o.number) if self._order.seed is None else self._random.choice(early)
         self._queues[chosen.lane].popleft()
-        if chosen.run is not None:
-            chosen.run()
+        try:
+            if chosen.run is not None:
+                chosen.run()
+        finally:
+            # Even if it failed: what waits for it goes on, as on a stream, and the error is on its way to the caller.
             chosen.run = None
-        chosen.done = True
+            chosen.done = True
 
     def _overwrite(self, buffer: Buffer) -> None:
         if self._poison:

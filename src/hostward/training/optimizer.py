@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from hostward.engine.backend import DTYPES, Backend, Scalars, Tier
-from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.engine.backend import Backend, Scalars, Tier
+from hostward.engine.choose import backend_for
+from hostward.engine.pools import require_host_memory
+from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
 from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets
 from hostward.plan import PlacedBucket, Placement, Plan
 from hostward.planner import checked_fraction, place_fraction
 
-from .state import BucketState, allocate_gradients, allocate_states, pieces
+from .groups import (
+    check_grad_dtype,
+    check_group,
+    check_same_names,
+    check_threads,
+    checked_norm,
+    checked_settings,
+    plain,
+    saved_parts,
+)
+from .state import BucketState, allocate_gradients, allocate_scalars, allocate_states, host_bytes, pieces
 from .state_io import StateAccess
 from .step import Gradient, StepIssuer
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
 
-_RESERVED_GROUP_KEYS = frozenset({"params", "param_names", "lr", "betas", "eps", "weight_decay", "initial_lr"})
 STATE_FORMAT = 1
 
 
@@ -31,8 +41,8 @@ class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
 
     The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`.
-    State, step counts and checkpoints are keyed by parameter name. `optimizer.state` stays empty: frameworks that
-    move state about find nothing to move.
+    State, step counts and checkpoints are keyed by parameter name. `optimizer.state` holds no tensor:
+    frameworks that move state about find nothing to move.
 
     Args:
         params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
@@ -47,6 +57,8 @@ class AdamW(torch.optim.Optimizer):
         grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several
             microbatches. None leaves the parameters as they are.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
+        module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
+            is then watched, so that loading equal weights leaves the masters as they are.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
             parameters.
 
@@ -73,14 +85,16 @@ class AdamW(torch.optim.Optimizer):
         use_torch_optimizer: bool = False,
         grad_dtype: torch.dtype | None = None,
         host_threads: int | None = None,
+        module: torch.nn.Module | None = None,
         backend: Backend | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.offload_fraction = checked_fraction(offload_fraction)
-        self.max_grad_norm = _checked_norm(max_grad_norm)
+        self.max_grad_norm = checked_norm(max_grad_norm)
         self._use_torch_optimizer = use_torch_optimizer
         self._grad_dtype = grad_dtype
         self._backend = backend
+        check_threads(host_threads)
         self._host_threads = host_threads
         self._tracked: list[Tracked] = []
         self._states: list[BucketState] = []
@@ -89,8 +103,9 @@ class AdamW(torch.optim.Optimizer):
         self._watch = WeightWatch([])
         self._scalars: tuple[Scalars, Scalars]
         self._building = True
-        groups, self._module = named_groups(params)
-        self._homes = homes_of(self._module)
+        self._torn = False
+        groups, given = named_groups(params)
+        self._homes = homes_of(module if given is None else given)
         super().__init__(groups, defaults)
         self._building = False
         self._build()
@@ -102,9 +117,19 @@ class AdamW(torch.optim.Optimizer):
         if not self._building:
             groups, _ = named_groups([param_group])
             param_group = groups[0]
+            self._follow_weights()
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check_group(group)
+        try:
+            self._take_group(self.param_groups[-1])
+            if not self._building:
+                self._build()
+        except HostwardError:
+            self.param_groups.pop()
+            self._pending.clear()
+            raise
+
+    def _take_group(self, group: Mapping[str, Any]) -> None:
+        check_group(group)
         taken = {t.name for t in (*self._tracked, *self._pending)}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if name in taken:
@@ -112,20 +137,19 @@ class AdamW(torch.optim.Optimizer):
             taken.add(name)
             homes = self._homes.get(id(parameter), ())
             self._pending.append(Tracked(name, parameter, len(self.param_groups) - 1, homes))
-        if not self._building:
-            self._build()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _build(self) -> None:
         """Allocate state for the parameters that have none yet."""
         new, self._pending = self._pending, []
         first = not self._states
-        if not self._tracked and not new:
-            raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
-        backend = self._backend or _backend_for(new[0].parameter.device, self._host_threads)
+        backend = self._backend or backend_for(new[0].parameter.device, self._host_threads)
         self._backend = backend
         for t in new:
             check_trackable(t.name, t.parameter, backend.device)
         check_no_overlap([*self._tracked, *new])
+        check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         facts = tuple(t.facts for t in new)
         buckets = cut_buckets(
             facts,
@@ -134,8 +158,14 @@ class AdamW(torch.optim.Optimizer):
             split_master=not self._use_torch_optimizer,
         )
         plan = place_fraction(buckets, self.offload_fraction)
-        states = allocate_states(backend, buckets, [b.placement for b in plan.buckets])
+        placements = [b.placement for b in plan.buckets]
+        grad_dtypes = self._grad_dtypes(buckets, {t.name: t.parameter for t in new})
+        # All of it, before the first byte is taken: slab by slab the last one would fail.
+        require_host_memory(host_bytes(buckets, placements, grad_dtypes), owner="optimizer state")
+        states = allocate_states(backend, buckets, placements)
         self._tracked += new
+        # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
+        self.state.update({t.parameter: {} for t in new})
         self._states += states
         self._placements += plan.buckets
         for t in new:
@@ -146,9 +176,11 @@ class AdamW(torch.optim.Optimizer):
         self._access = StateAccess(pieces(self._states), self._by_name)
         for t in new:
             self._access.reseed(t.name)
-        self._expect_gradients(states, {t.name: t.parameter for t in new})
+        # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
+        landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
+        allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing])
         if first:
-            self._scalars = _scalars(backend, Tier.DEVICE), _scalars(backend, Tier.HOST)
+            self._scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         self._issuer = StepIssuer(
             backend, self._states, self._by_name, *self._scalars, use_torch_optimizer=self._use_torch_optimizer
         )
@@ -157,14 +189,11 @@ class AdamW(torch.optim.Optimizer):
         backend.synchronise()
         log.info("%s", self.plan.explain())
 
-    def _expect_gradients(self, states: Sequence[BucketState], parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Landing places are made now rather than in the first step, where locking pages would stall it (H27)."""
-        on_host = [s for s in states if s.placement is Placement.HOST]
-        dtypes = []
-        for state in on_host:
-            first = parameters[state.bucket.ranges[0].name]
-            dtypes.append(first.grad_dtype or first.dtype)
-        allocate_gradients(self.backend, on_host, dtypes)
+    def _grad_dtypes(
+        self, buckets: Sequence[Bucket], parameters: Mapping[str, torch.nn.Parameter]
+    ) -> list[torch.dtype]:
+        firsts = [parameters[bucket.ranges[0].name] for bucket in buckets]
+        return [self._grad_dtype or p.grad_dtype or p.dtype for p in firsts]
 
     # ---------------------------------------------------------------- facts
 
@@ -211,6 +240,7 @@ class AdamW(torch.optim.Optimizer):
             ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
                 then.
         """
+        self._require_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -222,18 +252,41 @@ class AdamW(torch.optim.Optimizer):
             if t.parameter.grad is not None and t.parameter.numel()
         ]
         if gradients:
-            stepped = self._issuer.step(
+            self._issuer.check(gradients)
+            self._issue(gradients)
+            updated = [self._by_name[g.name] for g in gradients]
+            for t in updated:
+                torch.autograd.graph.increment_version(t.parameter)
+            self._watch.remember(updated)
+        else:
+            # grad_norm and last_step_skipped speak of this step, not of the one before.
+            self._scalars[0].norm.data.zero_()
+            self._scalars[0].skip.data.zero_()
+        return loss
+
+    def _issue(self, gradients: Sequence[Gradient]) -> None:
+        """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
+        self._torn = True
+        try:
+            self._issuer.step(
                 gradients,
                 self.param_groups,
                 max_norm=self.max_grad_norm,
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
             )
-            updated = [self._by_name[name] for name in stepped]
-            for t in updated:
-                torch.autograd.graph.increment_version(t.parameter)
-            self._watch.remember(updated)
-        return loss
+        except BaseException:
+            self.backend.drain()
+            raise
+        self._torn = False
+
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise ModelError(
+                "a step was interrupted half way",
+                why="some buckets have taken it and others have not, so the state belongs to no step",
+                fix="load the last checkpoint into model and optimizer (load_state_dict makes the optimizer whole)",
+            )
 
     def wait(self) -> None:
         """Return when every weight has its new value. Raises what a host step reported."""
@@ -252,6 +305,7 @@ class AdamW(torch.optim.Optimizer):
         names = [t.name for t in self._tracked] if names is None else list(names)
         for name in names:
             self._access.require(name)
+        for name in names:
             self._access.reseed(name)
         self._watch.remember([self._by_name[name] for name in names])
         self.backend.synchronise()
@@ -278,11 +332,13 @@ class AdamW(torch.optim.Optimizer):
             float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps",
             "weight_decay", ...}]}
         """
+        self._follow_weights()
+        self._require_whole()
         self.backend.synchronise()
         groups = []
         for group in self.param_groups:
-            plain = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**plain, "params": list(group["param_names"])})
+            settings = {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**settings, "params": list(group["param_names"])})
         return {
             "format": STATE_FORMAT,
             "state": {t.name: self._access.read(t.name) for t in self._tracked},
@@ -300,20 +356,15 @@ class AdamW(torch.optim.Optimizer):
             CheckpointError: names, shapes or groups that differ.
         """
         self.backend.synchronise()
-        if state_dict.get("format") != STATE_FORMAT:
-            raise CheckpointError(
-                "not an optimizer state of hostward",
-                why=f"its format is {state_dict.get('format')!r}, expected {STATE_FORMAT}",
-                fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
-            )
-        groups = state_dict["param_groups"]
-        _check_same_names(
+        state, groups = saved_parts(state_dict, STATE_FORMAT)
+        check_same_names(
             "parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups]
         )
-        self._access.check(state_dict["state"])
-        set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state_dict["state"][t.name])]
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({k: tuple(v) if k == "betas" else v for k, v in theirs.items() if k != "params"})
+        settings = [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
+        self._access.check(state)
+        set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
+        for mine, theirs in zip(self.param_groups, settings, strict=True):
+            mine.update(theirs)
         if set_from_master:
             log.warning(
                 "%d weights were set from the masters of the loaded state: %s",
@@ -321,6 +372,7 @@ class AdamW(torch.optim.Optimizer):
                 ", ".join(set_from_master[:5]),
             )
         self._issuer.forget_step_bound()
+        self._torn = False
         self._watch.remember(self._tracked)
         self.backend.synchronise()
 
@@ -333,81 +385,3 @@ class AdamW(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.plan.explain()}"
-
-
-def _backend_for(device: torch.device, threads: int | None) -> Backend:
-    if device.type == "cuda":
-        from hostward.engine.cuda import CudaBackend
-
-        return CudaBackend(device, threads=threads)
-    if device.type == "cpu":
-        from hostward.engine.simulated import SimulatedBackend
-
-        return SimulatedBackend(threads=threads)
-    raise ModelError(
-        f"parameters lie on {device}",
-        why="hostward works for CUDA devices, and simulates one for CPU parameters",
-        fix="move the model to cuda or cpu before making the optimizer",
-    )
-
-
-def _scalars(backend: Backend, tier: Tier) -> Scalars:
-    pinned = tier is Tier.HOST
-    scale, norm = backend.allocate(tier, [1, 1], torch.float32, "step scalars", pinned=pinned)
-    (skip,) = backend.allocate(tier, [1], torch.int32, "step scalars", pinned=pinned)
-    return Scalars(scale, skip, norm)
-
-
-def _checked_norm(value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not _is_number(value) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
-    return float(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    """Raises ConfigError for hyper-parameters outside their range."""
-    beta1, beta2 = group["betas"]
-    checks = (
-        ("lr", float(group["lr"]), 0.0, math.inf),
-        ("eps", group["eps"], 0.0, math.inf),
-        ("weight_decay", group["weight_decay"], 0.0, math.inf),
-        ("betas[0]", beta1, 0.0, 1.0),
-        ("betas[1]", beta2, 0.0, 1.0),
-    )
-    for name, value, low, high in checks:
-        if not low <= value < high:
-            raise ConfigError(f"{name} must be in [{low}, {high}), got {value!r}")
-    for key in ("amsgrad", "maximize", "capturable", "differentiable"):
-        if group.get(key):
-            raise ConfigError(f"{key}=True is not supported", fix=f"leave {key} out")
-
-
-def _plain(key: str, value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, tuple):
-        return list(value)
-    if value is None or isinstance(value, (bool, int, float, str, list)):
-        return value
-    raise ModelError(f"parameter group key {key!r} holds a {type(value).__name__}", fix="keep plain values in groups")
-
-
-def _check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
-    if [list(x) for x in theirs] == [list(x) for x in mine]:
-        return
-    missing = sorted({n for g in mine for n in g} - {n for g in theirs for n in g})[:5]
-    extra = sorted({n for g in theirs for n in g} - {n for g in mine for n in g})[:5]
-    raise CheckpointError(
-        f"the {what}s of the saved state are not those of this optimizer",
-        why=f"missing: {missing or 'none'}; not expected: {extra or 'none'}; order and grouping count as well",
-        fix="make the optimizer over the same parameters, in the same groups",
-    )
-
-
-__all__ = ["DTYPES", "AdamW", "Bucket"]

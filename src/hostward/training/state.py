@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch
 
-from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Tier
-from hostward.inventory import Bucket, MasterKind, Range
+from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Scalars, Tier
+from hostward.inventory import Bucket, MasterKind, Range, host_bytes_per_element
 from hostward.plan import Placement
 
 _MASTER_NAN = 0x7FC00000
@@ -56,6 +56,15 @@ class BucketState:
     def buffers(self) -> list[Buffer]:
         own = (self.exp_avg, self.exp_avg_sq, self.counts, self.low, self.weight, self.gradient)
         return [b for b in own if b is not None]
+
+
+def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradients: Sequence[torch.dtype]) -> int:
+    """All host bytes of these buckets, padding and landing places included; `gradients` holds their dtypes."""
+    return sum(
+        b.offsets[-1] * (host_bytes_per_element(b.dtype, b.kind) + dtype.itemsize) + 8 * len(b.ranges)
+        for b, placement, dtype in zip(buckets, placements, gradients, strict=True)
+        if placement is Placement.HOST
+    )
 
 
 def allocate_states(backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement]) -> list[BucketState]:
@@ -95,6 +104,14 @@ def allocate_states(backend: Backend, buckets: Sequence[Bucket], placements: Seq
                 state.weight = weight
                 state.weights = range_buffers(state.bucket, weight)
     return done
+
+
+def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:
+    """The scalars of a step, on one tier."""
+    pinned = tier is Tier.HOST
+    scale, norm = backend.allocate(tier, [1, 1], torch.float32, "step scalars", pinned=pinned)
+    (skip,) = backend.allocate(tier, [1], torch.int32, "step scalars", pinned=pinned)
+    return Scalars(scale, skip, norm)
 
 
 def allocate_gradients(backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype]) -> None:

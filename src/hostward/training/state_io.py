@@ -40,10 +40,10 @@ class StateAccess:
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Fresh CPU tensors: step int64 [], moments float32 [shape], master float32 [shape] for 16-bit weights."""
         parameter = self._tracked[name].parameter
-        flat = {role: torch.zeros(parameter.numel(), dtype=torch.float32) for role in _ROLES}
+        flat = {role: torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") for role in _ROLES}
         has_master = parameter.dtype is not torch.float32
         if has_master:
-            flat["master"] = torch.empty(parameter.numel(), dtype=torch.float32)
+            flat["master"] = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
         step = 0
         weight = _flat(parameter)
         for state, index, r in self._pieces.get(name, ()):
@@ -54,7 +54,7 @@ class StateAccess:
                 flat["master"][r.start : r.stop] = _master(state, views, weight[r.start : r.stop]).cpu()
             step = int(state.counts.data[index].item())
         shaped = {role: value.view(parameter.shape) for role, value in flat.items()}
-        return {"step": torch.tensor(step, dtype=torch.int64), **shaped}
+        return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **shaped}
 
     def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
         """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
@@ -103,14 +103,25 @@ class StateAccess:
                     why="it is of another model, or of one with other weight dtypes",
                     fix="load a state of the same model and params_dtype",
                 )
+            if not _is_count(entry["step"]):
+                raise CheckpointError(
+                    f"step of parameter {name!r} is {entry['step']!r} in the saved state, expected a whole number >= 0",
+                    fix="load what AdamW.state_dict() returned",
+                )
             for role in wanted[1:]:
-                value = entry[role]
-                if value.shape != tracked.parameter.shape or value.dtype is not torch.float32:
+                value, shape = entry[role], tracked.parameter.shape
+                if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype is not torch.float32:
+                    found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
                     raise CheckpointError(
-                        f"{role} of parameter {name!r} is {value.dtype} {tuple(value.shape)} in the saved state, "
-                        f"expected float32 {tuple(tracked.parameter.shape)}",
+                        f"{role} of parameter {name!r} is {found} in the saved state, expected float32 {tuple(shape)}",
                         fix="load a state of the same model",
                     )
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        value = value.item()
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class Gradient:
                 why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
                 fix="make the gradient dense, or leave the parameter out of the optimizer",
             )
-        return cls(name, grad.detach().reshape(-1))
+        return cls(name, grad.detach().contiguous().view(-1))
 
 
 @dataclass(slots=True)
@@ -93,6 +93,18 @@ class StepIssuer:
         """Step counts were loaded: look them up again before the next step."""
         self._step_bound = None
 
+    def check(self, gradients: Sequence[Gradient]) -> None:
+        """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement."""
+        dtypes = {g.name: g.flat.dtype for g in gradients}
+        for state in self._states:
+            found = sorted({str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
+            if len(found) > 1:
+                raise ModelError(
+                    f"gradients of bucket {state.bucket.name} have dtypes {', '.join(found)}",
+                    why="one kernel steps a bucket, and takes gradients of one dtype",
+                    fix="give all parameters of a layer the same grad_dtype",
+                )
+
     def step(
         self,
         gradients: Sequence[Gradient],
@@ -101,10 +113,12 @@ class StepIssuer:
         max_norm: float,
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
-    ) -> list[str]:
-        """Step every range that has a gradient; returns the names of the parameters that were written."""
+    ) -> None:
+        """Step every range that has a gradient. `gradients` have passed `check`."""
         backend = self._backend
-        _require_one_dtype_per_bucket(self._states, gradients)
+        # A schedule that changes betas at every step would otherwise leave a table behind at every step.
+        betas = {(float(g["betas"][0]), float(g["betas"][1])) for g in groups}
+        self._tables = {key: tables for key, tables in self._tables.items() if key in betas}
         self._advance_bound()
         self._match_landing_places(gradients)
         adopted = {g.name: backend.adopt(g.flat, "gradients") for g in gradients}
@@ -127,9 +141,10 @@ class StepIssuer:
             elif chosen:
                 self._device_bucket(state, chosen, adopted, targets, hyper)
         backend.join(arrived)
-        self._scatter(targets.values())
+        for target in targets.values():
+            if target.scatter:
+                self._scatter(target)
         backend.synchronise()
-        return [g.name for g in gradients]
 
     def _device_bucket(
         self,
@@ -230,13 +245,14 @@ class StepIssuer:
             for host, device in pairs
         ]
 
-    def _scatter(self, targets: Sequence[_Target] | Any) -> None:
-        """Copy weights that were stepped flat back into parameters that are not contiguous."""
-        strided = [t for t in targets if t.scatter]
-        if strided:
-            self._backend.synchronise()
-            for target in strided:
-                target.parameter.data.copy_(target.flat.view(target.parameter.shape))
+    def _scatter(self, target: _Target) -> None:
+        """Copy a weight that was stepped flat back into a parameter that is not contiguous."""
+        flat, data = target.flat, target.parameter.data
+
+        def run() -> None:
+            data.copy_(flat.view(data.shape))
+
+        self._backend.launch("scatter", run, reads=[self._backend.adopt(flat, "weights")], writes=[])
 
     def _match_landing_places(self, gradients: Sequence[Gradient]) -> None:
         dtypes = {g.name: g.flat.dtype for g in gradients}
@@ -262,19 +278,6 @@ class StepIssuer:
         if tables is None or (len(tables[0]) <= need and not (tables[0][-1] == 1.0 and tables[1][-1] == 1.0)):
             tables = self._tables[key] = bias_tables(*key, max(_FIRST_TABLE_LENGTH, 2 * need))
         return tables
-
-
-def _require_one_dtype_per_bucket(states: Sequence[BucketState], gradients: Sequence[Gradient]) -> None:
-    """Raises ModelError before anything is changed; the same at every placement."""
-    dtypes = {g.name: g.flat.dtype for g in gradients}
-    for state in states:
-        found = sorted({str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
-        if len(found) > 1:
-            raise ModelError(
-                f"gradients of bucket {state.bucket.name} have dtypes {', '.join(found)}",
-                why="one kernel steps a bucket, and takes gradients of one dtype",
-                fix="give all parameters of a layer the same grad_dtype",
-            )
 
 
 def _hyper(group: Mapping[str, Any]) -> Hyper:

@@ -37,7 +37,7 @@ class WeightWatch:
         watch = weakref.ref(self)
         for owner, attributes in by_owner.items():
             held = {attribute: names[name] for attribute, name in attributes.items()}
-            handle = owner.register_load_state_dict_pre_hook(_load_hook(watch, held))  # type: ignore[no-untyped-call]
+            handle = owner.register_load_state_dict_pre_hook(_LoadHook(watch, held))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
@@ -69,10 +69,24 @@ class WeightWatch:
         self._handles.clear()
 
 
-def _load_hook(watch: weakref.ref[WeightWatch], held: Mapping[str, Tracked]) -> Any:
-    def hook(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-        alive = watch()
-        for attribute, tracked in held.items():
+class _LoadHook:
+    """Compares incoming weights with the present ones before a module's load_state_dict copies them.
+
+    A module that is copied or pickled takes its hooks along. The copy's weights are not the optimizer's, so there the
+    hook watches nothing.
+    """
+
+    __slots__ = ("_held", "_watch")
+
+    def __init__(
+        self, watch: weakref.ref[WeightWatch] | None = None, held: Mapping[str, Tracked] | None = None
+    ) -> None:
+        self._watch = watch
+        self._held = held or {}
+
+    def __call__(self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+        alive = None if self._watch is None else self._watch()
+        for attribute, tracked in self._held.items():
             incoming = state_dict.get(prefix + attribute)
             present = tracked.parameter.data
             if alive is None or not isinstance(incoming, torch.Tensor) or incoming.shape != present.shape:
@@ -80,4 +94,5 @@ def _load_hook(watch: weakref.ref[WeightWatch], held: Mapping[str, Tracked]) -> 
             if same_bits(incoming.to(device=present.device, dtype=present.dtype), present):
                 alive.expect_equal_copy(tracked)
 
-    return hook
+    def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
+        return _LoadHook, ()

@@ -1,0 +1,127 @@
+"""Parameter groups: their hyper-parameters checked, made plain for a state dict, and compared with saved ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hostward.engine.backend import DTYPES
+from hostward.errors import CheckpointError, ConfigError, ModelError
+
+_NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises ConfigError for hyper-parameters of another kind, or outside their range."""
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas must be two numbers in [0.0, 1.0), got {betas!r}")
+    checks = (
+        ("lr", group["lr"], math.inf),
+        ("eps", group["eps"], math.inf),
+        ("weight_decay", group["weight_decay"], math.inf),
+        ("betas[0]", betas[0], 1.0),
+        ("betas[1]", betas[1], 1.0),
+    )
+    for name, value, high in checks:
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not is_number(number) or not 0.0 <= number < high:
+            raise ConfigError(f"{name} must be a number in [0.0, {high}), got {value!r}")
+    for key in _NOT_SUPPORTED:
+        if group.get(key):
+            raise ConfigError(f"{key}=True is not supported", fix=f"leave {key} out")
+
+
+def checked_norm(value: float | None) -> float:
+    """`max_grad_norm` as a float, 0 for no clipping. Raises ConfigError."""
+    if value is None:
+        return 0.0
+    if not is_number(value) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
+    return float(value)
+
+
+def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises ConfigError for a dtype in which no step is defined, or one that `.grad` already differs from."""
+    if dtype is None:
+        return
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"grad_dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}",
+            fix="grad_dtype=torch.float32 for 16-bit models that accumulate, None else",
+        )
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.dtype is not dtype:
+            raise ConfigError(
+                f"parameter {name!r} has a gradient of dtype {parameter.grad.dtype} already",
+                why=f"grad_dtype={dtype} holds for gradients that do not exist yet",
+                fix="clear the gradients (model.zero_grad()) before making the optimizer",
+            )
+
+
+def check_threads(value: object) -> None:
+    """Raises ConfigError unless `host_threads` is None or a count."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"host_threads must be a whole number >= 1, got {value!r}", fix="None: as the machine has")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def plain(key: str, value: object) -> object:
+    """A value of a group as a state dict may hold it. Raises ModelError."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        return list(value)
+    if value is None or isinstance(value, (bool, int, float, str, list)):
+        return value
+    raise ModelError(f"parameter group key {key!r} holds a {type(value).__name__}", fix="keep plain values in groups")
+
+
+def saved_parts(
+    state_dict: Mapping[str, Any], state_format: int
+) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """(state, groups) of a saved state. Raises CheckpointError for anything that is not one."""
+    if state_dict.get("format") != state_format:
+        raise CheckpointError(
+            "not an optimizer state of hostward",
+            why=f"its format is {state_dict.get('format')!r}, expected {state_format}",
+            fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
+        )
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    whole = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
+    if not whole or not all(isinstance(group, Mapping) and "params" in group for group in groups or ()):
+        raise CheckpointError(
+            "the optimizer state is incomplete",
+            why="it needs 'state' by parameter name and 'param_groups' with their 'params'",
+            fix="load what AdamW.state_dict() returned",
+        )
+    return state or {}, list(groups or ())
+
+
+def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """What a saved group sets in `mine`. Raises CheckpointError for hyper-parameters that no step can be made with."""
+    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "params"}
+    try:
+        check_group({**mine, **settings})
+    except ConfigError as error:
+        raise CheckpointError("a parameter group of the saved state is unusable", why=error.what) from error
+    return settings
+
+
+def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
+    """Raises CheckpointError unless both have the same names in the same groups and order."""
+    if [list(x) for x in theirs] == [list(x) for x in mine]:
+        return
+    missing = sorted({n for g in mine for n in g} - {n for g in theirs for n in g})[:5]
+    extra = sorted({n for g in theirs for n in g} - {n for g in mine for n in g})[:5]
+    raise CheckpointError(
+        f"the {what}s of the saved state are not those of this optimizer",
+        why=f"missing: {missing or 'none'}; not expected: {extra or 'none'}; order and grouping count as well",
+        fix="make the optimizer over the same parameters, in the same groups",
+    )

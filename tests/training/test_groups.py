@@ -1,0 +1,206 @@
+"""Parameter groups: hyper-parameters of their own, schedulers, groups added later, closures and step hooks.
+
+Seen red with: the hyper-parameters of group 0 for all groups, tables that pile up, a refused group left in, weights not
+looked at before a group is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import (
+    FRACTIONS,
+    LR,
+    Model,
+    NumpyOptimizer,
+    adamw,
+    assert_equal,
+    mlp,
+    mlp_loss,
+    set_gradients,
+    snapshot,
+)
+
+from hostward.errors import ModelError
+
+PLACES = (0.0, 0.5, 1.0)
+
+
+def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.3, "lr": 3e-2},
+        {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_h56_each_group_has_its_own_hyper_parameters(fraction: float) -> None:
+    model = Model(torch.bfloat16)
+    optimizer = adamw(grouped(model), offload_fraction=fraction)
+    groups = [dict(model.named_parameters()) for _ in range(2)]
+    expected = [
+        NumpyOptimizer.over((n, p) for n, p in named.items() if (p.ndim > 1) is (i == 0))
+        for i, named in enumerate(groups)
+    ]
+    for step in range(3):
+        set_gradients(model, step)
+        for i, settings in enumerate(
+            ({"weight_decay": 0.3, "lr": 3e-2}, {"weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6})
+        ):
+            gradients = {n: p.grad for n, p in model.named_parameters() if n in expected[i].master}
+            expected[i].step(gradients, **settings)  # type: ignore[arg-type]
+        optimizer.step()
+    assert_equal(snapshot(model, optimizer), expected[0].snapshot() | expected[1].snapshot())
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.3),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=7),
+    "one_cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 2e-2], total_steps=12),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda i: i / 5, lambda i: 1.0 / (i + 1)]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_h56_schedulers_reach_every_placement(name: str) -> None:
+    def trained(fraction: float) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        model = Model(torch.bfloat16)
+        optimizer = adamw(grouped(model), offload_fraction=fraction)
+        scheduler = SCHEDULERS[name](optimizer)
+        rates = []
+        for step in range(8):
+            set_gradients(model, step)
+            optimizer.step()
+            scheduler.step()
+            rates.append([(g["lr"], g["betas"]) for g in optimizer.param_groups])
+        return snapshot(model, optimizer), rates
+
+    base, rates = trained(0.0)
+    plain_model = Model(torch.bfloat16)
+    plain = torch.optim.AdamW(grouped(plain_model), lr=LR, betas=(0.9, 0.95))
+    scheduler, theirs = SCHEDULERS[name](plain), []
+    for _ in range(8):
+        plain.step()
+        scheduler.step()
+        theirs.append([(g["lr"], g["betas"]) for g in plain.param_groups])
+    assert rates == theirs
+    assert len({str(r) for r in rates}) > 3
+    for fraction in (0.5, 1.0):
+        assert_equal(base, trained(fraction)[0])
+
+
+def test_a_schedule_of_betas_keeps_one_table_per_group() -> None:
+    """OneCycleLR changes betas at every step: tables must not pile up."""
+    model = Model()
+    optimizer = adamw(grouped(model))
+    scheduler = SCHEDULERS["one_cycle"](optimizer)
+    for step in range(10):
+        set_gradients(model, step)
+        optimizer.step()
+        scheduler.step()
+    assert len(optimizer._issuer._tables) <= len(optimizer.param_groups)
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    results = []
+    for lr in (3e-3, torch.tensor(3e-3, dtype=torch.float64)):
+        model = Model()
+        optimizer = adamw(model, lr=lr, offload_fraction=0.5)
+        set_gradients(model, 0)
+        optimizer.step()
+        results.append(snapshot(model, optimizer))
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 3e-3
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("fraction", PLACES)
+def test_hdo_h9_a_group_added_after_steps(fraction: float) -> None:
+    """Old state stays, new state starts at 0, and both go on as they would have apart."""
+    model = Model(torch.bfloat16)
+    named = list(model.named_parameters())
+    first, second = named[:4], named[4:]
+    optimizer = adamw([{"params": first}], offload_fraction=fraction)
+    expected = NumpyOptimizer.over(named)
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": second, "lr": LR})
+        set_gradients(model, step, skip=[] if step >= 2 else [n for n, _ in second])
+        expected.step({n: p.grad for n, p in named})
+        optimizer.step()
+    assert_equal(snapshot(model, optimizer), expected.snapshot())
+    share = optimizer.plan.placed_fraction
+    assert abs(share - fraction) <= 0.5 or fraction in (0.0, 1.0)
+    assert sum(b.numel for b in optimizer.plan.buckets) == sum(p.numel() for _, p in named)
+
+
+def test_weights_written_just_before_a_group_is_added_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(torch.float16)
+    named = list(model.named_parameters())
+    optimizer = adamw([{"params": named[:4]}], offload_fraction=1.0)
+    with torch.no_grad():
+        model.embed.weight.fill_(3.0)
+    optimizer.add_param_group({"params": named[4:]})
+    assert "embed.weight" in caplog.text
+    assert (optimizer.state_dict()["state"]["embed.weight"]["master"] == 3.0).all()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"params": [("new", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))]},
+        {"params": [("head.weight", torch.nn.Parameter(torch.zeros(3)))]},
+        {"params": [("new", torch.nn.Parameter(torch.zeros(3)))], "lr": -1.0},
+        {"params": [torch.nn.Parameter(torch.zeros(3))]},
+        {"params": [("new", torch.nn.Parameter(torch.zeros(3)))], "amsgrad": True},
+    ],
+    ids=["dtype", "duplicate name", "lr", "unnamed", "amsgrad"],
+)
+def test_a_group_that_is_refused_leaves_the_optimizer_whole(bad: dict[str, Any]) -> None:
+    model = Model()
+    optimizer = adamw(model, offload_fraction=0.5)
+    with pytest.raises((ModelError, ValueError)):
+        optimizer.add_param_group(bad)
+    assert len(optimizer.param_groups) == 1
+    expected = NumpyOptimizer.over(model.named_parameters())
+    set_gradients(model, 0)
+    optimizer.step()
+    expected.step({n: p.grad for n, p in model.named_parameters()})
+    assert_equal(snapshot(model, optimizer), expected.snapshot())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("fraction", PLACES)
+def test_hdo_h11_h68_a_closure_is_called_once_and_its_loss_returned(fraction: float) -> None:
+    calls = []
+    model = mlp()
+    optimizer = adamw(model, offload_fraction=fraction, max_grad_norm=0.1)
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = mlp_loss(model, 0)
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is calls[0]
+    assert len(calls) == 1
+    plain_model = mlp()
+    plain = adamw(plain_model, offload_fraction=fraction, max_grad_norm=0.1)
+    mlp_loss(plain_model, 0).backward()
+    assert plain.step() is None
+    assert_equal(snapshot(model, optimizer), snapshot(plain_model, plain))
+
+
+def test_step_hooks_run() -> None:
+    model, seen = Model(), []
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    set_gradients(model, 0)
+    optimizer.step()
+    assert seen == ["pre", "post"]
