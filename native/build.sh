@@ -28,4 +28,6 @@ x86_64)
 aarch64) compile kernels_neon ;;
 esac
 # shellcheck disable=SC2086
-"$cxx" $sanitize -shared -Wl,--version-script="$here/exports.map" -o "$out/libhostward_native.so" "$objects"/*.o -pthread
+"$cxx" $sanitize -shared -Wl,--version-script="$here/exports.map" -o "$out/.libhostward_native.so.new" "$objects"/*.o -pthread
+# Renamed, not overwritten: a process that has the old one open keeps it whole.
+mv "$out/.libhostward_native.so.new" "$out/libhostward_native.so"

@@ -1,0 +1,260 @@
+"""`hostward train | verify | recipes`, and what happens when they fail.
+
+Exit codes: 0 success, 1 a claim failed (verify), 2 bad input, 130 interrupted, 141 nobody reads the output.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from hostward.errors import ConfigError, HostwardError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+P = ParamSpec("P")
+
+_command: ContextVar[list[str]] = ContextVar("command")
+"""The words of this command line, for reports."""
+
+app = typer.Typer(
+    name="hostward",
+    help="CPU offloading for PyTorch training that keeps the same bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Options as namespace.option=value; docs/options.md lists them.")
+]
+Recipe = Annotated[str, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")]
+DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
+
+
+def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:
+    """Let typer parse the words and hand the command back, to be run outside: typer turns Ctrl-C into an exit code."""
+
+    @functools.wraps(command)
+    def chosen(*arguments: P.args, **options: P.kwargs) -> Callable[[], None]:
+        return functools.partial(command, *arguments, **options)
+
+    return chosen
+
+
+@app.command()
+@_deferred
+def train(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE, json_file: JsonFile = None) -> None:
+    """Train a recipe, and print what moved, what it holds and how fast it went."""
+    config = _configured(recipe, overrides)
+    _require_writable(json_file)
+    _seed_environment(config.model.deterministic_mode)
+    from hostward.train import loop
+    from hostward.train.report import render
+
+    run = loop.prepare(recipe, config)
+    loop.train(run, progress=_progress)
+    report = loop.report(run)
+    if _is_first_rank():
+        try:
+            _print(render(report))
+        finally:  # also where nobody reads the table to its end, as in `hostward train | head`
+            _write(json_file, report.to_dict())
+
+
+@app.command()
+@_deferred
+def verify(
+    overrides: Overrides = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+    fraction: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fraction",
+            metavar="FRACTION",
+            help="Fractions to verify; may be given several times. Default 0.25, 0.5 and 1.",
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Train without and with offloading on the same data, and compare every loss, weight and moment, bit for bit."""
+    config = _configured(recipe, overrides)
+    _require_writable(json_file)
+    _seed_environment(True)
+    from hostward.train import verify as verification
+
+    chosen = [_number("--fraction", text) for text in fraction or []]
+    if not chosen:
+        asked = config.optimizer.optimizer_offload_fraction
+        chosen = [asked] if config.optimizer.optimizer_cpu_offload and asked else [0.25, 0.5, 1.0]
+    verdict = verification.verify(recipe, config, chosen)
+    try:
+        _print(verification.render(verdict))
+    finally:
+        _write(json_file, verdict.to_dict())
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_deferred
+def recipes() -> None:
+    """List the recipes."""
+    from hostward import recipes as known
+
+    for name in known.names():
+        typer.echo(name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. `--debug` anywhere shows tracebacks."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [w for w in words if w != "--debug"]
+    _command.set(words)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        chosen = app(words, standalone_mode=False, prog_name="hostward")
+        if isinstance(chosen, int):  # --help
+            return chosen
+        chosen()
+        return 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("interrupted; the last complete checkpoint is intact", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads on, as in `hostward train | head`. The interpreter would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except HostwardError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except _usage_errors() as error:
+        error.show()
+        return 2
+
+
+def _usage_errors() -> type[Any]:
+    # typer brings its own copy of click or imports it, depending on its version; its public subclass knows which.
+    return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _configured(recipe: str, overrides: Sequence[str] | None) -> Any:
+    from hostward import recipes
+    from hostward.overrides import apply_overrides
+
+    return apply_overrides(recipes.load(recipe), overrides or [])
+
+
+def _seed_environment(deterministic: bool) -> None:
+    # cuBLAS reads this once, when it starts: before torch touches the device.
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text} is no number", fix=f"write, for example, {option} 0.5") from error
+
+
+def _require_writable(json_file: Path | None) -> None:
+    """Raises ConfigError now rather than after the run. Leaves no file behind, and one that is there as it was."""
+    if json_file is None:
+        return
+    if not json_file.resolve().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: its folder does not exist", fix=f"mkdir -p {json_file.parent}")
+    if json_file.is_dir():
+        raise ConfigError(f"--json {json_file} is a folder", fix=f"name a file, as in {json_file / 'report.json'}")
+    existed = json_file.exists()
+    try:
+        json_file.open("a").close()
+        if not existed:
+            json_file.unlink()
+    except OSError as error:
+        raise _unwritable(json_file, error) from error
+
+
+def _unwritable(json_file: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--json {json_file} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
+    )
+
+
+def _progress(run: Any) -> None:
+    interval = run.config.logger.log_interval
+    if _is_first_rank() and (run.iteration == 1 or run.iteration % interval == 0):
+        logging.getLogger("hostward").info(
+            "iteration %d/%d  loss %.6f  grad norm %.4f  %.3f s",
+            run.iteration,
+            run.config.train.train_iters,
+            run.losses[-1],
+            run.grad_norms[-1],
+            run.iteration_s[-1] if run.iteration_s else float("nan"),
+        )
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _print(tables: Sequence[Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table)
+
+
+def _write(json_file: Path | None, content: dict[str, Any]) -> None:
+    """The report as JSON, with what it takes to read it later: date, command and versions."""
+    if json_file is None:
+        return
+    import platform
+    from datetime import UTC, datetime
+    from importlib import metadata
+
+    from hostward import __version__
+
+    circumstances = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["hostward", *_command.get()]),
+        "versions": {
+            "hostward": __version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "transformers", "numpy")},
+        },
+    }
+    text = json.dumps(_finite({**circumstances, **content}), indent=1, allow_nan=False)
+    try:
+        json_file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(json_file, error) from error
+
+
+def _finite(content: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

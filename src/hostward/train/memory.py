@@ -1,0 +1,72 @@
+"""Whether a run can fit, from the sizes of its model alone: refused before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hostward.config import Config
+from hostward.engine.backend import TORCH_DTYPES
+from hostward.errors import MemoryLimitError
+from hostward.hardware import host_memory
+from hostward.inventory import Dtype
+
+from .models import parameter_count
+
+STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
+"""Per parameter: two moments, and the part of the master that is not the weight itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Least bytes of a run, activations and workspaces left out."""
+
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.state_bytes
+
+
+def need(config: Config, parameters: int) -> Need:
+    """What a model of so many parameters needs, wherever it lies."""
+    dtype = Dtype(config.model.params_dtype)
+    weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
+    accumulates = config.train.global_batch_size > config.train.micro_batch_size
+    return Need(
+        parameters, weight_bytes, parameters * 4 if accumulates else weight_bytes, parameters * STATE_BYTES[dtype]
+    )
+
+
+def require_memory(config: Config, device: torch.device, vocab_size: int) -> None:
+    """Raises MemoryLimitError for a model whose weights, gradients and optimizer state exceed the memory that is free.
+
+    On a GPU the offloaded share is asked of the host; on a CPU everything is.
+    """
+    least = need(config, parameter_count(config, vocab_size))
+    options = config.optimizer
+    fraction = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
+    offloaded_bytes = int(fraction * least.state_bytes)
+    on_gpu = device.type == "cuda"
+    host = host_memory()
+    host_bytes = offloaded_bytes if on_gpu else least.total_bytes
+    if host_bytes > host.available_bytes:
+        raise _too_large(least, host_bytes, "host", host.available_bytes, "shrink the model, as in model.num_layers=2")
+    if on_gpu:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
+        if least.total_bytes - offloaded_bytes > free_bytes:
+            raise _too_large(least, least.total_bytes - offloaded_bytes, "device", free_bytes, fix)
+
+
+def _too_large(least: Need, needed_bytes: int, where: str, available_bytes: int, fix: str) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"the run needs at least {needed_bytes:,} bytes of {where} memory, and {available_bytes:,} are available",
+        why=f"{least.parameters:,} parameters: weights {least.weight_bytes:,}, gradients {least.gradient_bytes:,}, "
+        f"optimizer state {least.state_bytes:,} bytes, and activations come on top",
+        fix=fix,
+    )

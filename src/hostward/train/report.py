@@ -1,0 +1,108 @@
+"""What a run reports: facts as plain data, a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes in steady state, by owner, and what the system counts beside them."""
+
+    device_by_owner_bytes: Mapping[str, int]
+    host_by_owner_bytes: Mapping[str, int]
+    pinned_bytes: int
+    resident_bytes: int
+    """Resident set size of the process."""
+    device_allocated_bytes: int | None
+    """What torch's CUDA allocator holds between steps; None without a GPU."""
+    device_peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One training run."""
+
+    recipe: str
+    first_iteration: int
+    last_iteration: int
+    losses: list[float]
+    grad_norms: list[float]
+    skipped_iterations: list[int]
+    tokens_per_s: float
+    iteration_s: list[float]
+    asked_fraction: float
+    placed_fraction: float
+    state_bytes: int
+    offloaded_bytes: int
+    buckets: int
+    host_buckets: int
+    memory: MemoryReport
+    moved_d2h_bytes: int
+    moved_h2d_bytes: int
+    parameters: int
+    model_parameters: int
+    data: str
+    machine: Mapping[str, Any]
+    checkpoint: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON."""
+        return asdict(self)
+
+
+def render(report: RunReport) -> list[Table]:
+    """Tables for a terminal."""
+    from rich.table import Table
+
+    run = Table(title=f"{report.recipe}: iterations {report.first_iteration} to {report.last_iteration}")
+    run.add_column("run")
+    run.add_column("value", justify="right")
+    losses = report.losses
+    rows = {
+        "loss, first and last": f"{losses[0]:.6f} → {losses[-1]:.6f}" if losses else "no iteration was run",
+        "tokens/s": f"{report.tokens_per_s:,.0f}",
+        "parameters (trained)": f"{report.model_parameters:,} ({report.parameters:,})",
+        "state offloaded, asked": f"{report.asked_fraction:.4f}",
+        "state offloaded, placed": f"{report.placed_fraction:.4f}",
+        "state offloaded, bytes": f"{report.offloaded_bytes:,} of {report.state_bytes:,}",
+        "buckets on the host": f"{report.host_buckets} of {report.buckets}",
+        "moved device to host, bytes": f"{report.moved_d2h_bytes:,}",
+        "moved host to device, bytes": f"{report.moved_h2d_bytes:,}",
+        "skipped steps": str(len(report.skipped_iterations)),
+        "data": report.data,
+        "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
+    }
+    if report.checkpoint:
+        rows["checkpoint"] = report.checkpoint
+    for name, value in rows.items():
+        run.add_row(name, value)
+    return [run, _memory_table(report.memory)]
+
+
+def _memory_table(memory: MemoryReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="memory in steady state")
+    for column in ("owner", "device bytes", "host bytes"):
+        table.add_column(column, justify="left" if column == "owner" else "right")
+    owners = [*memory.device_by_owner_bytes]
+    owners += [o for o in memory.host_by_owner_bytes if o not in memory.device_by_owner_bytes]
+    for owner in owners:
+        on_device, on_host = memory.device_by_owner_bytes.get(owner, 0), memory.host_by_owner_bytes.get(owner, 0)
+        table.add_row(owner, f"{on_device:,}" if on_device else "", f"{on_host:,}" if on_host else "")
+    table.add_section()
+    table.add_row(
+        "sum", f"{sum(memory.device_by_owner_bytes.values()):,}", f"{sum(memory.host_by_owner_bytes.values()):,}"
+    )
+    table.add_row("of it pinned", "", f"{memory.pinned_bytes:,}")
+    table.add_row("process, resident", "", f"{memory.resident_bytes:,}")
+    if memory.device_allocated_bytes is not None:
+        table.add_row("torch, allocated between steps", f"{memory.device_allocated_bytes:,}", "")
+        table.add_row("torch, peak", f"{memory.device_peak_bytes:,}", "")
+    return table

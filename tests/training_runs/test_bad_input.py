@@ -1,0 +1,255 @@
+"""Bad input to `hostward train`: exit 2, one text that says what, why and what to do, nothing allocated before."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_runs import SMALL, offloaded, read_json, run_process, start_process
+from conftest import Cli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+FRACTION = "optimizer.optimizer_offload_fraction"
+
+
+@pytest.mark.parametrize(
+    ("value", "texts"),
+    [
+        ("1.5", ["1.5"]),
+        ("-0.1", ["-0.1"]),
+        ("NaN", ["NaN", "finite decimal number"]),
+        ("nan", ["nan", "finite decimal number"]),
+        ("inf", ["inf"]),
+        ("50%", ["50%", "finite decimal number", f"{FRACTION}=0.5"]),
+        ("half", ["half"]),
+        ("", ["finite decimal number"]),
+        ("true", ["true"]),
+        ("null", ["it always has a value"]),
+    ],
+)
+def test_t15_bad_fractions(refused: Cli, value: str, texts: list[str]) -> None:
+    outcome = refused("optimizer.optimizer_cpu_offload=True", f"{FRACTION}={value}")
+    assert "optimizer_offload_fraction" in outcome.err
+    for text in texts:
+        assert text in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["optimizer.optimizer_ofload_fraction=0.5"], ["did you mean optimizer.optimizer_offload_fraction?"]),
+        (["optimiser.lr=1e-3"], ["there is no namespace 'optimiser'", "did you mean optimizer.lr?"]),
+        (["train.lr=1e-3"], ["did you mean optimizer.lr?"]),
+        (["zzz.qqq=1"], ["there is no namespace 'zzz'", "the namespaces are"]),
+        (["--recipe", "qwen3_moe_tiny_config"], ["did you mean qwen3_moe_tiny_pretrain_config?"]),
+        (["--recipe", "xyz"], ["there is no recipe 'xyz'", "the recipes are"]),
+        (["train.train_iters"], ["Expected override in KEY=VALUE form"]),
+        (["train.train_iters=1.5"], ["whole number"]),
+        (["train.train_iters=0"], ["train.train_iters", "at least 1"]),
+        (["train.global_batch_size=3"], ["not divisible by micro batch size"]),
+        (["optimizer.optimizer_cpu_offload=2"], ["only true and false are booleans"]),
+        (["model.tensor_model_parallel_size=2"], ["is known, but not built yet"]),
+        ([f"{FRACTION}=0.5"], ["has no effect while optimizer.optimizer_cpu_offload=false"]),
+        (["checkpoint.save_interval=2"], ["has no effect while checkpoint.save=null"]),
+        (["train.device=cuda"], ["train.device=cuda, and no CUDA device is there", "train.device=cpu or auto"]),
+    ],
+)
+def test_t17_unknown_and_impossible_options(refused: Cli, words: list[str], texts: list[str]) -> None:
+    if words == ["train.device=cuda"]:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device")
+    outcome = refused(*words)
+    for text in texts:
+        assert text in outcome.err
+
+
+def test_all_violations_are_listed_at_once(refused: Cli) -> None:
+    outcome = refused("optimizer.optimizer_cpu_offload=True", f"{FRACTION}=1.5", "train.micro_batch_size=3")
+    assert "2 settings cannot be carried out:" in outcome.err
+    assert "1.5" in outcome.err
+    assert "not divisible by micro batch size (3)" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--recipy", "x"], "No such option"),
+        (["train", "--recipe"], "requires an argument"),
+        (["trian"], "No such command"),
+        ([], "Usage:"),
+    ],
+)
+def test_usage_errors(cli: Cli, arguments: list[str], said: str) -> None:
+    outcome = cli(*arguments)
+    assert outcome.code == 2
+    assert said in outcome.err + outcome.out
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("missing", "does not exist"),
+        ("empty", "empty"),
+        ("empty folder", "holds no"),
+        ("short", "one sample needs"),
+        ("damaged jsonl", "line"),
+        ("damaged parquet", "parquet"),
+        ("no text key", "text"),
+    ],
+)
+def test_bad_data(refused: Cli, tmp_path: Path, kind: str, said: str) -> None:
+    path = tmp_path / "data"
+    if kind == "empty":
+        path = tmp_path / "data.txt"
+        path.touch()
+    elif kind == "empty folder":
+        path.mkdir()
+    elif kind == "short":
+        path = tmp_path / "data.txt"
+        path.write_text("a few bytes")
+    elif kind == "damaged jsonl":
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "fine"}\n{"text": \n')
+    elif kind == "damaged parquet":
+        path = tmp_path / "data.parquet"
+        path.write_bytes(b"PAR1 and then nothing of the kind" * 10)
+    elif kind == "no text key":
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"body": "words"}\n' * 100)
+    outcome = refused(f"dataset.path={path}")
+    assert said in outcome.err
+    if kind != "short":
+        assert str(path) in outcome.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_data(refused: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "data.txt"
+    path.write_text("words " * 1000)
+    path.chmod(0)
+    assert str(path) in refused(f"dataset.path={path}").err
+
+
+def test_t01_a_model_that_cannot_fit_is_refused(refused: Cli) -> None:
+    """A recipe made for several GPUs, started on a small machine: refused by its sizes, not killed by the system."""
+    parameters = 10**12 * 64 * 2  # input and output embedding; the layers do not count beside them
+    outcome = refused("model.vocab_size=1000000000000", "model.params_dtype=bf16", *offloaded(0.5))
+    assert re.search(r"the run needs at least [\d,]+ bytes of host memory, and [\d,]+ are available", outcome.err)
+    (count,) = re.findall(r"why: ([\d,]+) parameters", outcome.err)
+    assert int(count.replace(",", "")) == pytest.approx(parameters, rel=1e-3)
+    assert "model.num_layers=2" in outcome.err
+
+
+def test_a_save_folder_below_a_file_is_refused(refused: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = refused(f"checkpoint.save={tmp_path / 'file' / 'checkpoints'}")
+    assert f"checkpoint.save={tmp_path}/file/checkpoints cannot be" in outcome.err
+    assert "why: " in outcome.err
+
+
+def test_a_save_folder_that_takes_no_files_is_refused(refused: Cli) -> None:
+    """It is there, so making it succeeds; only writing fails, and not after hours of training."""
+    outcome = refused("checkpoint.save=/proc/self")
+    assert "checkpoint.save=/proc/self cannot be written" in outcome.err
+
+
+def test_refused_data_leaves_no_save_folder(refused: Cli, tmp_path: Path) -> None:
+    refused(f"checkpoint.save={tmp_path / 'new'}", f"dataset.path={tmp_path / 'missing'}")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_report_that_cannot_be_written_is_refused_before_training(refused: Cli, tmp_path: Path, command: str) -> None:
+    missing = refused("--json", tmp_path / "no" / "report.json", command=command)
+    assert f"--json {tmp_path}/no/report.json: its folder does not exist" in missing.err
+    assert "mkdir -p" in missing.err
+    folder = refused("--json", tmp_path, command=command)
+    assert f"--json {tmp_path} is a folder" in folder.err
+    unwritable = refused("--json", "/proc/self/report.json", command=command)
+    assert "--json /proc/self/report.json cannot be written" in unwritable.err
+
+
+def test_a_report_that_fails_at_the_end_is_an_error_after_the_table(cli: Cli, text: Path) -> None:
+    """The disk is full: the numbers are on the terminal, the exit code is not 0."""
+    outcome = cli("train", *SMALL, f"dataset.path={text}", "train.train_iters=1", "--json", "/dev/full")
+    assert outcome.code == 2
+    assert "--json /dev/full cannot be written" in outcome.err
+    assert "No space left" in outcome.err
+    assert "tokens/s" in outcome.out
+
+
+def test_the_report_is_written_although_nobody_reads_the_table(tmp_path: Path, text: Path) -> None:
+    """As in `hostward train --json FILE | head -1`."""
+    report = tmp_path / "report.json"
+    command = ["-m", "hostward", "train", *SMALL, f"dataset.path={text}", "train.train_iters=1", "--json", str(report)]
+    process = start_process(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert len(read_json(report)["losses"]) == 1
+
+
+def test_json_is_json_when_numbers_are_not_finite(train: Cli) -> None:
+    """The learning rate is absurd, so gradients leave the finite numbers, and every later step is skipped."""
+    words = ["optimizer.lr=1e30", "optimizer.clip_grad=0", "scheduler.lr_warmup_iters=0", "train.train_iters=5"]
+    report = train(*words).report
+    assert None in report["grad_norms"]
+    assert len(report["skipped_iterations"]) == report["grad_norms"].count(None)
+
+
+def test_debug_shows_the_traceback(text: Path) -> None:
+    words = [*SMALL, f"dataset.path={text}", "train.train_iters=0"]
+    plain = run_process(["-m", "hostward", "train", *words])
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    debug = run_process(["-m", "hostward", "train", "--debug", *words])
+    assert debug.returncode != 0
+    assert "Traceback" in debug.stderr
+    assert "train.train_iters" in debug.stderr.splitlines()[-1] + debug.stderr.splitlines()[-2]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+    | st.text("0123456789.eE+-", max_size=6)
+)
+def test_any_text_is_a_fraction_in_range_or_is_refused(refused: Cli, value: str) -> None:
+    decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", value, re.ASCII)
+    good = decimal is not None and 0 <= float(value) <= 1
+    # The batch is wrong too, so that good fractions come back as well, without a complaint about them.
+    outcome = refused("optimizer.optimizer_cpu_offload=True", f"{FRACTION}={value}", "train.micro_batch_size=3")
+    assert ("optimizer_offload_fraction" in outcome.err) == (not good)
+
+
+# -------------------------------------------------------------------- launchers
+
+
+def test_torchrun_with_one_process_trains(tmp_path: Path, text: Path) -> None:
+    report = tmp_path / "report.json"
+    script = ["scripts/training/run_recipe.py", "--recipe", "qwen3_moe_tiny_pretrain_config"]
+    words = [*SMALL, f"dataset.path={text}", "train.train_iters=2", *offloaded(0.5), "--json", str(report)]
+    done = run_process(["-m", "torch.distributed.run", "--nproc-per-node", "1", *script, *words])
+    assert done.returncode == 0, done.stderr
+    assert len(read_json(report)["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("2", "training with 2 processes is known, but not built yet"),
+        ("0", "WORLD_SIZE='0' is not a positive number"),
+        ("two", "WORLD_SIZE='two' is not a positive number"),
+    ],
+)
+def test_more_than_one_process_is_refused(refused: Cli, monkeypatch: pytest.MonkeyPatch, size: str, said: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", "0")
+    assert said in refused(*([] if size != "2" else ["ddp.use_distributed_optimizer=True"])).err

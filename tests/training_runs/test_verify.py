@@ -1,0 +1,229 @@
+"""`hostward verify`: passes where bits are equal, and fails where a kernel is broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import SMALL, Outcome
+from conftest import Cli
+
+from hostward.engine import simulated
+from hostward.engine.backend import AdamWOperands, Tier
+from hostward.host.adamw import AdamWTask
+from hostward.train import loop
+
+
+@pytest.fixture
+def verify(cli: Cli, text: Path) -> Cli:
+    """`hostward verify` of the small model on the small text."""
+
+    def call(*words: object) -> Outcome:
+        return cli("verify", *SMALL, f"dataset.path={text}", "train.train_iters=3", *words, json=True)
+
+    return call
+
+
+def broken_claims(outcome: Outcome) -> set[str]:
+    """Names of the claims that did not hold; checks that table and JSON agree on them."""
+    claims = [claim for c in outcome.report["comparisons"] for claim in c["claims"]]
+    failed = {claim["name"] for claim in claims if not claim["held"]}
+    assert outcome.out.count(" NO ") == sum(not claim["held"] for claim in claims)
+    assert outcome.report["passed"] == (not failed)
+    return failed
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_s14_every_claim_holds_at_the_default_fractions(verify: Cli, dtype: str) -> None:
+    outcome = verify(f"model.params_dtype={dtype}", "model.experts_implementation=eager")
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert broken_claims(outcome) == set()
+    report = outcome.report
+    assert [c["asked_fraction"] for c in report["comparisons"]] == [0.25, 0.5, 1.0]
+    assert all(c["placed_fraction"] > 0 for c in report["comparisons"])
+    names = {claim["name"] for claim in report["comparisons"][0]["claims"]}
+    master = set() if dtype == "fp32" else {"final master equal"}
+    assert names == master | {
+        "losses equal",
+        "gradient norms equal",
+        "skipped steps equal",
+        "final weights equal",
+        "final exp_avg equal",
+        "final exp_avg_sq equal",
+        "final step equal",
+        "device bytes fell as promised",
+    }
+    assert len(report["losses"]) == report["iterations"] == 3
+    assert report["same_gradients"] is False
+    assert report["settings"]["torch threads"] == 1
+    assert report["settings"]["experts implementation"] == "eager"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_fractions_are_those_of_the_command_line(verify: Cli) -> None:
+    outcome = verify("--fraction", "0.5", "--fraction", "0.75")
+    assert [c["asked_fraction"] for c in outcome.report["comparisons"]] == [0.5, 0.75]
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.6"]
+    assert [c["asked_fraction"] for c in verify(*words).report["comparisons"]] == [0.6]
+
+
+# -------------------------------------------------------------------- it can fail
+
+HostAdamW = Callable[..., Any]
+
+
+class BrokenHostStep:
+    """The real host step, after which one bit of one bucket is flipped, once, at the last step of a run.
+
+    Args:
+        spoil: gets the operands of the step.
+        step: which host step of the process is spoilt, from 1.
+    """
+
+    def __init__(self, spoil: Callable[[AdamWOperands], None], step: int) -> None:
+        self._spoil = spoil
+        self._step = step
+        self._seen = 0
+        self._real_task = simulated.host_task
+        self._real_step = simulated.adamw_step
+        self._operands: dict[int, AdamWOperands] = {}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(simulated, "host_task", self.task)
+        monkeypatch.setattr(simulated, "adamw_step", self.step)
+        self._real_host = simulated.SimulatedBackend.host_adamw
+        broken = self
+
+        def host_adamw(backend: simulated.SimulatedBackend, *arguments: Any, **options: Any) -> Any:
+            broken._on_host = True
+            try:
+                return broken._real_host(backend, *arguments, **options)
+            finally:
+                broken._on_host = False
+
+        self._on_host = False
+        monkeypatch.setattr(simulated.SimulatedBackend, "host_adamw", host_adamw)
+
+    def task(self, operands: AdamWOperands, *arguments: Any) -> AdamWTask:
+        task = self._real_task(operands, *arguments)
+        if self._on_host:
+            self._operands[id(task)] = operands
+        return task
+
+    def step(self, task: AdamWTask) -> None:
+        self._real_step(task)
+        operands = self._operands.pop(id(task), None)
+        if operands is not None:
+            self._seen += 1
+            if self._seen == self._step:
+                self._spoil(operands)
+
+
+def flip_lowest_bit(tensor: Any) -> None:
+    """Change the first element by one unit in the last place."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    tensor.reshape(-1)[:1].view(integers).bitwise_xor_(1)
+
+
+def test_one_flipped_bit_of_a_weight_fails(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    BrokenHostStep(lambda operands: flip_lowest_bit(operands.ranges[0].weight), 1).install(monkeypatch)
+    outcome = verify("--fraction", "0.5")
+    assert outcome.code == 1
+    assert "final weights equal" in broken_claims(outcome)
+    assert "Traceback" not in outcome.err
+
+
+def test_one_flipped_bit_of_the_second_moment_in_the_last_step_fails_its_claim_alone(
+    verify: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No loss and no weight has seen it, and the verdict says no all the same."""
+    steps = 3 * 7  # iterations times buckets, all on the host
+    BrokenHostStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), steps).install(monkeypatch)
+    outcome = verify("--fraction", "1")
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"final exp_avg_sq equal"}
+
+
+def test_leaked_device_bytes_fail(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 % of the promise, so just above the 2 % allowed."""
+    real = loop.train
+
+    def leaky(run: loop.Run) -> None:
+        real(run)
+        if run.optimizer.plan.offloaded_bytes:
+            elements = int(0.03 * run.optimizer.plan.offloaded_bytes) // 4
+            run.optimizer.backend.allocate(Tier.DEVICE, [elements], torch.float32, "leak")
+
+    monkeypatch.setattr(loop, "train", leaky)
+    outcome = verify("--fraction", "0.5")
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"device bytes fell as promised"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_without_a_deterministic_form_both_get_the_same_gradients(
+    verify: Cli, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    real = loop.train_iteration
+
+    def undeterministic(run: loop.Run) -> None:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("some_backward does not have a deterministic implementation")
+        real(run)
+
+    monkeypatch.setattr(loop, "train_iteration", undeterministic)
+    words = [f"model.params_dtype={dtype}", "model.experts_implementation=eager", "--fraction", "0.5"]
+    outcome = verify(*words)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.report["same_gradients"] is True
+    assert "same gradients fed to both" in outcome.out
+    last = 3 * 4  # iterations times host buckets
+    BrokenHostStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), last).install(monkeypatch)
+    outcome = verify(*words)
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"final exp_avg_sq equal"}
+
+
+# -------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["--fraction", "0"], ["--fraction 0 is the run that the others are compared with", "fractions above 0"]),
+        (["--fraction", "0.5", "--fraction", "1.5"], ["--fraction must be a number in [0.0, 1.0], got 1.5"]),
+        (["--fraction", "half"], ["--fraction half is no number", "--fraction 0.5"]),
+        (["--fraction", "nan"], ["--fraction must be a number in [0.0, 1.0], got nan"]),
+        (
+            [
+                "optimizer.optimizer_cpu_offload=True",
+                "optimizer.optimizer_offload_fraction=0.5",
+                "optimizer.use_torch_optimizer_for_cpu_offload=True",
+            ],
+            ["use_torch_optimizer_for_cpu_offload=True cannot be verified", "round differently"],
+        ),
+        (["optimizer.optimizer_offload_fraction=0.5"], ["has no effect while optimizer.optimizer_cpu_offload=false"]),
+        (["checkpoint.save=/nowhere"], ["verify saves no checkpoint", "leave checkpoint.save out"]),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(refused: Cli, words: list[str], texts: list[str]) -> None:
+    outcome = refused(*words, command="verify")
+    for text in texts:
+        assert text in outcome.err
+
+
+def test_a_fraction_that_places_nothing_is_refused(verify: Cli) -> None:
+    """Comparing a run with itself would prove nothing."""
+    outcome = verify("--fraction", "0.001")
+    assert outcome.code == 2
+    assert "--fraction 0.001 offloads no bucket" in outcome.err
+
+
+def test_a_run_without_iterations_is_refused(verify: Cli, train: Cli, tmp_path: Path) -> None:
+    train("train.train_iters=3", f"checkpoint.save={tmp_path}/done")
+    outcome = verify(f"checkpoint.load={tmp_path}/done", "--fraction", "0.5")
+    assert outcome.code == 2
+    assert "no iteration is left to compare" in outcome.err
