@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import hostward
 from hostward import checkpoint
 from hostward.training.state import same_bits
 
@@ -50,9 +51,9 @@ def offloaded(fraction: float) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that imports this checkout, without what a launcher may have left in ours."""
+    """The environment of a process that imports the same hostward as this one, without what a launcher may have left."""
     kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return {**kept, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", **(extra or {})}
+    return {**kept, "PYTHONPATH": str(Path(hostward.__file__).parents[1]), "PYTHONUNBUFFERED": "1", **(extra or {})}
 
 
 def run_process(command: Sequence[str], *, extra: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
