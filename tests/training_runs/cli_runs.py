@@ -51,7 +51,7 @@ def offloaded(fraction: float) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that imports the same hostward as this one, without what a launcher may have left."""
+    """The environment of a process that imports the hostward of this one, without what a launcher may have left."""
     kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     return {**kept, "PYTHONPATH": str(Path(hostward.__file__).parents[1]), "PYTHONUNBUFFERED": "1", **(extra or {})}
 
