@@ -20,6 +20,7 @@ import torch
 from hostward.errors import HostwardError, PlacementError
 from hostward.host.adamw import AdamWRange, FloatTable
 from hostward.inventory import Dtype, MasterKind
+from hostward.schedule import Lane
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
@@ -34,19 +35,6 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
-
-
-class Lane(StrEnum):
-    """An in-order queue of operations. Lanes run side by side unless an event joins them."""
-
-    COMPUTE = "compute"
-    """Kernels of forward, backward and the device step."""
-    D2H = "d2h"
-    """Copies from the device to the host: gradients and scalars."""
-    H2D = "h2d"
-    """Copies from the host to the device: weights."""
-    HOST = "host"
-    """Host functions: AdamW of host buckets. One lane, because the CUDA driver runs host functions one at a time."""
 
 
 @dataclass(eq=False, slots=True)

@@ -15,6 +15,7 @@ import torch
 from hostward.errors import DeviceError, MemoryLimitError, PlacementError
 from hostward.host.adamw import AdamWRange, AdamWTask
 from hostward.inventory import MasterKind, align
+from hostward.schedule import Lane
 
 from .backend import (
     DTYPES,
@@ -23,7 +24,6 @@ from .backend import (
     Backend,
     Buffer,
     Event,
-    Lane,
     Ledger,
     Scalars,
     Tier,

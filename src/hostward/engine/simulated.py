@@ -22,13 +22,14 @@ from hostward.errors import OrderingError
 from hostward.host import reference
 from hostward.host.adamw import adamw_step
 from hostward.host.norm import norm_partials
+from hostward.ordering import Accesses, LaneClocks, Stamp, unordered
+from hostward.schedule import Lane
 
 from .backend import (
     AdamWOperands,
     Backend,
     Buffer,
     Event,
-    Lane,
     Ledger,
     Scalars,
     Tier,
@@ -57,15 +58,15 @@ class _Operation:
     lane: Lane
     name: str
     number: int
-    clock: dict[Lane, int]
+    stamp: Stamp
     waits: tuple[_Operation, ...]
     run: Callable[[], None] | None
     done: bool = False
 
 
 @dataclass(slots=True)
-class _Accesses:
-    """The last writer of the bytes [start, stop) and their readers since.
+class _Span:
+    """Who has used the bytes [start, stop).
 
     `memory` keeps the address from being given out again while the accesses are remembered.
     """
@@ -73,8 +74,7 @@ class _Accesses:
     start: int
     stop: int
     memory: torch.Tensor
-    writer: _Operation | None = None
-    readers: list[_Operation] = field(default_factory=list)
+    accesses: Accesses[_Operation] = field(default_factory=Accesses)
 
 
 class SimulatedBackend(Backend):
@@ -88,9 +88,8 @@ class SimulatedBackend(Backend):
         self._random = random.Random(self._order.seed)
         self._poison = poison
         self._queues: dict[Lane, deque[_Operation]] = {lane: deque() for lane in LANES}
-        self._last: dict[Lane, _Operation | None] = dict.fromkeys(LANES)
-        self._joined: dict[Lane, int] = dict.fromkeys(LANES, 0)
-        self._accesses: dict[int, list[_Accesses]] = {}  # by address of the storage that the buffers view
+        self._clocks = LaneClocks()
+        self._spans: dict[int, list[_Span]] = {}  # by address of the storage that the buffers view
         self._issued = 0
 
     def allocate(
@@ -107,9 +106,9 @@ class SimulatedBackend(Backend):
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
         self.join(after)
         for buffer in buffers:
-            for accesses in self._overlapping(buffer)[1]:
-                for operation in (accesses.writer, *accesses.readers):
-                    if operation is not None and not self._happened(operation):
+            for span in self._overlapping(buffer)[1]:
+                for operation, stamp in (*span.accesses.readers, *filter(None, [span.accesses.writer])):
+                    if not self._clocks.joined(stamp):
                         raise OrderingError(
                             f"{buffer.owner!r} is freed while {operation.name!r} may still use it",
                             why="a free is a write",
@@ -211,17 +210,15 @@ class SimulatedBackend(Backend):
     def join(self, events: Sequence[Event]) -> None:
         for event in events:
             operation = _operation(event)
-            for lane, count in operation.clock.items():
-                self._joined[lane] = max(self._joined[lane], count)
+            self._clocks.join(operation.stamp)
             while not operation.done:
                 self._advance()
 
     def synchronise(self) -> None:
         while any(self._queues.values()):
             self._advance()
-        for lane, last in self._last.items():
-            self._joined[lane] = last.clock[lane] if last is not None else 0
-        self._accesses.clear()
+        self._clocks.join_all()
+        self._spans.clear()
 
     def describe(self) -> Mapping[str, object]:
         return {"backend": "simulated", "device": "cpu", "host_threads": self.threads, "isa": isa_name()}
@@ -250,16 +247,10 @@ class SimulatedBackend(Backend):
         waits: Sequence[Event],
     ) -> Event:
         before = tuple(_operation(event) for event in waits)
-        last = self._last[lane]
-        clock = dict(self._joined)
-        for earlier in (*before, *(() if last is None else (last,))):
-            for other, count in earlier.clock.items():
-                clock[other] = max(clock[other], count)
-        clock[lane] += 1
-        operation = _Operation(lane, name, self._issued, clock, before, run)
+        stamp = self._clocks.stamp(lane, [earlier.stamp for earlier in before])
+        operation = _Operation(lane, name, self._issued, stamp, before, run)
         self._issued += 1
         self._check(operation, reads, writes)
-        self._last[lane] = operation
         if run is None and not self._queues[lane]:
             operation.done = True
         else:
@@ -267,31 +258,26 @@ class SimulatedBackend(Backend):
         return Event(operation)
 
     def _check(self, operation: _Operation, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
-        for buffer in reads:
-            own, overlapping = self._overlapping(buffer)
-            for accesses in overlapping:
-                _require_order(accesses.writer, operation, buffer)
-            own.readers.append(operation)
-        for buffer in writes:
-            own, overlapping = self._overlapping(buffer)
-            for accesses in overlapping:
-                for earlier in (accesses.writer, *accesses.readers):
-                    _require_order(earlier, operation, buffer)
-            own.writer, own.readers = operation, []
+        """The ordering rule, on bytes."""
+        for buffers, writing in ((reads, False), (writes, True)):
+            for buffer in buffers:
+                own, overlapping = self._overlapping(buffer)
+                for span in overlapping:
+                    earlier = span.accesses.unordered(operation.stamp, writes=writing)
+                    if earlier is not None and earlier is not operation:
+                        raise unordered(earlier.name, earlier.lane, operation.name, operation.lane, buffer.owner)
+                own.accesses.add(operation, operation.stamp, writes=writing)
 
-    def _overlapping(self, buffer: Buffer) -> tuple[_Accesses, list[_Accesses]]:
+    def _overlapping(self, buffer: Buffer) -> tuple[_Span, list[_Span]]:
         """Accesses of exactly these bytes, and of every buffer that shares one: ranges of a bucket are views of it."""
         start = buffer.data.data_ptr()
         stop = start + buffer.nbytes
-        spans = self._accesses.setdefault(buffer.data.untyped_storage().data_ptr(), [])
+        spans = self._spans.setdefault(buffer.data.untyped_storage().data_ptr(), [])
         own = next((s for s in spans if (s.start, s.stop) == (start, stop)), None)
         if own is None:
-            own = _Accesses(start, stop, buffer.data)
+            own = _Span(start, stop, buffer.data)
             spans.append(own)
         return own, [s for s in spans if s.start < stop and start < s.stop]
-
-    def _happened(self, operation: _Operation) -> bool:
-        return self._joined[operation.lane] >= operation.clock[operation.lane]
 
     def _advance(self) -> None:
         """Carry out the first operation of one lane whose waits are over."""
@@ -319,17 +305,6 @@ def _operation(event: Event) -> _Operation:
     if not isinstance(event.native, _Operation):
         raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
     return event.native
-
-
-def _require_order(earlier: _Operation | None, later: _Operation, buffer: Buffer) -> None:
-    if earlier is None or earlier is later or later.clock[earlier.lane] >= earlier.clock[earlier.lane]:
-        return
-    raise OrderingError(
-        f"{later.name!r} on lane {later.lane.value} and {earlier.name!r} on lane {earlier.lane.value} both use "
-        f"{buffer.owner!r}, and nothing orders them",
-        why="one of them writes it",
-        fix=f"let {later.name!r} wait for the event of {earlier.name!r}",
-    )
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from hostward.config import Config
-from hostward.engine.backend import TORCH_DTYPES, Lane, Tier
+from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.errors import ConfigError, DataError, DeviceError
 from hostward.hardware import resident_bytes
 from hostward.inventory import Dtype
 from hostward.plan import Placement
 from hostward.rules import check
+from hostward.schedule import Lane
 from hostward.training.optimizer import AdamW
 
 from . import resume

@@ -16,6 +16,7 @@ from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_o
 from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets
 from hostward.plan import PlacedBucket, Placement, Plan
 from hostward.planner import checked_fraction, place_fraction
+from hostward.schedule import Schedule
 
 from .groups import (
     check_grad_dtype,
@@ -212,6 +213,11 @@ class AdamW(torch.optim.Optimizer):
     @property
     def inventory(self) -> Inventory:
         return Inventory(tuple(t.facts for t in self._tracked), tuple(s.bucket for s in self._states))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
+        return self._issuer.schedule
 
     @property
     def grad_norm(self) -> float:

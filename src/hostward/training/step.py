@@ -1,27 +1,24 @@
-"""Issuing one optimizer step to the backend's lanes.
-
-    compute   norm ─┬─ AdamW of device buckets
-    d2h             └─ scalars, gradients of host buckets
-    host                 └─ AdamW of host buckets
-    h2d                       └─ weights of host buckets
-    compute                       └─ join
-
-In this version the step is serial: it returns when the lanes are empty.
+"""One optimizer step: binding the operands of its schedule to this step's buffers, and issuing it to the backend's
+lanes.
+ `hostward.lowering.optimizer` decides what is issued and what waits for what. In this version the step is serial: it
+returns when the lanes are empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hostward.engine.backend import DTYPES, AdamWOperands, Backend, Buffer, Event, Hyper, Lane, Scalars
+from hostward.engine.backend import DTYPES, AdamWOperands, Backend, Buffer, Event, Hyper, Scalars
 from hostward.errors import ModelError
 from hostward.host.adamw import AdamWRange, FloatTable, bias_tables
 from hostward.inspect import Tracked
+from hostward.lowering.optimizer import lower_step
 from hostward.plan import Placement
+from hostward.schedule import Kind, Lane, Op
 
 from .state import BucketState, allocate_gradients
 from .torch_host import TorchHostStep
@@ -67,8 +64,37 @@ class _Target:
     scatter: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Scaling:
+    """What the norm needs besides the gradients."""
+
+    max_norm: float
+    inv_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundBucket:
+    """One bucket in one step: the ranges that have a gradient, and the device buffers of those."""
+
+    state: BucketState
+    chosen: Sequence[int]
+    gradients: Sequence[Buffer]
+    weights: Sequence[Buffer]
+    hyper: Hyper
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """All buffers of one step."""
+
+    gradients: Sequence[Buffer]
+    targets: Sequence[_Target]
+    buckets: Mapping[int, _BoundBucket]
+
+
 class StepIssuer:
-    """Issues steps for a fixed set of bucket states."""
+    """Carries out the schedule of a step for a fixed set of bucket states."""
 
     def __init__(
         self,
@@ -88,6 +114,7 @@ class StepIssuer:
         self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
         self._step_bound: int | None = None
         self._torch_host = TorchHostStep() if use_torch_optimizer else None
+        self.schedule = lower_step([s.placement for s in states])
 
     def forget_step_bound(self) -> None:
         """Step counts were loaded: look them up again before the next step."""
@@ -114,119 +141,122 @@ class StepIssuer:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step every range that has a gradient. `gradients` have passed `check`."""
-        backend = self._backend
+        """Step every range that has a gradient. `gradients` have passed `check`.
+
+        Operations of buckets without a gradient are left out; who waits for one waits for what it would have waited
+        for.
+        """
         # A schedule that changes betas at every step would otherwise leave a table behind at every step.
         betas = {(float(g["betas"][0]), float(g["betas"][1])) for g in groups}
         self._tables = {key: tables for key, tables in self._tables.items() if key in betas}
         self._advance_bound()
         self._match_landing_places(gradients)
-        adopted = {g.name: backend.adopt(g.flat, "gradients") for g in gradients}
-        targets = {g.name: _target(self._tracked[g.name].parameter) for g in gradients}
-        ready = backend.norm(
-            list(adopted.values()),
-            self._device_scalars,
-            max_norm=max_norm,
-            inv_scale=None if grad_scale is None else grad_scale.reciprocal(),
-            found_inf=found_inf,
-        )
-        on_host = [s for s in self._states if s.placement is Placement.HOST]
-        scalars_ready = self._fetch_scalars(ready) if on_host else []
-        arrived: list[Event] = []
-        for state in self._states:
-            chosen = [i for i, r in enumerate(state.bucket.ranges) if r.name in adopted]
-            hyper = _hyper(groups[state.bucket.group])
-            if chosen and state.placement is Placement.HOST:
-                arrived += self._host_bucket(state, chosen, adopted, targets, hyper, [ready, *scalars_ready])
-            elif chosen:
-                self._device_bucket(state, chosen, adopted, targets, hyper)
-        backend.join(arrived)
-        for target in targets.values():
+        bound = self._bind(gradients, groups)
+        scaling = _Scaling(max_norm, None if grad_scale is None else grad_scale.reciprocal(), found_inf)
+        events: dict[str, list[Event]] = {}
+        last: dict[Lane, list[Event]] = {}
+        for op in self.schedule.ops:
+            waits = [event for name in op.waits for event in events[name]]
+            if op.bucket is None:
+                events[op.name] = [self._whole(op, bound, scaling, waits)]
+            elif op.bucket in bound.buckets:
+                events[op.name] = [self._bucket(op, bound.buckets[op.bucket], waits)]
+            else:
+                events[op.name] = [*last.get(op.lane, []), *waits]
+                continue
+            last[op.lane] = events[op.name]
+        for target in bound.targets:
             if target.scatter:
                 self._scatter(target)
+        self._backend.synchronise()
+
+    def _bind(self, gradients: Sequence[Gradient], groups: Sequence[Mapping[str, Any]]) -> _Bound:
+        """The buffers of this step behind the operands of the schedule."""
+        backend = self._backend
+        flat = {g.name: g.flat for g in gradients}
+        targets = {g.name: _target(self._tracked[g.name].parameter) for g in gradients}
+        buckets: dict[int, _BoundBucket] = {}
+        for b, state in enumerate(self._states):
+            chosen = [i for i, r in enumerate(state.bucket.ranges) if r.name in flat]
+            pieces = [state.bucket.ranges[i] for i in chosen]
+            if chosen:
+                buckets[b] = _BoundBucket(
+                    state,
+                    chosen,
+                    [backend.adopt(flat[r.name][r.start : r.stop], "gradients") for r in pieces],
+                    [backend.adopt(targets[r.name].flat[r.start : r.stop], "weights") for r in pieces],
+                    _hyper(groups[state.bucket.group]),
+                )
+        wholes = [backend.adopt(tensor, "gradients") for tensor in flat.values()]
+        return _Bound(wholes, list(targets.values()), buckets)
+
+    def _whole(self, op: Op, bound: _Bound, scaling: _Scaling, waits: Sequence[Event]) -> Event:
+        """An operation on all gradients, all weights or the scalars."""
+        backend = self._backend
+        if op.kind is Kind.NORM:
+            return backend.norm(
+                bound.gradients,
+                self._device_scalars,
+                max_norm=scaling.max_norm,
+                inv_scale=scaling.inv_scale,
+                found_inf=scaling.found_inf,
+                waits=waits,
+            )
+        if op.kind is Kind.COPY:
+            pairs = zip(self._host_scalars.all(), self._device_scalars.all(), strict=True)
+            name = "offload/d2h/scalars"
+            return [backend.copy(op.lane, host, device, name=name, waits=waits) for host, device in pairs][-1]
+        backend.join(waits)
+        return backend.record()
+
+    def _bucket(self, op: Op, bound: _BoundBucket, waits: Sequence[Event]) -> Event:
+        """An operation on one bucket; of several copies on one lane, the last completes them all."""
+        backend, state = self._backend, bound.state
+        landing = [state.gradients[i] for i in bound.chosen] if state.placement is Placement.HOST else []
+        source = [state.weights[i] for i in bound.chosen] if state.placement is Placement.HOST else []
+        if op.kind is Kind.RETIRE:
+            return backend.retire(landing, op.lane, waits)
+        if op.kind is Kind.COPY:
+            down = op.lane is Lane.D2H
+            pairs = zip(landing, bound.gradients, strict=True) if down else zip(bound.weights, source, strict=True)
+            name = f"offload/{'d2h/grad' if down else 'h2d/weight'}/{state.bucket.name}"
+            return [backend.copy(op.lane, to, from_, name=name, waits=waits) for to, from_ in pairs][-1]
+        if op.lane is Lane.COMPUTE:
+            return self._adamw(backend.device_adamw, self._device_scalars, bound, bound.gradients, bound.weights, waits)
+        if self._torch_host is None:
+            return self._adamw(backend.host_adamw, self._host_scalars, bound, landing, source, waits)
+        backend.join(waits)
         backend.synchronise()
+        self._torch_host.step(self._operands(bound, landing, source), self._host_scalars)
+        return backend.record()
 
-    def _device_bucket(
+    def _adamw(
         self,
-        state: BucketState,
-        chosen: Sequence[int],
-        adopted: Mapping[str, Buffer],
-        targets: Mapping[str, _Target],
-        hyper: Hyper,
-    ) -> None:
-        ranges, reads, writes = [], [], state.buffers()
-        for i in chosen:
-            r = state.bucket.ranges[i]
-            weight = self._backend.adopt(targets[r.name].flat[r.start : r.stop], "weights")
-            gradient = adopted[r.name]
-            reads.append(gradient)
-            writes.append(weight)
-            offset = state.bucket.offsets[i]
-            piece = gradient.data[r.start : r.stop]
-            ranges.append(AdamWRange(offset, r.numel, piece, weight.data, state.counts.data[i : i + 1]))
-        operands = self._operands(state, ranges, hyper)
-        name = f"step/device/{state.bucket.name}"
-        self._backend.device_adamw(name, operands, self._device_scalars, reads=reads, writes=writes)
-
-    def _host_bucket(
-        self,
-        state: BucketState,
-        chosen: Sequence[int],
-        adopted: Mapping[str, Buffer],
-        targets: Mapping[str, _Target],
-        hyper: Hyper,
+        launch: Callable[..., Event],
+        scalars: Scalars,
+        bound: _BoundBucket,
+        gradients: Sequence[Buffer],
+        weights: Sequence[Buffer],
         waits: Sequence[Event],
-    ) -> list[Event]:
-        backend, bucket = self._backend, state.bucket
-        landed = []
-        for i in chosen:
-            r = bucket.ranges[i]
-            source = backend.adopt(adopted[r.name].data[r.start : r.stop], "gradients")
-            made = backend.record()
-            name = f"offload/d2h/grad/{bucket.name}"
-            landed.append(backend.copy(Lane.D2H, state.gradients[i], source, name=name, waits=[*waits, made]))
+    ) -> Event:
+        state = bound.state
+        own = (state.exp_avg, state.exp_avg_sq, state.counts, *([state.low] if state.low else []))
+        operands = self._operands(bound, gradients, weights)
+        name = f"step/{state.placement.value}/{state.bucket.name}"
+        return launch(name, operands, scalars, reads=gradients, writes=[*own, *weights], waits=waits)
+
+    def _operands(self, bound: _BoundBucket, gradients: Sequence[Buffer], weights: Sequence[Buffer]) -> AdamWOperands:
+        state = bound.state
         ranges = [
             AdamWRange(
-                bucket.offsets[i],
-                bucket.ranges[i].numel,
-                state.gradients[i].data,
-                state.weights[i].data,
+                state.bucket.offsets[i],
+                state.bucket.ranges[i].numel,
+                gradient.data,
+                weight.data,
                 state.counts.data[i : i + 1],
             )
-            for i in chosen
+            for i, gradient, weight in zip(bound.chosen, gradients, weights, strict=True)
         ]
-        own = (state.exp_avg, state.exp_avg_sq, state.counts, *([state.low] if state.low else []))
-        operands = self._operands(state, ranges, hyper)
-        name = f"step/host/{bucket.name}"
-        reads = [state.gradients[i] for i in chosen]
-        writes = [*own, *(state.weights[i] for i in chosen)]
-        if self._torch_host is not None:
-            backend.join(landed)
-            backend.synchronise()
-            self._torch_host.step(operands, self._host_scalars)
-            stepped = backend.record()
-        else:
-            stepped = backend.host_adamw(
-                name, operands, self._host_scalars, reads=reads, writes=writes, waits=[*waits, *landed]
-            )
-        arrived = []
-        for i in chosen:
-            r = bucket.ranges[i]
-            weight = backend.adopt(targets[r.name].flat[r.start : r.stop], "weights")
-            free_to_write = backend.record()
-            arrived.append(
-                backend.copy(
-                    Lane.H2D,
-                    weight,
-                    state.weights[i],
-                    name=f"offload/h2d/weight/{bucket.name}",
-                    waits=[stepped, free_to_write],
-                )
-            )
-        backend.retire(reads, Lane.HOST, waits=[stepped])
-        return arrived
-
-    def _operands(self, state: BucketState, ranges: Sequence[AdamWRange], hyper: Hyper) -> AdamWOperands:
         return AdamWOperands(
             ranges=ranges,
             kind=state.bucket.kind,
@@ -234,16 +264,9 @@ class StepIssuer:
             exp_avg_sq=state.exp_avg_sq.data,
             remainder=state.remainder,
             master=state.master,
-            hyper=hyper,
-            tables=self._bias_tables(hyper),
+            hyper=bound.hyper,
+            tables=self._bias_tables(bound.hyper),
         )
-
-    def _fetch_scalars(self, ready: Event) -> list[Event]:
-        pairs = zip(self._host_scalars.all(), self._device_scalars.all(), strict=True)
-        return [
-            self._backend.copy(Lane.D2H, host, device, name="offload/d2h/scalars", waits=[ready])
-            for host, device in pairs
-        ]
 
     def _scatter(self, target: _Target) -> None:
         """Copy a weight that was stepped flat back into a parameter that is not contiguous."""

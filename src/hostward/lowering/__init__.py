@@ -1,0 +1,1 @@
+"""Pure passes from a plan to a schedule. No torch."""
