@@ -169,6 +169,8 @@ def main() -> None:
     if arguments.one is not None:
         print(json.dumps(one(arguments)))
         return
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
     rows = []
     for name in [BASE, *arguments.fractions.split(",")]:
         words = [sys.executable, *sys.argv, "--one", name]

@@ -6,6 +6,7 @@ optimizer = hostward.AdamW(model, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
@@ -24,4 +25,10 @@ def __getattr__(name: str) -> Any:
         from .training.optimizer import AdamW
 
         return AdamW
+    if name == "convert":
+        return importlib.import_module("hostward.convert")
     raise AttributeError(f"module 'hostward' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "AdamW", "convert"})

@@ -89,15 +89,17 @@ def homes_of(module: torch.nn.Module | None) -> dict[int, tuple[tuple[torch.nn.M
 def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) -> None:
     """Raises ModelError for a parameter that no exact step can be promised for."""
     problem = None
-    if type(parameter) not in (torch.nn.Parameter, torch.Tensor) and type(parameter.data) is not torch.Tensor:
-        problem = f"is a {type(parameter).__name__}, a tensor subclass"
-    elif isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+    if isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         problem = "has no shape yet"
+    elif type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+        problem = f"is a {type(parameter).__name__}, a tensor subclass"
+    elif getattr(parameter, "_fsdp_flattened", False):
+        problem = "belongs to FSDP, which shards it"
     elif parameter.layout is not torch.strided:
         problem = f"has layout {parameter.layout}"
     elif parameter.dtype not in DTYPES:
         problem = f"has dtype {parameter.dtype}"
-    elif parameter.device.type != device.type:
+    elif parameter.device != device:
         problem = f"lies on {parameter.device}, the optimizer works for {device}"
     elif _may_overlap_itself(parameter.data):
         problem = "has elements that share memory"

@@ -145,7 +145,7 @@ def parse_value(info: OptionInfo, text: str) -> Any:
     Raises:
         ConfigError: the text does not fit the type; the error names the option, the text and the type.
     """
-    if text in NONE_WORDS:
+    if text in NONE_WORDS and text not in info.choices:
         if info.optional:
             return None
         raise bad_value(info, text, "it always has a value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def test_s14_every_claim_holds_at_the_default_fractions(verify: Cli, dtype: str)
     names = {claim["name"] for claim in report["comparisons"][0]["claims"]}
     master = set() if dtype == "fp32" else {"final master equal"}
     assert names == master | {
+        "the run without offloading trained",
+        "kernels equal the definition",
         "losses equal",
         "gradient norms equal",
         "skipped steps equal",
@@ -227,3 +230,43 @@ def test_a_run_without_iterations_is_refused(verify: Cli, train: Cli, tmp_path: 
     outcome = verify(f"checkpoint.load={tmp_path}/done", "--fraction", "0.5")
     assert outcome.code == 2
     assert "no iteration is left to compare" in outcome.err
+
+
+def test_equal_garbage_is_no_identity(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = loop.training_loss
+    monkeypatch.setattr(loop, "training_loss", lambda *arguments: right(*arguments) * float("nan"))
+    outcome = verify("--fraction", "0.5")
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"the run without offloading trained"}
+    assert "loss 0 is not finite" in outcome.out
+    assert "NOT verified" in outcome.out
+
+
+def test_a_run_that_changes_nothing_proves_nothing(verify: Cli) -> None:
+    outcome = verify("--fraction", "0.5", "optimizer.lr=0", "optimizer.min_lr=0")
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"the run without offloading trained"}
+    claim = next(c for c in outcome.report["comparisons"][0]["claims"] if not c["held"])
+    assert claim["detail"] == "the weights are those of the start"
+
+
+def test_a_kernel_that_is_wrong_everywhere_fails(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated backend device and host buckets run one kernel: both wrong alike is still not the definition."""
+    right = simulated.adamw_step
+
+    def wrong(task: AdamWTask) -> None:
+        right(task)
+        ctypes.c_float.from_address(task.struct.exp_avg_sq).value *= 2
+
+    monkeypatch.setattr(simulated, "adamw_step", wrong)
+    outcome = verify("--fraction", "0.5")
+    assert outcome.code == 1
+    assert "kernels equal the definition" in broken_claims(outcome)
+
+
+def test_fractions_are_given_once(verify: Cli) -> None:
+    outcome = verify(
+        "--fraction", "0.3", "optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.7"
+    )
+    assert outcome.code == 2
+    assert "verify was given fractions twice" in outcome.err

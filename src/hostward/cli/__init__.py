@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
-from .main import main
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. See `hostward.cli.main`."""
+    try:
+        from .main import main as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("hostward"):
+            raise
+        print(
+            f"error: the command line needs {error.name}, which is not installed\n  fix: pip install 'hostward[train]'",
+            file=sys.stderr,
+        )
+        return 2
+    return run(arguments)
+
 
 __all__ = ["main"]

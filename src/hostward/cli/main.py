@@ -19,10 +19,11 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from hostward.errors import ConfigError, HostwardError
+from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+_LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
 
 _command: ContextVar[list[str]] = ContextVar("command")
@@ -96,12 +97,19 @@ def verify(
     from hostward.train import verify as verification
 
     chosen = [_number("--fraction", text) for text in fraction or []]
+    asked = config.optimizer.optimizer_offload_fraction
+    if chosen and config.optimizer.optimizer_cpu_offload:
+        raise ConfigError(
+            "verify was given fractions twice",
+            why="--fraction and optimizer.optimizer_cpu_offload both choose what is compared",
+            fix="use one of them",
+        )
     if not chosen:
-        asked = config.optimizer.optimizer_offload_fraction
         chosen = [asked] if config.optimizer.optimizer_cpu_offload and asked else [0.25, 0.5, 1.0]
     verdict = verification.verify(recipe, config, chosen)
     try:
         _print(verification.render(verdict))
+        typer.echo(verdict.sentence)
     finally:
         _write(json_file, verdict.to_dict())
     if not verdict.passed:
@@ -136,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if debug:
             raise
-        print("interrupted; the last complete checkpoint is intact", file=sys.stderr)
+        print("interrupted; checkpoints that were complete are intact", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Nobody reads on, as in `hostward train | head`. The interpreter would complain once more when it flushes.
@@ -147,9 +155,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        print(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}", file=sys.stderr)
+        return MemoryLimitError.exit_code
     except _usage_errors() as error:
         error.show()
         return 2
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch has a class for a full device only; on the CPU its text tells."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "not enough memory" in text
 
 
 def _usage_errors() -> type[Any]:

@@ -38,6 +38,7 @@ _CHUNK_ELEMENTS = 4096
 _UPLOAD_BYTES = 8 * 1024 * 1024
 _CACHED_TABLES = 4096
 _KEPT_TABLES = 64
+_MAP_BYTES = 256 * 1024 * 1024
 _KERNEL_KINDS = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 1, MasterKind.PLAIN: 2}
 
 
@@ -51,7 +52,8 @@ class CudaBackend(Backend):
         """Raises DeviceError without a CUDA device."""
         if not torch.cuda.is_available():
             raise DeviceError("no CUDA device", why="torch.cuda.is_available() is false", fix="train.device=cpu")
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        index = None if device is None else device.index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
         self._streams = {
@@ -61,6 +63,7 @@ class CudaBackend(Backend):
         self._alive: list[object] = []  # tensors that a side stream may still use (H12)
         self._tasks: list[AdamWTask] = []
         arena = self._host_slab([_UPLOAD_BYTES], torch.uint8, "upload tables", pinned=True)
+        self.ledger.add(Buffer(Tier.HOST, arena, "upload tables", pinned=True))
         self._uploads = _Uploads(self.device, arena)
 
     def allocate(
@@ -79,7 +82,7 @@ class CudaBackend(Backend):
         self.join(after)
         for buffer in buffers:
             self.ledger.add(buffer, -1)
-            buffer.data = buffer.data[:0]
+            buffer.data = buffer.data.new_empty(0)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(_tier(tensor), tensor, owner)
@@ -293,9 +296,13 @@ class _Uploads:
     def map(self, build: Callable[[Sequence[int]], npt.NDArray[Any]], lengths: tuple[int, ...]) -> torch.Tensor:
         """`build(lengths)` on the device: which program of a kernel works on which piece."""
         key = (build, lengths)
-        if key not in self._maps:
-            self._maps[key] = torch.from_numpy(build(lengths)).to(self._device)
-        return self._maps[key]
+        found = self._maps.pop(key, None)
+        if found is None:
+            found = torch.from_numpy(build(lengths)).to(self._device)
+        self._maps[key] = found  # the most recently used is last
+        while sum(m.nbytes for m in self._maps.values()) > _MAP_BYTES and len(self._maps) > 1:
+            del self._maps[next(iter(self._maps))]
+        return found
 
     def rewind(self) -> None:
         """All uploads are done: the arena may be written again."""

@@ -117,7 +117,7 @@ class SimulatedBackend(Backend):
         for buffer in buffers:
             self.ledger.add(buffer, -1)
             self._overwrite(buffer)
-            buffer.data = buffer.data[:0]
+            buffer.data = buffer.data.new_empty(0)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE, tensor, owner)

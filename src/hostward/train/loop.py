@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -30,6 +31,8 @@ from .memory import require_memory
 from .models import build_model, training_loss
 from .report import MemoryReport, RunReport
 from .schedule_lr import learning_rate
+
+log = logging.getLogger("hostward")
 
 
 @dataclass(slots=True)
@@ -149,6 +152,12 @@ def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
 def train(run: Run, *, progress: Callable[[Run], None] | None = None) -> None:
     """Train to `train.train_iters`, saving on the way and after the last iteration."""
     config = run.config
+    if run.iteration >= config.train.train_iters:
+        log.warning(
+            "the checkpoint is at iteration %d and train.train_iters is %d: nothing to do; raise the latter to go on",
+            run.iteration,
+            config.train.train_iters,
+        )
     with deterministic(config.model.deterministic_mode):
         while run.iteration < config.train.train_iters:
             started = time.perf_counter()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hostward import checkpoint
+from hostward.checkpoint_files import complete_checkpoints
 from hostward.config import Config, to_dict
 from hostward.errors import CheckpointError
 
@@ -21,7 +22,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hostward")
 
-_NEEDED = ("iteration", "consumed_samples", "data", "optimizer", "scaler", "python_rng", "numpy_rng")
+_FUNCTION_OPTIONS = (
+    "architecture",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "moe_router_topk",
+    "moe_aux_loss_coeff",
+    "rotary_base",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "layernorm_epsilon",
+    "share_embeddings_and_output_weights",
+)
+"""What changes the model's function and leaves the shapes of its weights as they are."""
+
+_NEEDED = ("iteration", "consumed_samples", "data", "optimizer", "scaler", "python_rng", "numpy_rng", "config")
 
 
 def save(run: Run) -> Path:
@@ -104,6 +120,18 @@ def require_same_samples(config: Config, dataset: TokenDataset, path: Path) -> N
             why=f"train.global_batch_size is {batch} now, so the next samples would not follow",
             fix="restore train.global_batch_size, or load weights only with checkpoint.finetune=True",
         )
+    before, now = plain["config"]["model"], to_dict(config)["model"]
+    changed = [
+        f"model.{name} was {before.get(name)!r}, is {now[name]!r}"
+        for name in _FUNCTION_OPTIONS
+        if before.get(name) != now[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{path} is of a model that computes another function",
+            why="; ".join(changed),
+            fix="restore those options, or load weights only with checkpoint.finetune=True",
+        )
 
 
 def group_settings(config: Config) -> dict[str, Any]:
@@ -151,7 +179,7 @@ def checkpoint_to_load(config: Config) -> Path | None:
         raise CheckpointError(
             f"checkpoint.load={directory} holds no complete checkpoint",
             why="the folder is missing, empty, or the first save into it was never finished",
-            fix="name a folder that checkpoint.save wrote, or leave checkpoint.load out",
+            fix="name a folder that checkpoint.save wrote (the one above iter_NNNNNNN), or leave checkpoint.load out",
         )
     return found
 
@@ -160,6 +188,14 @@ def require_writable(config: Config) -> None:
     """Make the folder of `checkpoint.save` and try it. Raises CheckpointError now rather than at the first save."""
     if config.checkpoint.save is None:
         return
+    save, load = Path(config.checkpoint.save), config.checkpoint.load
+    others = complete_checkpoints(save) if save.is_dir() else []
+    if others and (load is None or Path(load).resolve() != save.resolve()):
+        raise CheckpointError(
+            f"checkpoint.save={save} already holds checkpoints, the newest of them {others[-1].name}",
+            why="a second run would overwrite and outdate those of the first",
+            fix=f"go on from them with checkpoint.load={save}, or name another folder",
+        )
     try:
         Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.checkpoint.save).close()

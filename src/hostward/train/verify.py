@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ from hostward.errors import ConfigError
 from hostward.planner import checked_fraction
 from hostward.rules import check
 from hostward.training.state import same_bits
+from hostward.training.weights import bit_sum
 
 from . import loop
+from .definition import differing_role
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,6 +77,15 @@ class Verdict:
     def passed(self) -> bool:
         return all(c.passed for c in self.comparisons)
 
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        fractions = ", ".join(f"{c.asked_fraction:g}" for c in self.comparisons)
+        if self.passed:
+            return f"identical in every bit at {fractions}, over {self.iterations} iterations"
+        failed = sorted({claim.name for c in self.comparisons for claim in c.claims if not claim.held})
+        return f"NOT verified: {'; '.join(failed)}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON."""
         return {**asdict(self), "passed": self.passed}
@@ -92,6 +104,9 @@ class _Outcome:
     placed_fraction: float
     offloaded_bytes: int
     settings: dict[str, Any]
+    unchanged_weights: bool
+    differing_role: str | None
+    """What the kernels of this placement make differently from the definition."""
 
 
 def verify(recipe: str, config: Config, fractions: Sequence[float]) -> Verdict:
@@ -135,6 +150,8 @@ def verify(recipe: str, config: Config, fractions: Sequence[float]) -> Verdict:
 def compare(base: _Outcome, other: _Outcome, fraction: float) -> Comparison:
     """Every claim about one run with offloading."""
     claims = [
+        _trained(base),
+        _defined(base, other),
         _equal_numbers("losses", base.losses, other.losses),
         _equal_numbers("gradient norms", base.grad_norms, other.grad_norms),
         _equal_numbers("skipped steps", base.skipped, other.skipped),
@@ -199,8 +216,9 @@ def _prepared(recipe: str, config: Config) -> loop.Run:
 
 def _train(recipe: str, config: Config) -> _Outcome:
     run = _prepared(recipe, config)
+    start = _bit_sums(run)
     loop.train(run)
-    outcome = _outcome(run)
+    outcome = _outcome(run, start)
     held = _device_bytes_now()
     del run
     return _with_device_bytes(outcome, held - _device_bytes_now())
@@ -215,6 +233,7 @@ def _train_on_same_gradients(recipe: str, config: Config, fraction: float) -> tu
     if candidate.scaler is not None:
         # A scaler makes its factor when it first scales a loss, and this one never sees any.
         candidate.scaler.scale(torch.zeros((), device=candidate.device))
+    start = _bit_sums(reference)
     pairs = list(zip(reference.model.parameters(), candidate.model.parameters(), strict=True))
     while reference.iteration < plain.train.train_iters:
         loop.backward(reference)
@@ -225,7 +244,7 @@ def _train_on_same_gradients(recipe: str, config: Config, fraction: float) -> tu
         loop.step(candidate)
         reference.optimizer.zero_grad()
         candidate.optimizer.zero_grad()
-    outcomes = _outcome(reference), _outcome(candidate)
+    outcomes = _outcome(reference, start), _outcome(candidate, start)
     both = _device_bytes_now()
     del candidate, pairs, mine, theirs
     one = _device_bytes_now()
@@ -238,7 +257,11 @@ def _with_device_bytes(outcome: _Outcome, freed_bytes: int) -> _Outcome:
     return outcome if outcome.device_bytes is not None else replace(outcome, device_bytes=freed_bytes)
 
 
-def _outcome(run: loop.Run) -> _Outcome:
+def _bit_sums(run: loop.Run) -> list[int]:
+    return [bit_sum(p.data) for p in run.model.parameters()]
+
+
+def _outcome(run: loop.Run, start: Sequence[int]) -> _Outcome:
     state = run.optimizer.state_dict()["state"]
     simulated = run.device.type != "cuda"
     device_bytes = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE) if simulated else None
@@ -252,7 +275,7 @@ def _outcome(run: loop.Run) -> _Outcome:
         "data": run.dataset.description,
     }
     weights = {n: p.detach().cpu().clone() for n, p in run.model.named_parameters()}
-    plan = run.optimizer.plan
+    plan, dtype = run.optimizer.plan, next(run.model.parameters()).dtype
     return _Outcome(
         run.losses,
         run.grad_norms,
@@ -263,6 +286,8 @@ def _outcome(run: loop.Run) -> _Outcome:
         plan.placed_fraction,
         plan.offloaded_bytes,
         settings,
+        unchanged_weights=_bit_sums(run) == start,
+        differing_role=differing_role(run.device, dtype, 1.0 if plan.placed_fraction else 0.0),
     )
 
 
@@ -272,6 +297,29 @@ def _device_bytes_now() -> int:
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
+
+
+def _trained(base: _Outcome) -> Claim:
+    """Equal garbage is no identity: the run that is compared with must have trained."""
+    problem = None
+    moments = [t for entry in base.state.values() for t in entry.values()]
+    if not all(math.isfinite(loss) for loss in base.losses):
+        problem = f"loss {next(i for i, loss in enumerate(base.losses) if not math.isfinite(loss))} is not finite"
+    elif len(base.skipped) == len(base.losses):
+        problem = "every step was skipped"
+    elif not all(t.isfinite().all() for t in (*base.weights.values(), *moments)):
+        problem = "a final weight or moment is not finite"
+    elif base.unchanged_weights:
+        problem = "the weights are those of the start"
+    return Claim("the run without offloading trained", problem is None, problem or "finite losses, weights moved")
+
+
+def _defined(base: _Outcome, other: _Outcome) -> Claim:
+    name = "kernels equal the definition"
+    for placement, role in (("device", base.differing_role), ("host", other.differing_role)):
+        if role is not None:
+            return Claim(name, False, f"{role} of a {placement} bucket differs from numpy")
+    return Claim(name, True, "device and host, against numpy")
 
 
 def _equal_numbers(name: str, mine: Sequence[float], theirs: Sequence[float]) -> Claim:
@@ -296,5 +344,6 @@ def _equal_tensors(name: str, mine: dict[str, torch.Tensor], theirs: dict[str, t
 def _memory_fell(base: _Outcome, other: _Outcome) -> Claim:
     fell, promised = (base.device_bytes or 0) - (other.device_bytes or 0), other.offloaded_bytes
     slack = 0 if base.settings.get("backend") == "simulated" else ALLOCATOR_SLACK_BYTES
-    held = abs(fell - promised) <= max(MEMORY_TOLERANCE * promised, slack)
-    return Claim("device bytes fell as promised", held, f"{fell:,} fell, {promised:,} promised")
+    allowed = max(int(MEMORY_TOLERANCE * promised), slack)
+    detail = f"{fell:,} fell, {promised:,} promised, within {allowed:,}"
+    return Claim("device bytes fell as promised", abs(fell - promised) <= allowed, detail)

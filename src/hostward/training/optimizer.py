@@ -104,7 +104,6 @@ class AdamW(torch.optim.Optimizer):
         self._watch = WeightWatch([])
         self._scalars: tuple[Scalars, Scalars]
         self._building = True
-        self._torn = False
         groups, given = named_groups(params)
         self._homes = homes_of(module if given is None else given)
         super().__init__(groups, defaults)
@@ -164,6 +163,11 @@ class AdamW(torch.optim.Optimizer):
         # All of it, before the first byte is taken: slab by slab the last one would fail.
         require_host_memory(host_bytes(buckets, placements, grad_dtypes), owner="optimizer state")
         states = allocate_states(backend, buckets, placements)
+        # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
+        landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
+        allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing])
+        if first:
+            self._scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         self._tracked += new
         # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
         self.state.update({t.parameter: {} for t in new})
@@ -177,11 +181,6 @@ class AdamW(torch.optim.Optimizer):
         self._access = StateAccess(pieces(self._states), self._by_name)
         for t in new:
             self._access.reseed(t.name)
-        # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
-        landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
-        allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing])
-        if first:
-            self._scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         self._issuer = StepIssuer(
             backend, self._states, self._by_name, *self._scalars, use_torch_optimizer=self._use_torch_optimizer
         )
@@ -252,6 +251,8 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_weights()
+        for group in self.param_groups:
+            check_group(group)
         gradients = [
             Gradient.of(t.name, t.parameter)
             for t in self._tracked
@@ -260,10 +261,10 @@ class AdamW(torch.optim.Optimizer):
         if gradients:
             self._issuer.check(gradients)
             self._issue(gradients)
-            updated = [self._by_name[g.name] for g in gradients]
-            for t in updated:
-                torch.autograd.graph.increment_version(t.parameter)
-            self._watch.remember(updated)
+            for g in gradients:
+                torch.autograd.graph.increment_version(self._by_name[g.name].parameter)
+            self._watch.remember(self._tracked)
+            self._issuer.torn = False
         else:
             # grad_norm and last_step_skipped speak of this step, not of the one before.
             self._scalars[0].norm.data.zero_()
@@ -272,7 +273,6 @@ class AdamW(torch.optim.Optimizer):
 
     def _issue(self, gradients: Sequence[Gradient]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
-        self._torn = True
         try:
             self._issuer.step(
                 gradients,
@@ -284,10 +284,9 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             self.backend.drain()
             raise
-        self._torn = False
 
     def _require_whole(self) -> None:
-        if self._torn:
+        if self._issuer.torn:
             raise ModelError(
                 "a step was interrupted half way",
                 why="some buckets have taken it and others have not, so the state belongs to no step",
@@ -368,6 +367,7 @@ class AdamW(torch.optim.Optimizer):
         )
         settings = [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
         self._access.check(state)
+        self._issuer.torn = True  # until all of it is written
         set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
         for mine, theirs in zip(self.param_groups, settings, strict=True):
             mine.update(theirs)
@@ -375,11 +375,11 @@ class AdamW(torch.optim.Optimizer):
             log.warning(
                 "%d weights were set from the masters of the loaded state: %s",
                 len(set_from_master),
-                ", ".join(set_from_master[:5]),
+                ", ".join(set_from_master[:5]) + (", ..." if len(set_from_master) > 5 else ""),
             )
         self._issuer.forget_step_bound()
-        self._torn = False
         self._watch.remember(self._tracked)
+        self._issuer.torn = False
         self.backend.synchronise()
 
     def __getstate__(self) -> NoReturn:

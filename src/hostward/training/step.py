@@ -115,6 +115,8 @@ class StepIssuer:
         self._step_bound: int | None = None
         self._torch_host = TorchHostStep() if use_torch_optimizer else None
         self.schedule = lower_step([s.placement for s in states])
+        self.torn = False
+        """Some buckets may have taken a step that others have not. Set here; cleared by who sees the step through."""
 
     def forget_step_bound(self) -> None:
         """Step counts were loaded: look them up again before the next step."""
@@ -157,6 +159,7 @@ class StepIssuer:
         last: dict[Lane, list[Event]] = {}
         for op in self.schedule.ops:
             waits = [event for name in op.waits for event in events[name]]
+            self.torn = self.torn or op.kind is Kind.ADAMW
             if op.bucket is None:
                 events[op.name] = [self._whole(op, bound, scaling, waits)]
             elif op.bucket in bound.buckets:

@@ -1,16 +1,13 @@
-"""Weights changed behind the optimizer: noticing it, and the rule for what happens then (DESIGN §4).
-
-Three ways are seen. `load_state_dict` of the module: incoming bits are compared with the present ones before they
-are copied; equal bits change nothing. In-place writes: the version counter has moved, so the master is taken anew
-from the weight. A replaced Parameter object: a typed error. Writes through `.data` are invisible; they need
-`AdamW.reseed()`.
+"""Weights changed behind the optimizer: noticing it, and the rule for what happens then (docs/how-it-works.md).
+ Seen are `load_state_dict` of a known module (equal bits afterwards: nothing has changed), writes in place (the
+version counter moved) and assignments to `.data` (the address moved). A replaced Parameter object, or one of another
+shape, dtype or device, is a typed error. Writes into `.data` in place are invisible; they need `AdamW.reseed()`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,50 +15,69 @@ from torch.utils.hooks import RemovableHandle
 from hostward.errors import ModelError
 from hostward.inspect import Tracked
 
-from .state import same_bits
-
 
 class WeightWatch:
-    """Remembers the version counter of every tracked weight, and says which weights somebody else has written since."""
+    """Remembers version and address of every tracked weight, and says which weights somebody else has written since."""
 
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self._tracked = list(tracked)
-        self._known: dict[str, frozenset[int]] = {}
+        self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
+        self._known: dict[str, tuple[int, int]] = {}
+        self._before_load: dict[str, int] = {}
         self._handles: list[RemovableHandle] = []
         self.remember(self._tracked)
-        by_owner: dict[torch.nn.Module, dict[str, str]] = {}
+        by_owner: dict[torch.nn.Module, list[Tracked]] = {}
         for t in self._tracked:
-            for owner, attribute in t.homes:
-                by_owner.setdefault(owner, {})[attribute] = t.name
-        names = {t.name: t for t in self._tracked}
+            for owner, _ in t.homes:
+                by_owner.setdefault(owner, []).append(t)
         watch = weakref.ref(self)
-        for owner, attributes in by_owner.items():
-            held = {attribute: names[name] for attribute, name in attributes.items()}
+        for owner, held in by_owner.items():
             handle = owner.register_load_state_dict_pre_hook(_LoadHook(watch, held))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
         for t in tracked:
-            self._known[t.name] = frozenset((t.parameter._version,))
+            self._known[t.name] = (t.parameter._version, t.parameter.data_ptr())
+            self._before_load.pop(t.name, None)
 
-    def expect_equal_copy(self, t: Tracked) -> None:
-        """One copy of equal bits is about to be written, or may fail to be."""
-        known = self._known[t.name]
-        if t.parameter._version in known:
-            self._known[t.name] = known | {t.parameter._version + 1}
+    def before_load(self, t: Tracked) -> None:
+        """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
+        if self._known[t.name] == (t.parameter._version, t.parameter.data_ptr()):
+            self._before_load[t.name] = bit_sum(t.parameter.data)
 
     def changed(self) -> list[Tracked]:
-        """Weights written by others since they were last remembered. Raises ModelError for a replaced Parameter."""
+        """Weights written by others since they were last remembered.
+
+        Raises:
+            ModelError: a parameter was replaced by another object, or has another shape, dtype or device now.
+        """
+        found = []
         for t in self._tracked:
-            for owner, attribute in t.homes:
-                if owner._parameters.get(attribute) is not t.parameter:
-                    raise ModelError(
-                        f"parameter {t.name!r} was replaced by another Parameter object",
-                        why="the optimizer would go on updating the old one",
-                        fix="copy into it in place (load_state_dict without assign=True), or make a new optimizer",
-                    )
-        return [t for t in self._tracked if t.parameter._version not in self._known[t.name]]
+            self._require_same(t)
+            if self._known[t.name] != (t.parameter._version, t.parameter.data_ptr()):
+                before = self._before_load.get(t.name)
+                if before is not None and before == bit_sum(t.parameter.data):
+                    self.remember([t])
+                else:
+                    found.append(t)
+        return found
+
+    def _require_same(self, t: Tracked) -> None:
+        for owner, attribute in t.homes:
+            if owner._parameters.get(attribute) is not t.parameter:
+                raise ModelError(
+                    f"parameter {t.name!r} was replaced by another Parameter object",
+                    why="the optimizer would go on updating the old one",
+                    fix="copy into it in place (load_state_dict without assign=True), or make a new optimizer",
+                )
+        now = _kind(t.parameter)
+        if now != self._kinds[t.name]:
+            raise ModelError(
+                f"parameter {t.name!r} is {_told(now)} now",
+                why=f"it was {_told(self._kinds[t.name])} when the optimizer was made, and its state still is",
+                fix="make the optimizer after .to(), .half(), .bfloat16() and resizing",
+            )
 
     def close(self) -> None:
         for handle in self._handles:
@@ -70,7 +86,7 @@ class WeightWatch:
 
 
 class _LoadHook:
-    """Compares incoming weights with the present ones before a module's load_state_dict copies them.
+    """Notes what a module's weights hold before its load_state_dict copies into them, whatever other hooks make of it.
 
     A module that is copied or pickled takes its hooks along. The copy's weights are not the optimizer's, so there the
     hook watches nothing.
@@ -78,21 +94,41 @@ class _LoadHook:
 
     __slots__ = ("_held", "_watch")
 
-    def __init__(
-        self, watch: weakref.ref[WeightWatch] | None = None, held: Mapping[str, Tracked] | None = None
-    ) -> None:
+    def __init__(self, watch: weakref.ref[WeightWatch] | None = None, held: Sequence[Tracked] = ()) -> None:
         self._watch = watch
-        self._held = held or {}
+        self._held = held
 
-    def __call__(self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    def __call__(self, *_: object) -> None:
         alive = None if self._watch is None else self._watch()
-        for attribute, tracked in self._held.items():
-            incoming = state_dict.get(prefix + attribute)
-            present = tracked.parameter.data
-            if alive is None or not isinstance(incoming, torch.Tensor) or incoming.shape != present.shape:
-                continue
-            if same_bits(incoming.to(device=present.device, dtype=present.dtype), present):
-                alive.expect_equal_copy(tracked)
+        if alive is not None:
+            for tracked in self._held:
+                alive.before_load(tracked)
 
     def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
         return _LoadHook, ()
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    """A 64-bit sum over the bits of a tensor and their positions: equal for equal bits, else equal once in 2^64."""
+    integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    flat = tensor.detach().contiguous().view(integer).view(-1)
+    total = 0
+    for start in range(0, flat.numel(), _SUMMED_AT_ONCE):
+        piece = flat[start : start + _SUMMED_AT_ONCE].to(torch.int64)
+        mixed = piece * 0x1B873593CC9E2D51 + torch.arange(start, start + len(piece), device=piece.device) * _ODD
+        mixed ^= mixed >> 31
+        total += int((mixed * _ODD).sum().item())
+    return total % 2**64
+
+
+_SUMMED_AT_ONCE = 1 << 24
+_ODD = 0x2545F4914F6CDD1D
+
+
+def _kind(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return parameter.shape, parameter.dtype, parameter.device
+
+
+def _told(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    shape, dtype, device = kind
+    return f"{dtype} {tuple(shape)} on {device}"
