@@ -180,7 +180,9 @@ def test_host_memory_is_pinned_exact_and_given_back() -> None:
     backend = optimizer.backend
     assert isinstance(backend, CudaBackend)
     numel = sum(p.numel() for p in model.parameters())
-    assert 14 * numel <= backend.ledger.pinned_bytes <= 14.2 * numel + 4096
+    by_owner = backend.ledger.by_owner(Tier.HOST)
+    state_bytes = backend.ledger.pinned_bytes - by_owner["upload tables"]  # a fixed arena, whatever the model
+    assert 14 * numel <= state_bytes <= 14.2 * numel + 4096
     assert all(state.exp_avg.data.is_pinned() for state in optimizer._states)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
