@@ -122,7 +122,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 @dataclass
 class NumpyOptimizer:
-    """The whole step of DESIGN §5 over named parameters, with hostward.host.reference for the arithmetic."""
+    """The whole step of docs/exactness.md over named parameters, with hostward.host.reference for the arithmetic."""
 
     dtypes: dict[str, torch.dtype]
     shapes: dict[str, torch.Size]

@@ -1,4 +1,4 @@
-"""Weights changed behind the optimizer (DESIGN §4), the same at every placement.
+"""Weights changed behind the optimizer (docs/how-it-works.md), the same at every placement.
 
 Seen red with: the load hook removed, the hook left active on copies of the module, `remember` left out after a step,
 state_dict() without a look at the weights, a reseed that keeps the remainder, second homes of tied weights dropped, a
