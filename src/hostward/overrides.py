@@ -64,23 +64,34 @@ def apply_overrides(config: Config, words: Sequence[str]) -> Config:
 
     Raises:
         UnknownNameError: a namespace or option does not exist; the text proposes the nearest one.
-        ConfigError: a word has no `=`, or its value does not fit the type of the option.
+        ConfigError: a word has no `=`, or its value does not fit the type of the option; several such words: one error
+            that lists them all.
     """
+    result = copy.deepcopy(config)
+    errors: list[ConfigError] = []
+    for word in words:
+        try:
+            _apply(result, word)
+        except ConfigError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError(f"{len(errors)} words cannot be taken:\n" + "\n".join(f"- {error}" for error in errors))
+    return result
+
+
+def _apply(config: Config, word: str) -> None:
     from omegaconf import OmegaConf
 
-    result = copy.deepcopy(config)
-    for word in words:
-        info, text = split_word(word)
-        namespace = getattr(result, info.namespace)
-        value = parse_value(info, text)
-        if isinstance(value, (bool, int, float)):
-            # The structured type has the last word on what is stored, so a value that slipped through cannot change
-            # its type.
-            typed = OmegaConf.structured(NAMESPACES[info.namespace])
-            OmegaConf.update(typed, info.name, value)
-            value = typed[info.name]
-        setattr(namespace, info.name, value)
-    return result
+    info, text = split_word(word)
+    value = parse_value(info, text)
+    if isinstance(value, (bool, int, float)):
+        # The structured type has the last word on what is stored: a value that slipped through cannot change its type.
+        typed = OmegaConf.structured(NAMESPACES[info.namespace])
+        OmegaConf.update(typed, info.name, value)
+        value = typed[info.name]
+    setattr(getattr(config, info.namespace), info.name, value)
 
 
 def split_word(word: str) -> tuple[OptionInfo, str]:

@@ -253,3 +253,16 @@ def test_more_than_one_process_is_refused(refused: Cli, monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", "0")
     assert said in refused(*([] if size != "2" else ["ddp.use_distributed_optimizer=True"])).err
+
+
+def test_all_words_that_cannot_be_taken_are_told_at_once(cli: Cli) -> None:
+    outcome = cli("train", "optimizer.lr=abc", "model.num_layers=x", "optimizr.lr=1")
+    assert outcome.code == 2
+    assert "3 words cannot be taken" in outcome.err
+    for part in ("optimizer.lr", "model.num_layers", "did you mean optimizer.lr"):
+        assert part in outcome.err
+
+
+def test_null_is_a_tokenizer_type(cli: Cli) -> None:
+    outcome = cli("train", "dataset.format=mock", "tokenizer.tokenizer_type=null", "train.train_iters=0")
+    assert "not a value" not in outcome.err
