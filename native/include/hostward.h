@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 1
+#define HOSTWARD_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -95,6 +95,80 @@ typedef struct {
  * (INT32_MIN: all zero, INT32_MAX: a NaN or an infinity), sums[k] the sum of floor((g * 2**-E)**2 * 2**50). */
 HOSTWARD_API int hostward_norm_partials(const hostward_norm_item* items, int64_t n_items, int32_t grad_dtype,
                                         int64_t* sums, int32_t* exponents, int32_t threads, int32_t isa);
+
+/* The arguments of hostward_norm_partials. Everything behind a pointer is read when the task runs. */
+typedef struct {
+  int32_t grad_dtype, threads, isa, reserved;
+  const hostward_norm_item* items;
+  int64_t n_items;
+  int64_t* sums;
+  int32_t* exponents;
+  int32_t* error; /* first non-zero code stays; may be null */
+} hostward_norm_task;
+
+/* Runs the task. On an error nothing has been written except task->error. */
+HOSTWARD_API int hostward_norm(const hostward_norm_task* task);
+
+/* The same with the signature of a CUDA host function; `task` is a hostward_norm_task. */
+HOSTWARD_API void hostward_norm_host_function(void* task);
+
+typedef struct {
+  float* total;        /* first element of this range; overlaps no gradient and no other range */
+  const void* grad;    /* first element of this range */
+  int64_t length;      /* elements */
+  int64_t first_chunk; /* index of its first chunk in the outputs */
+} hostward_accumulate_range;
+
+/* total = grad (first) or total + grad, each element one fp32 addition, any NaN stored as 0x7fc00000. With `last` also
+ * the partials of the new totals, as hostward_norm_partials gives them. */
+typedef struct {
+  int32_t grad_dtype, threads, isa;
+  int32_t first, last; /* 0 or not */
+  int32_t reserved;
+  const hostward_accumulate_range* ranges;
+  int64_t n_ranges;
+  int64_t* sums;      /* `last` only */
+  int32_t* exponents; /* `last` only */
+  int32_t* error;     /* first non-zero code stays; may be null */
+} hostward_accumulate_task;
+
+/* Runs the task. On an error nothing has been written except task->error. */
+HOSTWARD_API int hostward_accumulate(const hostward_accumulate_task* task);
+
+/* The same with the signature of a CUDA host function; `task` is a hostward_accumulate_task. */
+HOSTWARD_API void hostward_accumulate_host_function(void* task);
+
+enum hostward_command_kind {
+  HOSTWARD_COMMAND_WAIT = 0,   /* the stream waits for event a */
+  HOSTWARD_COMMAND_RECORD = 1, /* event a is recorded on the stream */
+  HOSTWARD_COMMAND_COPY = 2,   /* `bytes` bytes to address a from address b; nothing is called for 0 bytes */
+  HOSTWARD_COMMAND_HOST = 3    /* the stream calls the C function a with argument b */
+};
+
+typedef struct {
+  int32_t kind; /* hostward_command_kind */
+  int32_t lane; /* index into `streams` */
+  uint64_t a, b, bytes;
+} hostward_command;
+
+/* Addresses of cuStreamWaitEvent, cuEventRecord, cuMemcpyAsync and cuLaunchHostFunc, or of functions like them. */
+typedef struct {
+  void* stream_wait_event;
+  void* event_record;
+  void* memcpy_async;
+  void* launch_host_function;
+} hostward_driver;
+
+/* Enqueues commands[0..n) in order, each on streams[lane]. Returns n, or the index of the first that failed with the
+ * driver's result in *code; those behind it are not enqueued. No pointer may be null. An unknown kind fails with
+ * CUDA_ERROR_INVALID_VALUE (1). */
+HOSTWARD_API int64_t hostward_issue(const hostward_driver* driver, void* const* streams,
+                                    const hostward_command* commands, int64_t n, int32_t* code);
+
+/* Asks for the pages of [memory, memory + bytes), which is page-aligned and not touched yet, to come from NUMA node
+ * `node` while that has some; -1 leaves it to the system. Returns 0 or the errno of the refusal, which changes nothing.
+ */
+HOSTWARD_API int32_t hostward_bind_memory(void* memory, int64_t bytes, int32_t node);
 
 /* Writes a zero byte into every 4,096-byte page, so that each thread's share is placed near it. */
 HOSTWARD_API int hostward_first_touch(void* memory, int64_t bytes, int32_t threads);

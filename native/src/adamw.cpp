@@ -2,6 +2,7 @@
 #include "hostward.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "task.h"
 
 namespace hostward {
 namespace {
@@ -127,11 +128,7 @@ int hostward_adamw_step(const hostward_adamw_task* task) {
     const hostward::DefaultFloatEnvironment environment;
     code = hostward::run_task(*task);
   }
-  if (code != HOSTWARD_OK && task->error != nullptr) {
-    int32_t none = HOSTWARD_OK;
-    __atomic_compare_exchange_n(task->error, &none, code, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
-  }
-  return code;
+  return hostward::report(code, task->error);
 }
 
 void hostward_adamw_host_function(void* task) { hostward_adamw_step(static_cast<const hostward_adamw_task*>(task)); }

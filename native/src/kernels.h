@@ -29,12 +29,14 @@ constexpr int64_t kPieceElements = 64 * 1024;  // the least work worth a thread;
 
 typedef void (*AdamwFunction)(const Constants& constants, const Piece& piece, int64_t length);
 typedef void (*NormFunction)(const void* grad, int64_t length, int64_t* sum, int32_t* exponent);
+typedef void (*AccumulateFunction)(const void* grad, float* total, int64_t length);
 typedef void (*RmwFunction)(void* const* streams, int64_t start, int64_t length);
 
 struct Kernels {
   AdamwFunction adamw[kDtypes][kLayouts];
   NormFunction norm_chunk[kDtypes];
-  RmwFunction rmw[2];  // without and with prefetch
+  AccumulateFunction accumulate[kDtypes][2];  // total = total + grad, total = grad
+  RmwFunction rmw[2];                         // without and with prefetch
 };
 
 extern const Kernels kScalarKernels;

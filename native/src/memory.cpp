@@ -1,7 +1,31 @@
 // Placement of fresh memory, and the roof that the benchmark compares the AdamW kernel with.
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "hostward.h"
 #include "kernels.h"
 #include "parallel.h"
+
+int32_t hostward_bind_memory(void* memory, int64_t bytes, int32_t node) {
+  // From linux/mempolicy.h, which is not installed everywhere.
+  constexpr int kPreferred = 1;
+  constexpr int32_t kMaxNodes = 1024;
+  constexpr int32_t kWordBits = 8 * sizeof(unsigned long);
+  if (node < 0) return 0;
+  if (node >= kMaxNodes) return EINVAL;
+#if defined(SYS_mbind)
+  unsigned long nodes[kMaxNodes / kWordBits] = {};
+  nodes[node / kWordBits] = 1ul << (node % kWordBits);
+  // The kernel reads one bit less than it is told.
+  if (syscall(SYS_mbind, memory, bytes, kPreferred, nodes, kMaxNodes + 1ul, 0) == 0) return 0;
+  return errno;
+#else
+  static_cast<void>(memory);
+  static_cast<void>(bytes);
+  return ENOSYS;
+#endif
+}
 
 int hostward_first_touch(void* memory, int64_t bytes, int32_t threads) {
   using namespace hostward;

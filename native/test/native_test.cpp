@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <chrono>
 #include <vector>
 
 #include "hostward.h"
@@ -93,17 +94,124 @@ std::vector<int64_t> norm(int32_t isa, int32_t threads) {
   return sums;
 }
 
+// Totals and partials after two microbatches; the first reads nothing of what lies in the totals.
+std::vector<int64_t> accumulated(int32_t isa, int32_t threads) {
+  State state;
+  std::vector<float> total(kElements, 7.0f);
+  std::vector<int64_t> sums(kChunks + 1);
+  std::vector<int32_t> exponents(kChunks + 1);
+  int32_t error = 0;
+  const int64_t middle = 17 * 4096;
+  const hostward_accumulate_range ranges[2] = {
+      {total.data(), state.grad.data(), middle, 0},
+      {total.data() + middle, state.grad.data() + middle, kElements - middle, 17}};
+  hostward_accumulate_task task = {};
+  task.grad_dtype = HOSTWARD_BF16;
+  task.threads = threads;
+  task.isa = isa;
+  task.first = 1;
+  task.ranges = ranges;
+  task.n_ranges = 2;
+  task.error = &error;
+  expect(hostward_accumulate(&task) == HOSTWARD_OK, "accumulate");
+  task.first = 0;
+  task.last = 1;
+  hostward_accumulate_host_function(&task);
+  expect(error == HOSTWARD_ERROR_NULL, "partials need memory");
+  error = 0;
+  task.sums = sums.data();
+  task.exponents = exponents.data();
+  hostward_accumulate_host_function(&task);
+  expect(error == HOSTWARD_OK, "accumulate in a host function");
+
+  const hostward_norm_item item = {total.data(), kElements, 0};
+  std::vector<int64_t> again(kChunks);
+  std::vector<int32_t> exponents_again(kChunks);
+  const hostward_norm_task norm = {HOSTWARD_FP32,          threads, isa, 0, &item, 1, again.data(),
+                                   exponents_again.data(), &error};
+  hostward_norm_host_function(const_cast<hostward_norm_task*>(&norm));
+  expect(error == HOSTWARD_OK && memcmp(again.data(), sums.data(), kChunks * sizeof(int64_t)) == 0 &&
+             memcmp(exponents_again.data(), exponents.data(), kChunks * sizeof(int32_t)) == 0,
+         "the partials are those of the totals");
+  for (float value : total) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    sums.push_back(bits);
+  }
+  sums.insert(sums.end(), exponents.begin(), exponents.end());
+  return sums;
+}
+
+// A driver that counts. Its events and streams are addresses of counters; the copy is refused.
+int fake_wait(void* stream, void* event, unsigned int) {
+  *static_cast<int64_t*>(stream) += *static_cast<int64_t*>(event);
+  return 0;
+}
+
+int fake_record(void* event, void* stream) {
+  *static_cast<int64_t*>(stream) *= 10;
+  *static_cast<int64_t*>(event) += 1;
+  return 0;
+}
+
+int fake_copy(uint64_t, uint64_t, uint64_t, void*) { return 700; }
+
+int fake_launch(void*, void (*function)(void*), void* argument) {
+  function(argument);
+  return 0;
+}
+
+void add_one(void* argument) { ++*static_cast<int64_t*>(argument); }
+
+template <class T>
+uint64_t address(T* pointer) {
+  return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer));
+}
+
+void issue() {
+  const hostward_driver driver = {reinterpret_cast<void*>(fake_wait), reinterpret_cast<void*>(fake_record),
+                                  reinterpret_cast<void*>(fake_copy), reinterpret_cast<void*>(fake_launch)};
+  int64_t lanes[2] = {0, 0}, events[2] = {3, 4}, called = 0;
+  void* const streams[2] = {&lanes[0], &lanes[1]};
+  hostward_command commands[6] = {
+      {HOSTWARD_COMMAND_WAIT, 1, address(&events[0]), 0, 0},
+      {HOSTWARD_COMMAND_WAIT, 0, address(&events[1]), 0, 0},
+      {HOSTWARD_COMMAND_COPY, 1, 1, 2, 0},
+      {HOSTWARD_COMMAND_HOST, 0, address(add_one), address(&called), 0},
+      {HOSTWARD_COMMAND_HOST, 1, address(add_one), address(&called), 0},
+      {HOSTWARD_COMMAND_RECORD, 1, address(&events[1]), 0, 0},
+  };
+  int32_t code = 0;
+  expect(hostward_issue(&driver, streams, commands, 6, &code) == 6, "all commands are issued");
+  expect(lanes[0] == 4 && lanes[1] == 30 && events[0] == 3 && events[1] == 5 && called == 2 && code == 0,
+         "each on its stream, in order");
+  constexpr int kRounds = 100000;
+  const auto started = std::chrono::steady_clock::now();
+  for (int i = 0; i < kRounds; ++i) hostward_issue(&driver, streams, commands, 5, &code);
+  const std::chrono::duration<double, std::nano> elapsed = std::chrono::steady_clock::now() - started;
+  printf("a list of 5 commands: %.1f ns\n", elapsed.count() / kRounds);
+  commands[2].bytes = 8;
+  called = 0;
+  expect(hostward_issue(&driver, streams, commands, 6, &code) == 2 && code == 700 && called == 0,
+         "a refused command ends the list");
+  commands[1].kind = 9;
+  expect(hostward_issue(&driver, streams, commands, 6, &code) == 1 && code == 1, "an unknown kind is refused");
+}
+
 }  // namespace
 
 int main() {
   const State expected = step(HOSTWARD_ISA_SCALAR, 1);
   const std::vector<int64_t> expected_norm = norm(HOSTWARD_ISA_SCALAR, 1);
+  const std::vector<int64_t> expected_sums = accumulated(HOSTWARD_ISA_SCALAR, 1);
+  issue();
   expect(expected.counts == std::vector<int64_t>(3, 3), "counts");
   for (int32_t isa = HOSTWARD_ISA_BEST; isa <= HOSTWARD_ISA_NEON; ++isa) {
     if (!hostward_isa_supported(isa)) continue;
     for (int32_t threads = 1; threads <= 8; ++threads) {
       expect(step(isa, threads) == expected, "every instruction set and thread count agree");
       expect(norm(isa, threads) == expected_norm, "norms agree");
+      expect(accumulated(isa, threads) == expected_sums, "sums agree");
     }
   }
   return failures == 0 ? 0 : 1;

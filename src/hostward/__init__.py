@@ -13,22 +13,27 @@ from . import errors
 from .errors import HostwardError
 
 if TYPE_CHECKING:
+    from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HostwardError", "__version__", "errors"]
+__all__ = ["AdamW", "HostwardError", "StreamedStates", "__version__", "errors", "offload_optimizer_states"]
+
+_HOMES = {
+    "AdamW": "hostward.training.optimizer",
+    "StreamedStates": "hostward.training.foreign",
+    "offload_optimizer_states": "hostward.training.foreign",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Loaded at first use, so that the command line can answer --help without importing torch.
-    if name == "AdamW":
-        from .training.optimizer import AdamW
-
-        return AdamW
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "convert":
         return importlib.import_module("hostward.convert")
     raise AttributeError(f"module 'hostward' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "AdamW", "convert"})
+    return sorted({*globals(), *_HOMES, "convert"})

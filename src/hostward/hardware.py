@@ -84,3 +84,15 @@ def resident_bytes(root: Path = Path("/")) -> int:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does per second: parameters that the host steps, and bytes over the link in both directions
+    together; alone, and (`busy_`) each while the other goes on.
+    """
+
+    host_parameters_per_s: float
+    duplex_bytes_per_s: float
+    busy_host_parameters_per_s: float
+    busy_duplex_bytes_per_s: float

@@ -22,6 +22,13 @@ class Tracked:
     parameter: torch.nn.Parameter
     group: int
     homes: tuple[tuple[torch.nn.Module, str], ...] = ()
+    path: str = ""
+    """Its dotted path in the module, where that is known and differs from the name."""
+
+    @property
+    def layer(self) -> str:
+        """The layer that uses it; "" for parameters of the module itself."""
+        return inventory.layer_of(self.path or self.name)
 
     @property
     def facts(self) -> inventory.Parameter:
@@ -29,7 +36,7 @@ class Tracked:
             self.name,
             self.parameter.numel(),
             DTYPES[self.parameter.dtype],
-            inventory.layer_of(self.name),
+            self.layer,
             self.group,
         )
 

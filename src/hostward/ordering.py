@@ -94,7 +94,7 @@ class Race:
 
 
 def stamps(schedule: Schedule) -> dict[str, Stamp]:
-    """The stamp of every operation, by name."""
+    """The stamp of every operation, by name. What it waits for from the turn before lies outside: see `repeated`."""
     clocks = LaneClocks()
     found: dict[str, Stamp] = {}
     for op in schedule.ops:
@@ -145,24 +145,6 @@ def same_order(a: Schedule, b: Schedule) -> bool:
     return first == second
 
 
-def without_redundant_waits(schedule: Schedule) -> Schedule:
-    """The same order with as few waits as it takes: each one left, if deleted, leaves some pair unordered."""
-    when = stamps(schedule)
-    issued = {op.name: n for n, op in enumerate(schedule.ops)}
-    last: dict[Lane, Stamp] = {}
-    ops = []
-    for op in schedule.ops:
-        known = [last[op.lane]] if op.lane in last else []
-        kept = []
-        for wait in sorted(op.waits, key=issued.__getitem__, reverse=True):
-            if not any(when[wait].precedes(stamp) for stamp in known):
-                kept.append(wait)
-                known.append(when[wait])
-        ops.append(replace(op, waits=tuple(w for w in op.waits if w in kept)))
-        last[op.lane] = when[op.name]
-    return Schedule(tuple(ops))
-
-
 def repeated(schedule: Schedule, times: int) -> Schedule:
     """The schedule issued `times` in a row, names marked with the turn: what shows a race between one turn and the
     next.
@@ -170,5 +152,6 @@ def repeated(schedule: Schedule, times: int) -> Schedule:
     ops = []
     for turn in range(times):
         for op in schedule.ops:
-            ops.append(replace(op, name=f"{op.name}.{turn}", waits=tuple(f"{w}.{turn}" for w in op.waits)))
+            waits = [f"{w}.{turn}" for w in op.waits] + [f"{w}.{turn - 1}" for w in op.prior if turn]
+            ops.append(replace(op, name=f"{op.name}.{turn}", waits=tuple(waits), prior=()))
     return Schedule(tuple(ops))

@@ -15,7 +15,16 @@ class Placement(StrEnum):
     """Where the optimizer state of a bucket lives and where it is stepped."""
 
     DEVICE = "device"
+    """State and step on the device."""
+    STREAMED = "streamed"
+    """State on the host, step on the device: the state comes and goes at every step."""
     HOST = "host"
+    """State and step on the host; the gradient goes there and the weight comes back."""
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the state lives on the host."""
+        return self is not Placement.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +54,17 @@ class Plan:
     @property
     def offloaded_bytes(self) -> int:
         """State bytes that leave the device."""
-        return sum(b.state_bytes for b in self.buckets if b.placement is Placement.HOST)
+        return sum(b.state_bytes for b in self.buckets if b.placement.offloaded)
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes of the offloaded buckets, upload source included, gradients not."""
-        return sum(b.host_bytes for b in self.buckets if b.placement is Placement.HOST)
+        """Host bytes of the offloaded buckets, upload sources included, gradients not."""
+        streamed = sum(b.state_bytes for b in self.buckets if b.placement is Placement.STREAMED)
+        return streamed + sum(b.host_bytes for b in self.buckets if b.placement is Placement.HOST)
+
+    def count(self, placement: Placement) -> int:
+        """How many buckets have this placement."""
+        return sum(b.placement is placement for b in self.buckets)
 
     @property
     def placed_fraction(self) -> float:
@@ -58,12 +72,14 @@ class Plan:
 
     def explain(self) -> str:
         """One line: the share asked, the share placed, and what it is made of."""
-        on_host = sum(b.placement is Placement.HOST for b in self.buckets)
+        on_host, streamed = self.count(Placement.HOST), self.count(Placement.STREAMED)
         text = (
             f"optimizer state on the host: asked {self.asked_fraction:.4f}, placed {self.placed_fraction:.4f} "
-            f"({self.offloaded_bytes:,} of {self.state_bytes:,} bytes, {on_host} of {len(self.buckets)} buckets)"
+            f"({self.offloaded_bytes:,} of {self.state_bytes:,} bytes, "
+            f"{on_host + streamed} of {len(self.buckets)} buckets"
         )
-        return text if on_host else text + "; nothing is offloaded"
+        text += f": {on_host} stepped on the host, {streamed} streamed)" if streamed else ")"
+        return text if on_host + streamed else text + "; nothing is offloaded"
 
     def to_json(self) -> str:
         rows = [

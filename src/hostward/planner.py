@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .errors import ConfigError
+from .hardware import Rates
 from .inventory import Bucket
 from .plan import Placement, Plan, placed
+
+LARGEST_STREAMED = 1.25
+"""Buckets above this many times the middle size are stepped on the host, where both ways are in use."""
 
 
 def checked_fraction(value: object, option: str = "offload_fraction") -> float:
@@ -23,15 +27,45 @@ def checked_fraction(value: object, option: str = "offload_fraction") -> float:
     return abs(float(value))  # -0.0 is 0.0
 
 
-def place_fraction(buckets: Sequence[Bucket], fraction: float) -> Plan:
-    """Put `fraction` of the state bytes on the host, to within half of one bucket.
+def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction: float = 0.0) -> Plan:
+    """Take `fraction` of the state bytes off the device, to within half of one bucket; of those, `streamed_fraction` is
+    streamed and the rest stepped on the host, to within one bucket.
 
     Buckets used first in forward stay on the device first: the weights of the last buckets are the last that the next
-    forward needs, so their step and upload have the most time.
+    forward needs, so their step and upload have the most time. Streamed and host buckets take turns, a streamed one
+    first: its state can be read while the norm is not yet known, so that the next forward starts without a bubble.
     """
     fraction = checked_fraction(fraction)
+    share = checked_fraction(streamed_fraction, "streamed_fraction")
     total = sum(b.state_bytes for b in buckets)
     cumulative = [0, *accumulate(b.state_bytes for b in reversed(buckets))]
     count = min(range(len(cumulative)), key=lambda k: (abs(cumulative[k] - fraction * total), k))
     on_device = len(buckets) - count
-    return placed(buckets, [Placement.DEVICE] * on_device + [Placement.HOST] * count, fraction)
+    placements = [Placement.DEVICE] * on_device
+    # A staging slot holds the largest streamed bucket: a few large ones would make every slot as large.
+    sizes = sorted(b.state_bytes for b in buckets[on_device:])
+    largest = max(sizes, default=0) if share == 1 else LARGEST_STREAMED * sizes[len(sizes) // 2] if sizes else 0
+    seen = streamed = 0
+    for bucket in buckets[on_device:]:
+        seen += bucket.state_bytes
+        lag = share * seen - streamed
+        if share and bucket.state_bytes <= largest and lag >= min(share, 1 - share) * bucket.state_bytes:
+            placements.append(Placement.STREAMED)
+            streamed += bucket.state_bytes
+        else:
+            placements.append(Placement.HOST)
+    return placed(buckets, placements, fraction)
+
+
+def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int) -> float:
+    """The share of offloaded parameters to stream so that the host's step and the link end together.
+
+    Both go on at once, at their busy rates. A host-stepped parameter costs the host one step and the link its weight,
+    a streamed one costs the link its state in both directions (bytes are per parameter). With h = 1 - s:
+
+        h / host_rate = (h * weight_bytes + s * 2 * state_bytes) / link_rate
+    """
+    link_bytes_per_step = rates.busy_duplex_bytes_per_s / rates.busy_host_parameters_per_s
+    # Bytes that the link moves for other buckets while the host steps one parameter.
+    spare_bytes = max(0.0, link_bytes_per_step - weight_bytes)
+    return spare_bytes / (spare_bytes + 2 * state_bytes)

@@ -1,18 +1,21 @@
-"""The schedule of a step as data: operations with a lane, operands and waits. It prints, and parses back. No torch.
- A schedule says what is issued and in which order; it holds no tensor and no address. The engine binds its operands
-to buffers when it runs. Operands are names of the form `role/bucket` (`gradient/3`, `landing/3`) or `role` alone
-(`scalars.device`).
+"""The schedule of a step as data: operations with a point, a lane, operands and waits. It prints, and parses back.
+No torch.
+
+A schedule says what is issued, when and in which order; it holds no tensor and no address. The engine binds its
+operands to buffers when it runs. Operands are names of the form `role/number` (`gradient/3`, `slot/0`) or `role` alone
+(`scalars.device`). A turn is one training step: a schedule is issued once per turn, point by point as training reaches
+them.
 
 The text form, one operation per line:
 
-    op step/3 kind=adamw lane=host bucket=3 reads=landing/3,scalars.host writes=state/3,upload/3 waits=fetch,gradient/3
+    op read/3 point=step kind=copy lane=h2d bucket=3 reads=state/3 writes=slot/1 waits=drain/1 prior=drain/3
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from .errors import ConfigError
@@ -24,11 +27,13 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     """Kernels of forward, backward and the device step."""
     D2H = "d2h"
-    """Copies from the device to the host: gradients and scalars."""
+    """Copies from the device to the host: gradients, scalars, state of streamed buckets on its way back."""
     H2D = "h2d"
-    """Copies from the host to the device: weights."""
+    """Copies from the host to the device: weights, state of streamed buckets."""
     HOST = "host"
     """Host functions: AdamW of host buckets. One lane, because the CUDA driver runs host functions one at a time."""
+    UPDATE = "update"
+    """Device steps of streamed buckets, which wait for their state and must not hold up the next forward."""
 
 
 class Kind(StrEnum):
@@ -36,12 +41,16 @@ class Kind(StrEnum):
 
     MODEL = "model"
     """The caller's own forward and backward: it is issued by the caller, and stands here for what it touches."""
+    PARTIALS = "partials"
+    """Partial sums of the norm over one bucket's gradients."""
     NORM = "norm"
-    """Norm, clip factor and skip flag of all gradients, into the device scalars."""
+    """Norm, clip factor and skip flag from all partial sums, into the device scalars."""
     COPY = "copy"
     """A transfer between the tiers."""
     ADAMW = "adamw"
-    """The step of one bucket, on the compute lane or on the host lane."""
+    """The step of one bucket: on the compute or the update lane by the device, on the host lane by the host."""
+    ACQUIRE = "acquire"
+    """Memory for what it writes is taken; whoever used that memory before did so on the compute lane."""
     RETIRE = "retire"
     """The contents of what it writes are dead from here on; a free is a write."""
     JOIN = "join"
@@ -50,21 +59,26 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation. `waits` names operations whose completion it waits for, besides all earlier ones of its lane."""
+    """One operation, issued when training reaches `point`. Besides all earlier operations of its lane it waits for
+    `waits`, of the same turn, and for `prior`, of the turn before.
+    """
 
     name: str
     kind: Kind
     lane: Lane
+    point: str = "step"
     bucket: int | None = None
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     waits: tuple[str, ...] = ()
+    prior: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        fields = [f"op {self.name}", f"kind={self.kind.value}", f"lane={self.lane.value}"]
+        fields = [f"op {self.name}", f"point={self.point}", f"kind={self.kind.value}", f"lane={self.lane.value}"]
         if self.bucket is not None:
             fields.append(f"bucket={self.bucket}")
-        for key, names in (("reads", self.reads), ("writes", self.writes), ("waits", self.waits)):
+        lists = (("reads", self.reads), ("writes", self.writes), ("waits", self.waits), ("prior", self.prior))
+        for key, names in lists:
             if names:
                 fields.append(f"{key}={','.join(names)}")
         return " ".join(fields)
@@ -72,21 +86,22 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations in the order in which they are issued. Raises ConfigError unless names are unique and waits point
-    back.
+    """Operations in the order in which they are issued. Raises ConfigError unless names are unique, waits point back
+    and what is waited for from the turn before exists.
     """
 
     ops: tuple[Op, ...]
 
     def __post_init__(self) -> None:
+        everything = {op.name for op in self.ops}
         seen: set[str] = set()
         for op in self.ops:
-            for name in (op.name, *op.reads, *op.writes):
+            for name in (op.name, op.point, *op.reads, *op.writes):
                 if not _NAME.fullmatch(name):
                     raise ConfigError(f"schedule: {name!r} is no name", why="names are letters, digits and ._/-")
             if op.name in seen:
                 raise ConfigError(f"schedule: two operations are named {op.name!r}")
-            missing = [w for w in op.waits if w not in seen]
+            missing = [*(w for w in op.waits if w not in seen), *(w for w in op.prior if w not in everything)]
             if missing:
                 raise ConfigError(f"schedule: {op.name!r} waits for {missing[0]!r}, which is not issued before it")
             seen.add(op.name)
@@ -95,16 +110,17 @@ class Schedule:
     def by_name(self) -> Mapping[str, Op]:
         return {op.name: op for op in self.ops}
 
+    @property
+    def points(self) -> Mapping[str, tuple[Op, ...]]:
+        """The operations of each point, in order of issue; points in order of their first operation."""
+        found: dict[str, list[Op]] = {}
+        for op in self.ops:
+            found.setdefault(op.point, []).append(op)
+        return {point: tuple(ops) for point, ops in found.items()}
+
     def without_wait(self, name: str, wait: str) -> Schedule:
-        """The same with one wait deleted: what tests of the ordering rule do."""
-        return Schedule(
-            tuple(
-                Op(o.name, o.kind, o.lane, o.bucket, o.reads, o.writes, tuple(w for w in o.waits if w != wait))
-                if o.name == name
-                else o
-                for o in self.ops
-            )
-        )
+        """The same with one wait deleted: what tests of the ordering rule do. `~x` names a wait of the turn before."""
+        return Schedule(tuple(_without(op, wait) if op.name == name else op for op in self.ops))
 
     def to_text(self) -> str:
         return "".join(f"{op.to_text()}\n" for op in self.ops)
@@ -117,7 +133,13 @@ class Schedule:
 
 
 _NAME = re.compile(r"[\w./-]+")
-_FIELDS = {"kind", "lane", "bucket", "reads", "writes", "waits"}
+_FIELDS = {"point", "kind", "lane", "bucket", "reads", "writes", "waits", "prior"}
+
+
+def _without(op: Op, wait: str) -> Op:
+    if wait.startswith("~"):
+        return replace(op, prior=tuple(w for w in op.prior if w != wait[1:]))
+    return replace(op, waits=tuple(w for w in op.waits if w != wait))
 
 
 def _parse(number: int, line: str) -> Op:
@@ -138,7 +160,8 @@ def _parse(number: int, line: str) -> Op:
         bucket = int(fields["bucket"]) if "bucket" in fields else None
     except (KeyError, ValueError) as error:
         raise ConfigError(f"schedule, line {number}: {error}", fix="kind=... lane=... [bucket=NUMBER]") from error
-    return Op(words[1], kind, lane, bucket, *(_names(fields.get(key)) for key in ("reads", "writes", "waits")))
+    lists = (_names(fields.get(key)) for key in ("reads", "writes", "waits", "prior"))
+    return Op(words[1], kind, lane, fields.get("point", "step"), bucket, *lists)
 
 
 def _names(text: str | None) -> tuple[str, ...]:

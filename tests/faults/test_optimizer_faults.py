@@ -15,11 +15,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import AdamWOperands, Hyper, Lane, Tier
+from hostward.engine.backend import AdamWOperands, BoundRange, Buffer, Constants, Hyper, Tier
 from hostward.engine.simulated import POISON, Order, SimulatedBackend
 from hostward.errors import PlacementError
-from hostward.host.adamw import AdamWRange, bias_tables
+from hostward.host.adamw import bias_tables
 from hostward.plan import Placement
+from hostward.schedule import Lane
 from hostward.training.state import same_bits
 
 PLACES = (0.0, 0.5, 1.0)
@@ -40,6 +41,7 @@ def make(model: torch.nn.Module, fraction: float, *, late: tuple[Lane, ...] = ()
 
 
 def everything(model: torch.nn.Module, optimizer: hostward.AdamW) -> dict[str, torch.Tensor]:
+    optimizer.wait()
     entries = optimizer.state_dict()["state"].items()
     state = {f"{role} {name}": value for name, entry in entries for role, value in entry.items()}
     return state | {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
@@ -95,28 +97,25 @@ def test_t41_an_expert_with_no_tokens_then_one_then_ten_times_as_many(dtype: tor
 def test_t20_kernels_refuse_operands_of_the_other_side() -> None:
     optimizer = make(torch.nn.Linear(300, 300), 1.0)
     backend, state = optimizer.backend, optimizer._states[0]
-    device, host = optimizer._scalars
-    memory = torch.zeros(128)
-    operands = AdamWOperands(
-        [AdamWRange(0, 128, memory, memory.clone(), state.counts.data[:1])],
-        state.bucket.kind,
-        state.exp_avg.data,
-        state.exp_avg_sq.data,
-        None,
-        None,
-        Hyper(1e-3, 0.0, 0.9, 0.999, 1e-8),
-        bias_tables(0.9, 0.999, 16),
-    )
-    on_device = backend.adopt(memory, "gradients")
-    with pytest.raises(PlacementError, match="operand 'exp_avg' lies on the host, not on the device"):
-        backend.device_adamw("step", operands, device, reads=[on_device], writes=[state.exp_avg])
+    memory = optimizer._memory
+    on_device = backend.adopt(torch.zeros(128), "gradients")
+    on_host = Buffer(Tier.HOST, torch.zeros(128), "weights for upload")
+    constants = Constants(Hyper(1e-3, 0.0, 0.9, 0.999, 1e-8), bias_tables(0.9, 0.999, 16))
+
+    def operands(gradient: Buffer, weight: Buffer) -> AdamWOperands:
+        ranges = [BoundRange(0, gradient, weight, state.count_of(0))]
+        return AdamWOperands(ranges, state.bucket.kind, state.exp_avg, state.exp_avg_sq, None, constants)
+
+    for lane in (Lane.COMPUTE, Lane.UPDATE):
+        with pytest.raises(PlacementError, match="operand 'exp_avg' lies on the host, not on the device"):
+            backend.adamw(lane, "step", operands(on_device, on_device), memory.device_scalars)
     with pytest.raises(PlacementError, match="operand 'gradients' lies on the device, not on the host") as caught:
-        backend.host_adamw("step", operands, host, reads=[on_device], writes=[state.exp_avg])
+        backend.adamw(Lane.HOST, "step", operands(on_device, on_host), memory.host_scalars)
     assert "device kernels never run on host memory" in caught.value.why
     with pytest.raises(PlacementError, match="step scalars"):
-        backend.host_adamw("step", operands, device, reads=[], writes=[state.exp_avg])
+        backend.adamw(Lane.HOST, "step", operands(on_host, on_host), memory.device_scalars)
     with pytest.raises(PlacementError, match="lane h2d cannot copy from device to host"):
-        backend.copy(Lane.H2D, state.gradients[0], on_device, name="wrong way")
+        backend.copy(Lane.H2D, [(state.gradients[0], on_device)], name="wrong way")
 
 
 @pytest.mark.parametrize("late", [(), (Lane.HOST,), (Lane.H2D, Lane.COMPUTE), (Lane.D2H,)])
@@ -127,10 +126,13 @@ def test_t32_h21_staging_is_poisoned_after_use_and_never_read(late: tuple[Lane, 
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
+    optimizer.wait()
     landings = [g.data.view(torch.uint8) for s in optimizer._states for g in s.gradients]
     assert landings
     assert all((landing == POISON).all() for landing in landings)
     before = everything(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     model.experts[2].weight.grad = None
     optimizer.step()
     after = everything(model, optimizer)

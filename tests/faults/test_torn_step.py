@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import hostward
 from hostward.engine import simulated
-from hostward.engine.simulated import SimulatedBackend
+from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import CheckpointError, ModelError, NativeError
 from hostward.training.state import same_bits
 
@@ -19,10 +19,14 @@ from hostward.training.state import same_bits
 def trained() -> tuple[torch.nn.Module, hostward.AdamW]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
-    optimizer = hostward.AdamW(model, lr=1e-2, offload_fraction=0.5, backend=SimulatedBackend(threads=1))
+    optimizer = hostward.AdamW(model, lr=1e-2, offload_fraction=0.5, backend=backend())
     give_gradients(model)
     optimizer.step()
     return model, optimizer
+
+
+def backend() -> SimulatedBackend:
+    return SimulatedBackend(threads=1, order=Order(eager=True))
 
 
 def give_gradients(model: torch.nn.Module) -> None:
@@ -64,6 +68,7 @@ def test_a_step_cut_short_is_noticed_and_a_state_makes_it_whole(
             call()
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
+    optimizer.zero_grad()
     give_gradients(model)
     optimizer.step()
     other_model, other = trained()

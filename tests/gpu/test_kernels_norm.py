@@ -44,7 +44,7 @@ def run_partials(gradients: list[np.ndarray[Any, Any]], code: int, shift: int = 
     sums = torch.full((int(firsts[-1]),), -1, dtype=torch.int64, device=DEVICE)
     exponents = torch.full((int(firsts[-1]),), -1, dtype=torch.int32, device=DEVICE)
     if INTERPRETED:
-        norm.launch_partials(items, chunk_map, code, sums, exponents)
+        norm.bind_partials(items, chunk_map, code, sums, exponents)()
     else:
         norm.norm_partials(items, chunk_map, code, sums, exponents)
     return from_device(sums, np.int64), from_device(exponents, np.int32)
@@ -183,8 +183,11 @@ def test_partials_go_where_first_chunk_says() -> None:
     items = to_device(np.array([[slabs[0].data_ptr(), 5000, 2], [slabs[1].data_ptr(), 100, 0]], np.int64))
     sums = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
     exponents = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
-    launch = norm.launch_partials if INTERPRETED else norm.norm_partials
-    launch(items, to_device(norm.chunk_map([5000, 100])), 0, sums, exponents)
+    chunk_map = to_device(norm.chunk_map([5000, 100]))
+    if INTERPRETED:
+        norm.bind_partials(items, chunk_map, 0, sums, exponents)()
+    else:
+        norm.norm_partials(items, chunk_map, 0, sums, exponents)
     (first, first_exponents), (second, second_exponents) = (reference.norm_partials(g) for g in gradients)
     assert from_device(sums, np.int64).tolist() == [*second, -1, *first]
     assert from_device(exponents, np.int32).tolist() == [*second_exponents, -1, *first_exponents]

@@ -41,7 +41,7 @@ def test_scale_skip_and_hyper_are_read_when_the_task_runs() -> None:
     case = make_case()
     scale, skip = np.array([1.0], dtype=np.float32), np.array([1], dtype=np.int32)
     run = native_run(case, isa=Isa.BEST, scale=scale, skip=skip)
-    hyper = next(kept.memory for kept in run.task._kept if kept.dtype == "fp64" and kept.elements == 5)
+    hyper = next(kept.memory for kept in run.task._kept.values() if kept.dtype == "fp64" and kept.elements == 5)
     scale[0], skip[0] = 0.25, 0
     hyper[0] = 0.5
     adamw_step(run.task)
@@ -178,6 +178,64 @@ def test_isa_that_this_processor_lacks_is_named() -> None:
     assert "Isa.BEST" in caught.value.fix
 
 
+def test_a_task_with_another_hyper_shares_the_operands_and_nothing_else() -> None:
+    case = make_case()
+    run = native_run(case, isa=Isa.BEST, threads=2, cuts=(400,))
+    error = np.zeros(1, dtype=np.int32)
+    twin = run.task.with_hyper(hyper_array(0.5, 0.01, HYPER.beta1, HYPER.beta2, 1e-3), error=error)
+    adamw_step(twin)
+    changed = reference.Hyper(0.5, 0.01, HYPER.beta1, HYPER.beta2, 1e-3)
+    run.assert_equal(case.expected(hyper=changed))
+    assert run.counts.tolist() == [1, 1]
+    twin.struct.isa = 99
+    with pytest.raises(NativeError):
+        adamw_step(twin)
+    assert (int(run.task.error[0]), int(error[0])) == (0, 4)
+    run.task.raise_error()
+    with pytest.raises(NativeError, match="lacks the instruction set"):
+        twin.raise_error()
+
+
+def test_the_hyper_of_each_task_of_a_ring_is_read_when_that_task_runs() -> None:
+    run = native_run(make_case(), isa=Isa.BEST)
+    expected = native_run(make_case(), isa=Isa.BEST)
+    hypers = [hyper_array(0.0, 0.0, HYPER.beta1, HYPER.beta2, HYPER.eps) for _ in range(2)]
+    ring = [run.task.with_hyper(hyper) for hyper in hypers]
+    for step in range(4):
+        lr = 0.1 / (step + 1)
+        hypers[step % 2][0] = lr
+        adamw_step(ring[step % 2])
+        adamw_step(expected.task.with_hyper(hyper_array(lr, 0.0, HYPER.beta1, HYPER.beta2, HYPER.eps)))
+    run.assert_equal({name: guarded.values for name, guarded in expected.operands.items()})
+
+
+def test_a_task_with_other_tables_uses_them() -> None:
+    case = make_case()
+    run = native_run(case, isa=Isa.BEST)
+    short = run.task.with_tables((TABLES[0][:2].copy(), TABLES[1][:2].copy()))
+    adamw_step(short)
+    run.assert_equal(case.expected())
+    with pytest.raises(NativeError, match="past the end of bias correction tables"):
+        adamw_step(short)
+    adamw_step(run.task)
+    assert run.counts.tolist() == [2]
+
+
+def test_h54_replaced_operands_are_checked_and_kept_alive_and_old_ones_let_go() -> None:
+    task = build()
+    hyper = hyper_array(1.0, 0.0, 0.9, 0.95, 1e-8)
+    twin = task.with_hyper(hyper).with_hyper(hyper)
+    assert twin._kept["hyper"].memory is hyper
+    assert task._kept["hyper"].memory is not hyper  # the first task still holds its own
+    assert len(twin._kept) == len(task._kept)
+    with pytest.raises(PlacementError, match="hyper has 4 elements, the task needs 5"):
+        task.with_hyper(np.zeros(4))
+    with pytest.raises(PlacementError, match="error has dtype int64"):
+        task.with_hyper(hyper, error=np.zeros(1, dtype=np.int64))
+    with pytest.raises(ConfigError, match="two tables differ in length"):
+        task.with_tables((TABLES[0], TABLES[1][:-1]))
+
+
 def build(**changes: Any) -> AdamWTask:
     n = 8
     operands: dict[str, Any] = {
@@ -252,7 +310,7 @@ def test_h54_mixed_gradient_dtypes_need_two_tasks() -> None:
 
 def test_operands_stay_alive_as_long_as_the_task() -> None:
     task = build()
-    assert len({id(kept.memory) for kept in task._kept}) == len(task._kept) == 10
+    assert len({id(kept.memory) for kept in task._kept.values()}) == len(task._kept) == 10
 
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])

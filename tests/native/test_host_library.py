@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 from hostward.errors import NativeError
-from hostward.host.library import ABI_VERSION, Isa, Range, Task, first_touch, load, open_library
+from hostward.host.library import (
+    ABI_VERSION,
+    AccumulateRangeStruct,
+    AccumulateTaskStruct,
+    Isa,
+    NormTaskStruct,
+    Range,
+    Task,
+    first_touch,
+    load,
+    open_library,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -51,7 +62,14 @@ def test_library_is_opened_once_and_its_structs_agree() -> None:
     assert load() is library
     assert ctypes.sizeof(Range) == 40
     assert ctypes.sizeof(Task) == 128
-    assert library.adamw_host_function != 0
+    structs = (NormTaskStruct, AccumulateRangeStruct, AccumulateTaskStruct)
+    assert [ctypes.sizeof(struct) for struct in structs] == [56, 32, 64]
+    functions = {
+        library.adamw_host_function,
+        library.norm_host_function,
+        library.accumulate_host_function,
+    }
+    assert len(functions - {0}) == 3
 
 
 def test_instruction_sets() -> None:

@@ -18,11 +18,12 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from hostward.engine.backend import AdamWOperands, Buffer, Event, Hyper, Lane, Scalars, Tier
+from hostward.engine.backend import AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.host import reference
-from hostward.host.adamw import AdamWRange, bias_tables
+from hostward.host.adamw import bias_tables
 from hostward.inventory import MasterKind
+from hostward.schedule import Lane
 
 BUCKETS, SLOTS, STEPS, NUMEL = 4, 2, 3, 8
 HYPER = Hyper(lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
@@ -149,7 +150,9 @@ class Pipeline:
             [f"weight {b}"],
             [f"device slot {k}"],
             waits,
-            lambda events: self.backend.launch(f"gradient {b}", kernel, reads=[weight], writes=[slot], waits=events),
+            lambda events: self.backend.launch(
+                f"gradient {b}", kernel, reads=[weight], writes=[slot], waits=events
+            ).issue(),
         )
 
     def _download(self, k: int, waits: Sequence[int]) -> tuple[int, int]:
@@ -159,7 +162,7 @@ class Pipeline:
             [f"device slot {k}"],
             [f"host slot {k}"],
             waits,
-            lambda events: self.backend.copy(Lane.D2H, target, source, name="download", waits=events),
+            lambda events: self.backend.copy(Lane.D2H, [(target, source)], name="download", waits=events).issue(),
         )
         return landed, self._retire(source, f"device slot {k}", Lane.D2H)
 
@@ -167,28 +170,19 @@ class Pipeline:
         exp_avg, exp_avg_sq = self.moments[b]
         slot, source, count = self.host_slots[k], self.sources[b], self.counts[b]
         operands = AdamWOperands(
-            ranges=[AdamWRange(0, NUMEL, slot.data, source.data, count.data)],
+            ranges=[BoundRange(0, slot, source, count)],
             kind=MasterKind.WEIGHT,
-            exp_avg=exp_avg.data,
-            exp_avg_sq=exp_avg_sq.data,
-            remainder=None,
-            master=None,
-            hyper=HYPER,
-            tables=TABLES,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            low=None,
+            constants=Constants(HYPER, TABLES),
         )
         stepped = self._issue(
             Lane.HOST,
             [f"host slot {k}", "scalars"],
             [f"source {b}", f"moments {b}"],
             waits,
-            lambda events: self.backend.host_adamw(
-                f"step {b}",
-                operands,
-                self.scalars,
-                reads=[slot],
-                writes=[source, exp_avg, exp_avg_sq, count],
-                waits=events,
-            ),
+            lambda events: self.backend.adamw(Lane.HOST, f"step {b}", operands, self.scalars, waits=events).issue(),
         )
         return stepped, self._retire(slot, f"host slot {k}", Lane.HOST)
 
@@ -199,11 +193,13 @@ class Pipeline:
             [f"source {b}"],
             [f"weight {b}"],
             waits,
-            lambda events: self.backend.copy(Lane.H2D, weight, source, name=f"upload {b}", waits=events),
+            lambda events: self.backend.copy(Lane.H2D, [(weight, source)], name=f"upload {b}", waits=events).issue(),
         )
 
     def _retire(self, buffer: Buffer, name: str, lane: Lane) -> int:
-        return self._issue(lane, [], [name], [], lambda events: self.backend.retire([buffer], lane, events))
+        return self._issue(
+            lane, [], [name], [], lambda events: self.backend.retire([buffer], lane, waits=events).issue()
+        )
 
 
 def _known(found: dict[int, int], key: int) -> list[int]:

@@ -1,44 +1,31 @@
-"""The simulated backend: lanes, events, freed and retired memory, refusals, and what it counts."""
+"""The simulated backend: works, lanes, events, orders.
+
+Seen red: `mark` that does not wait on the compute lane, `refill` and `allocate` that note no write, an event that keeps
+its first issue, `synchronise` that leaves the clocks as they are, an eager order that runs nothing or forgets nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
+from verbs import backend_with, copy, fill, pair, retire, wait
 
-from hostward.engine.backend import Buffer, Event, Lane, Scalars, Tier
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.engine.backend import Buffer, Event, Tier
+from hostward.engine.simulated import Order
 from hostward.errors import MemoryLimitError, OrderingError, PlacementError
-
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def backend_with(order: Order | None = None, *, poison: bool = True) -> SimulatedBackend:
-    return SimulatedBackend(order=order, threads=1, poison=poison)
-
-
-def pair(backend: SimulatedBackend, dtype: torch.dtype = torch.float32, numel: int = 8) -> tuple[Buffer, Buffer]:
-    """One device buffer and one host buffer."""
-    (device,) = backend.allocate(Tier.DEVICE, [numel], dtype, "on device")
-    (host,) = backend.allocate(Tier.HOST, [numel], dtype, "on host", pinned=True)
-    return device, host
-
-
-def fill(backend: SimulatedBackend, buffer: Buffer, value: float, waits: Sequence[Event] = ()) -> Event:
-    return backend.launch(f"fill {value}", lambda: buffer.data.fill_(value), reads=[], writes=[buffer], waits=waits)
+from hostward.schedule import Lane
 
 
 def test_nothing_runs_before_somebody_waits() -> None:
-    backend = backend_with()
+    backend = backend_with(Order(late=frozenset({Lane.D2H})))
     device, host = pair(backend)
     filled = fill(backend, device, 3.0)
     assert not device.data.any()
-    copied = backend.copy(Lane.D2H, host, device, name="copy", waits=[filled])
-    backend.join([filled])
+    copied = copy(backend, Lane.D2H, host, device, "copy", [filled])
+    wait(backend, filled)
     assert device.data.eq(3.0).all()
     assert not host.data.any()
-    backend.join([copied])
+    wait(backend, copied)
     assert host.data.eq(3.0).all()
 
 
@@ -49,7 +36,7 @@ def test_a_lane_keeps_its_order(seed: int | None, late: frozenset[Lane]) -> None
     device, _ = pair(backend)
     seen: list[int] = []
     for i in range(6):
-        backend.launch("note", lambda i=i: seen.append(i), reads=[], writes=[device])  # type: ignore[misc]
+        backend.launch("note", lambda i=i: seen.append(i), reads=[], writes=[device]).issue()  # type: ignore[misc]
     backend.synchronise()
     assert seen == list(range(6))
 
@@ -62,8 +49,9 @@ def test_lanes_that_share_nothing_may_overtake_each_other() -> None:
         b, _ = pair(backend)
         a.data.fill_(1.0)
         seen: list[bool] = []
-        backend.launch("look", lambda seen=seen, host=host: seen.append(bool(host.data.any())), reads=[], writes=[b])  # type: ignore[misc]
-        backend.copy(Lane.D2H, host, a, name="copy")
+        look = lambda seen=seen, host=host: seen.append(bool(host.data.any()))  # noqa: E731
+        backend.launch("look", look, reads=[], writes=[b]).issue()
+        copy(backend, Lane.D2H, host, a, "copy")
         backend.synchronise()
         firsts.add(seen[0])
     assert firsts == {False, True}
@@ -78,9 +66,9 @@ def test_random_orders_differ_and_a_seed_repeats_itself() -> None:
         found: list[int] = []
         for _ in range(3):
             kernel = lambda: found.append(sum(bool(o.data.isnan().any()) for o in others))  # noqa: E731
-            backend.launch("probe", kernel, reads=[], writes=[probe])
+            backend.launch("probe", kernel, reads=[], writes=[probe]).issue()
         for i, other in enumerate(others):
-            backend.retire([other], (Lane.D2H, Lane.HOST, Lane.H2D)[i % 3])
+            retire(backend, [other], (Lane.D2H, Lane.HOST, Lane.H2D)[i % 3])
         backend.synchronise()
         return tuple(found)
 
@@ -92,37 +80,142 @@ def test_order_through_a_third_lane_counts() -> None:
     backend = backend_with()
     device, host = pair(backend)
     filled = fill(backend, device, 1.0)
-    down = backend.copy(Lane.D2H, host, device, name="down", waits=[filled])
-    backend.retire([host], Lane.HOST, waits=[down])
+    down = copy(backend, Lane.D2H, host, device, "down", [filled])
+    retire(backend, [host], Lane.HOST, [down])
     with pytest.raises(OrderingError, match="'retire' on lane h2d and 'retire' on lane host both use 'on host'"):
-        backend.retire([host], Lane.H2D, waits=[down])
+        retire(backend, [host], Lane.H2D, [down])
     fill(backend, device, 2.0, waits=[down])
     backend.synchronise()
 
 
-def test_join_orders_everything_issued_later_on_every_lane() -> None:
+def test_a_mark_on_the_compute_lane_waits_and_orders_no_other_lane() -> None:
     backend = backend_with()
     device, host = pair(backend)
     filled = fill(backend, device, 1.0)
-    with pytest.raises(OrderingError):
-        backend.copy(Lane.D2H, host, device, name="too early")
-    backend.join([filled])
-    backend.join([backend.copy(Lane.D2H, host, device, name="in time")])
+    wait(backend, filled)
+    assert device.data.eq(1.0).all()
+    with pytest.raises(OrderingError, match=r"'too early' on lane d2h and 'fill 1\.0' on lane compute"):
+        copy(backend, Lane.D2H, host, device, "too early")
+    wait(backend, copy(backend, Lane.D2H, host, device, "in time", [filled]))
     assert host.data.eq(1.0).all()
 
 
-def test_record_covers_the_compute_lane_up_to_now_and_no_further() -> None:
+@pytest.mark.parametrize("lane", [lane for lane in Lane if lane is not Lane.COMPUTE])
+def test_a_mark_on_another_lane_makes_that_lane_wait_and_nobody_else(lane: Lane) -> None:
+    backend = backend_with()
+    device, host = pair(backend)
+    filled = fill(backend, device, 1.0)
+    backend.mark("mark", lane, waits=[filled]).issue()
+    assert not device.data.any()
+    retire(backend, [device], lane)
+    with pytest.raises(OrderingError):
+        retire(backend, [device], Lane.COMPUTE)
+    backend.synchronise()
+    assert host.data.eq(0.0).all()
+
+
+def test_synchronise_orders_everything_issued_later_on_every_lane() -> None:
     backend = backend_with()
     device, host = pair(backend)
     fill(backend, device, 1.0)
-    backend.join([backend.record()])
+    with pytest.raises(OrderingError):
+        copy(backend, Lane.D2H, host, device, "too early")
+    backend.synchronise()
+    wait(backend, copy(backend, Lane.D2H, host, device, "in time"))
+    assert host.data.eq(1.0).all()
+
+
+def test_an_event_covers_its_lane_up_to_now_and_no_further() -> None:
+    backend = backend_with()
+    device, host = pair(backend)
+    fill(backend, device, 1.0)
+    wait(backend, wait(backend))
     assert device.data.eq(1.0).all()
     fill(backend, device, 1.5)
-    recorded = backend.record()
-    copied = backend.copy(Lane.D2H, host, device, name="copy", waits=[recorded])
+    recorded = wait(backend)
+    copied = copy(backend, Lane.D2H, host, device, "copy", [recorded])
     fill(backend, device, 2.0, waits=[copied])
     with pytest.raises(OrderingError):
-        backend.copy(Lane.D2H, host, device, name="copy again", waits=[recorded])
+        copy(backend, Lane.D2H, host, device, "copy again", [recorded])
+
+
+def test_an_event_stands_for_the_newest_issue_and_for_nothing_before_the_first() -> None:
+    backend = backend_with()
+    device, host = pair(backend)
+    values = iter([1.0, 2.0])
+    done = backend.event()
+    work = backend.launch("next", lambda: device.data.fill_(next(values)), reads=[], writes=[device], done=done)
+    assert work.done is done
+    down = backend.copy(Lane.D2H, [(host, device)], name="down", waits=[done])
+    down.issue()  # of a work that was never issued: nothing to wait for
+    wait(backend, down.done)
+    assert not host.data.any()
+    for value in (1.0, 2.0):
+        backend.mark("after the copy", Lane.COMPUTE, waits=[down.done]).issue()
+        assert work.issue() is done
+        wait(backend, down.issue())
+        assert host.data.eq(value).all()
+
+
+def test_a_work_looks_up_its_buffers_when_it_is_issued() -> None:
+    """Buffers over gradients get another tensor in every step."""
+    backend = backend_with()
+    device, host = pair(backend, numel=4)
+    gradient = backend.adopt(torch.ones(4), "gradients")
+    made = wait(backend)
+    down = backend.copy(Lane.D2H, [(host, gradient)], name="down", waits=[made])
+    backend.refill(gradient, torch.full((4,), 5.0))
+    with pytest.raises(OrderingError, match="'down' on lane d2h and 'made gradients' on lane compute"):
+        down.issue()
+    down = backend.copy(Lane.D2H, [(host, gradient)], name="down", waits=[wait(backend)])
+    wait(backend, down.issue())
+    assert host.data.eq(5.0).all()
+    backend.refill(gradient, torch.ones(5))
+    with pytest.raises(PlacementError, match=r"\(5,\) into torch.float32 \(4,\)"):
+        down.issue()
+    backend.refill(gradient, torch.empty(0))
+    assert device.data.numel() == 4
+
+
+def test_device_memory_belongs_to_the_compute_lane_at_first_and_is_poison_unless_zero() -> None:
+    backend = backend_with()
+    fresh, (host,) = (
+        backend.allocate(Tier.DEVICE, [4], torch.float32, "fresh", zero=False)[0],
+        backend.allocate(Tier.HOST, [4], torch.float32, "on host"),
+    )
+    assert fresh.data.isnan().all()
+    with pytest.raises(OrderingError, match="'up' on lane h2d and 'made fresh' on lane compute"):
+        copy(backend, Lane.H2D, fresh, host, "up")
+    wait(backend, copy(backend, Lane.H2D, fresh, host, "up", [wait(backend)]))
+    assert fresh.data.eq(0.0).all()
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_an_eager_order_runs_what_is_issued_when_it_is_issued(poison: bool) -> None:
+    backend = backend_with(Order(eager=True), poison=poison)
+    device, host = pair(backend)
+    filled = fill(backend, device, 3.0)
+    assert device.data.eq(3.0).all()
+    with pytest.raises(OrderingError):  # the rule holds all the same
+        copy(backend, Lane.D2H, host, device, "too early")
+    backend.synchronise()
+    copy(backend, Lane.D2H, host, device, "copy", [filled])
+    assert host.data.eq(3.0).all()
+    retire(backend, [host], Lane.D2H)
+    assert bool(host.data.isnan().all()) is poison
+
+
+def test_an_eager_turn_forgets_the_accesses_of_the_one_before() -> None:
+    """A loop of ten thousand steps must not keep every tensor it ever saw."""
+    backend = backend_with(Order(eager=True))
+    device, host = pair(backend)
+    filled = fill(backend, device, 1.0)
+    assert backend._spans
+    backend.begin_turn()
+    assert not backend._spans
+    copy(backend, Lane.D2H, host, device, "copy")  # everything before the turn has run
+    backend.end_turn()
+    assert filled.native is not None
 
 
 def test_adopted_memory_was_made_on_the_compute_lane() -> None:
@@ -130,8 +223,8 @@ def test_adopted_memory_was_made_on_the_compute_lane() -> None:
     _, host = pair(backend)
     gradient = backend.adopt(torch.ones(8), "gradients")
     with pytest.raises(OrderingError, match="'copy' on lane d2h and 'made gradients' on lane compute"):
-        backend.copy(Lane.D2H, host, gradient, name="copy")
-    backend.join([backend.copy(Lane.D2H, host, gradient, name="copy", waits=[backend.record()])])
+        copy(backend, Lane.D2H, host, gradient, "copy")
+    wait(backend, copy(backend, Lane.D2H, host, gradient, "copy", [wait(backend)]))
     assert host.data.eq(1.0).all()
 
 
@@ -144,10 +237,10 @@ def test_views_of_the_same_memory_conflict(view_first: bool) -> None:
     first, second = (view, whole) if view_first else (whole, view)
     fill(backend, first, 1.0)
     with pytest.raises(OrderingError, match="both use"):
-        backend.retire([second], Lane.D2H)
+        retire(backend, [second], Lane.D2H)
     other = Buffer(Tier.DEVICE, whole.data[4:6], "other part")
     if view_first:  # only the view was filled
-        backend.copy(Lane.D2H, host, other, name="copy")
+        copy(backend, Lane.D2H, host, other, "copy")
         backend.synchronise()
 
 
@@ -157,79 +250,11 @@ def test_memory_of_a_dropped_tensor_is_not_taken_for_another() -> None:
     _, other = pair(backend)
     for _ in range(20):
         gradient = backend.adopt(torch.ones(1000), "gradients")
-        backend.copy(Lane.D2H, landing, gradient, name="copy", waits=[backend.record()])
+        copy(backend, Lane.D2H, landing, gradient, "copy", [wait(backend)])
         # The copy, issued first, has run after this, but nothing on the compute lane is ordered after it.
-        backend.join([backend.retire([other], Lane.HOST)])
+        wait(backend, retire(backend, [other], Lane.HOST))
         del gradient
     backend.synchronise()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_freed_memory_reads_as_nan(dtype: torch.dtype) -> None:
-    backend = backend_with()
-    device, _ = pair(backend, dtype)
-    view = device.data[:4]
-    filled = fill(backend, device, 1.0)
-    backend.free([device], after=[filled])
-    assert view.isnan().all()
-    assert device.data.numel() == 0
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
-def test_h21_retired_memory_reads_as_poison_once_the_lane_gets_there(dtype: torch.dtype) -> None:
-    backend = backend_with()
-    _, host = pair(backend, dtype)
-    backend.retire([host], Lane.HOST)
-    assert not host.data.any()
-    backend.synchronise()
-    assert host.data.view(torch.uint8).eq(0xFF).all()
-
-
-def test_poison_can_be_switched_off() -> None:
-    backend = backend_with(poison=False)
-    _, host = pair(backend)
-    host.data.fill_(1.0)
-    backend.retire([host], Lane.HOST)
-    backend.synchronise()
-    assert host.data.eq(1.0).all()
-
-
-def test_h21_free_while_in_use_is_reported_and_frees_nothing() -> None:
-    backend = backend_with()
-    device, host = pair(backend)
-    spare, _ = pair(backend)
-    held = backend.ledger.total_bytes(Tier.DEVICE)
-    copied = backend.copy(Lane.D2H, host, device, name="download")
-    with pytest.raises(OrderingError) as caught:
-        backend.free([spare, device])
-    assert caught.value.what == "'on device' is freed while 'download' may still use it"
-    assert (caught.value.why, caught.value.fix) == ("a free is a write", "pass that operation's event to free()")
-    assert backend.ledger.total_bytes(Tier.DEVICE) == held
-    assert not spare.data.isnan().any()
-    backend.free([spare, device], after=[copied])
-    assert backend.ledger.by_owner(Tier.DEVICE) == {}
-    assert not host.data.isnan().any()
-
-
-def test_h21_free_of_a_slab_while_a_view_of_it_is_in_use_is_reported() -> None:
-    backend = backend_with()
-    _, host = pair(backend)
-    view = Buffer(Tier.HOST, host.data[:4], "range")
-    small, _ = pair(backend, numel=4)
-    copied = backend.copy(Lane.D2H, view, small, name="download")
-    with pytest.raises(OrderingError, match="'on host' is freed while 'download' may still use it"):
-        backend.free([host])
-    backend.join([copied])
-    backend.free([host])
-
-
-def test_free_after_synchronise_needs_no_event() -> None:
-    backend = backend_with()
-    device, host = pair(backend)
-    backend.copy(Lane.D2H, host, device, name="copy")
-    backend.synchronise()
-    backend.free([device, host])
-    assert backend.ledger.total_bytes(Tier.DEVICE) == backend.ledger.total_bytes(Tier.HOST) == 0
 
 
 def test_an_event_that_never_comes_is_reported_as_deadlock() -> None:
@@ -250,8 +275,8 @@ def test_an_operation_that_failed_raises_once_and_its_waiters_go_on_as_on_a_stre
     def fail() -> None:
         raise MemoryLimitError("the kernel failed")
 
-    failed = backend.launch("fails", fail, reads=[], writes=[device])
-    backend.copy(Lane.D2H, host, device, name="copy", waits=[failed])
+    failed = backend.launch("fails", fail, reads=[], writes=[device]).issue()
+    copy(backend, Lane.D2H, host, device, "copy", [failed])
     with pytest.raises(MemoryLimitError, match="the kernel failed"):
         backend.synchronise()
     device.data.fill_(7.0)
@@ -261,135 +286,21 @@ def test_an_operation_that_failed_raises_once_and_its_waiters_go_on_as_on_a_stre
 
 def test_an_event_of_another_backend_is_refused() -> None:
     with pytest.raises(OrderingError, match="an event of another backend"):
-        backend_with().join([Event(object())])
+        wait(backend_with(), Event(object()))
 
 
-@pytest.mark.parametrize("lane", Lane)
-@pytest.mark.parametrize("source_tier", Tier)
-@pytest.mark.parametrize("destination_tier", Tier)
-def test_copies_go_between_the_tiers_of_their_lane(lane: Lane, source_tier: Tier, destination_tier: Tier) -> None:
+def test_a_meter_hears_of_every_operation_of_the_other_lanes() -> None:
+    heard: list[tuple[str, Lane, int, int]] = []
+
+    def meter(name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None:
+        assert 0.0 <= start_s <= end_s
+        heard.append((name, lane, nbytes, turn))
+
     backend = backend_with()
-    (source,) = backend.allocate(source_tier, [4], torch.float32, "source")
-    (destination,) = backend.allocate(destination_tier, [4], torch.float32, "destination")
-    legal = {(Lane.D2H, Tier.DEVICE, Tier.HOST), (Lane.H2D, Tier.HOST, Tier.DEVICE)}
-    if (lane, source_tier, destination_tier) in legal:
-        backend.copy(lane, destination, source, name="copy")
-        assert backend.ledger.copied_bytes == {lane: 16}
-        return
-    with pytest.raises(PlacementError) as caught:
-        backend.copy(lane, destination, source, name="copy")
-    assert caught.value.what == f"lane {lane} cannot copy from {source_tier} to {destination_tier}"
-    assert backend.ledger.copied_bytes == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "destination", "what"),
-    [
-        (torch.ones(4), torch.ones(4, dtype=torch.bfloat16), "torch.float32 (4,) into torch.bfloat16 (4,)"),
-        (torch.ones(4, dtype=torch.float16), torch.ones(4, dtype=torch.bfloat16), "torch.float16 (4,) into"),
-        (torch.ones(4), torch.ones(5), "torch.float32 (4,) into torch.float32 (5,)"),
-        (torch.ones(4), torch.ones(1), "torch.float32 (4,) into torch.float32 (1,)"),
-        (torch.ones(8)[::2], torch.ones(4), "one side is not contiguous"),
-        (torch.ones(4), torch.ones(8)[::2], "one side is not contiguous"),
-    ],
-)
-def test_h24_a_copy_never_converts_and_never_goes_through_a_hidden_buffer(
-    source: torch.Tensor, destination: torch.Tensor, what: str
-) -> None:
-    backend = backend_with()
-    with pytest.raises(PlacementError) as caught:
-        backend.copy(Lane.D2H, Buffer(Tier.HOST, destination, "to"), Buffer(Tier.DEVICE, source, "from"), name="copy")
-    assert caught.value.what.startswith("copy of 'from': ")
-    assert what in caught.value.what
-    assert caught.value.why
-    assert caught.value.fix
-    assert backend.ledger.copied_bytes == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-def test_h24_a_copy_there_and_back_keeps_every_bit(dtype: torch.dtype) -> None:
-    backend = backend_with()
-    device, host = pair(backend, dtype, 1024)
-    back, _ = pair(backend, dtype, 1024)
-    bits = torch.randint(
-        0, 256, (1024 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    device.data.view(torch.uint8).copy_(bits)
-    down = backend.copy(Lane.D2H, host, device, name="down")
-    backend.join([backend.copy(Lane.H2D, back, host, name="up", waits=[down])])
-    assert torch.equal(back.data.view(torch.uint8), bits)
-
-
-def test_device_kernels_refuse_host_memory() -> None:
-    backend = backend_with()
+    backend.meter = meter
     device, host = pair(backend)
-    for reads, writes in (([host], [device]), ([device], [host])):
-        with pytest.raises(PlacementError) as caught:
-            backend.launch("kernel", lambda: None, reads=reads, writes=writes)
-        assert caught.value.what == "kernel: operand 'on host' lies on the host, not on the device"
-        assert caught.value.why == "device kernels never run on host memory, and host kernels never on device memory"
-    scalars = Scalars(device, device, host)
-    with pytest.raises(PlacementError, match="norm: operand 'on host'"):
-        backend.norm([device], scalars, max_norm=1.0, inv_scale=None, found_inf=None)
-
-
-def test_allocation_is_zero_exact_and_in_one_slab() -> None:
-    backend = backend_with()
-    buffers = backend.allocate(Tier.HOST, [3, 0, 5], torch.bfloat16, "x")
-    assert [b.data.numel() for b in buffers] == [3, 0, 5]
-    assert not any(b.data.any() for b in buffers)
-    assert len({b.data.untyped_storage().data_ptr() for b in buffers}) == 1
-    assert buffers[0].data.untyped_storage().nbytes() == 16
-    assert backend.allocate(Tier.HOST, [], torch.float32, "x") == []
-    assert [b.nbytes for b in backend.allocate(Tier.HOST, [0, 0], torch.int64, "x")] == [0, 0]
-
-
-def test_the_ledger_counts_bytes_by_owner_tier_and_direction() -> None:
-    backend = backend_with()
-    a, b = backend.allocate(Tier.DEVICE, [10, 6], torch.float32, "exp_avg")
-    (c,) = backend.allocate(Tier.HOST, [10], torch.float32, "exp_avg", pinned=True)
-    backend.allocate(Tier.HOST, [7], torch.int16, "remainder")
-    backend.adopt(torch.ones(5), "weights", counted=True)
-    backend.adopt(torch.ones(5), "gradients")
-    assert backend.ledger.by_owner(Tier.DEVICE) == {"exp_avg": 64, "weights": 20}
-    assert backend.ledger.by_owner(Tier.HOST) == {"exp_avg": 40, "remainder": 14}
-    assert backend.ledger.total_bytes(Tier.HOST) == 54
-    assert backend.ledger.pinned_bytes == 40
-    down = backend.copy(Lane.D2H, c, a, name="down")
-    up = backend.copy(Lane.H2D, a, c, name="up", waits=[down])
-    backend.copy(Lane.D2H, c, a, name="down", waits=[up])
-    assert backend.ledger.copied_bytes == {Lane.D2H: 80, Lane.H2D: 40}
-    backend.synchronise()
-    backend.free([b, c])
-    assert backend.ledger.by_owner(Tier.DEVICE) == {"exp_avg": 40, "weights": 20}
-    assert backend.ledger.by_owner(Tier.HOST) == {"remainder": 14}
-    assert backend.ledger.pinned_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("gradients", "found_inf", "expected"),
-    [
-        ([[3.0, 0.0], [0.0, 4.0]], None, (0.2 * 5 / 5, 0, 5.0)),
-        ([[3.0, float("inf")], [0.0, 4.0]], None, (0.0, 1, float("inf"))),
-        ([[3.0, 0.0], [0.0, 4.0]], 1.0, (0.2, 1, 5.0)),
-    ],
-)
-def test_norm_writes_scale_skip_and_norm(
-    gradients: list[list[float]], found_inf: float | None, expected: tuple[float, int, float]
-) -> None:
-    backend = backend_with()
-    scale, norm = backend.allocate(Tier.DEVICE, [1, 1], torch.float32, "scalars")
-    (skip,) = backend.allocate(Tier.DEVICE, [1], torch.int32, "skip")
-    buffers = [backend.adopt(torch.tensor(g), "gradients") for g in gradients]
-    flag = None if found_inf is None else torch.tensor(found_inf)
-    done = backend.norm(buffers, Scalars(scale, skip, norm), max_norm=1.0, inv_scale=None, found_inf=flag)
-    backend.join([done])
-    assert scale.data.item() == pytest.approx(expected[0], abs=1e-6)
-    assert (skip.data.item(), norm.data.item()) == expected[1:]
-
-
-def test_describe_names_backend_threads_and_instruction_set() -> None:
-    facts = backend_with().describe()
-    assert (facts["backend"], facts["device"], facts["host_threads"]) == ("simulated", "cpu", 1)
-    assert facts["isa"] in ("scalar", "avx2", "avx512", "neon")
-    assert SimulatedBackend().threads >= 1
+    for turn in (1, 2):
+        backend.begin_turn()
+        copy(backend, Lane.D2H, host, device, f"copy {turn}", [fill(backend, device, 1.0)])
+        backend.synchronise()
+    assert heard == [("copy 1", Lane.D2H, 32, 1), ("copy 2", Lane.D2H, 32, 2)]

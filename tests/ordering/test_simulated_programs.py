@@ -10,9 +10,10 @@ import torch
 from double_buffered import Issued, conflict, races
 from hypothesis import given, settings
 
-from hostward.engine.backend import Buffer, Event, Lane, Tier
+from hostward.engine.backend import Buffer, Event, Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import OrderingError
+from hostward.schedule import Lane
 
 CELLS = 3
 DEVICE = {f"d{i}": frozenset({f"d{i}"}) for i in range(CELLS)} | {"d01": frozenset({"d0", "d1"})}
@@ -25,7 +26,9 @@ device_sets = st.lists(st.sampled_from(sorted(DEVICE)), max_size=2, unique=True)
 
 @dataclass(frozen=True)
 class Call:
-    """One verb: launch, copy (d2h, h2d) or retire, on named buffers. `kept` are drawn waits, taken modulo the index."""
+    """One verb: launch (compute, update), copy (down, up) or retire, on named buffers. `kept` are drawn waits, taken
+    modulo the index.
+    """
 
     lane: Lane
     verb: str
@@ -42,9 +45,27 @@ class Call:
 
 waits = st.lists(st.integers(0, 20), max_size=3).map(tuple)
 calls = st.one_of(
-    st.builds(lambda r, w, k: Call(Lane.COMPUTE, "launch", tuple(r), tuple(w), k), device_sets, device_sets, waits),
-    st.builds(lambda d, h, k: Call(Lane.D2H, "copy", (f"d{d}",), (f"h{h}",), k), cells, cells, waits),
-    st.builds(lambda h, d, k: Call(Lane.H2D, "copy", (f"h{h}",), (f"d{d}",), k), cells, cells, waits),
+    st.builds(
+        lambda lane, r, w, k: Call(lane, "launch", tuple(r), tuple(w), k),
+        st.sampled_from((Lane.COMPUTE, Lane.UPDATE)),
+        device_sets,
+        device_sets,
+        waits,
+    ),
+    st.builds(
+        lambda lane, d, h, k: Call(lane, "copy", (f"d{d}",), (f"h{h}",), k),
+        st.sampled_from((Lane.D2H, Lane.D2H)),
+        cells,
+        cells,
+        waits,
+    ),
+    st.builds(
+        lambda lane, h, d, k: Call(lane, "copy", (f"h{h}",), (f"d{d}",), k),
+        st.sampled_from((Lane.H2D, Lane.H2D)),
+        cells,
+        cells,
+        waits,
+    ),
     st.builds(
         lambda lane, b, k: Call(lane, "retire", (), (b,), k),
         st.sampled_from(Lane),
@@ -60,22 +81,23 @@ def make_buffers(backend: SimulatedBackend) -> dict[str, Buffer]:
     on_host = backend.allocate(Tier.HOST, [4] * CELLS, torch.int32, "on host")
     found = {f"d{i}": b for i, b in enumerate(on_device)} | {f"h{i}": b for i, b in enumerate(on_host)}
     slab = torch.as_strided(on_device[0].data, (8,), (1,))
+    backend.synchronise()  # device memory belongs to the compute lane until then
     return found | {"d01": Buffer(Tier.DEVICE, slab, "view")}
 
 
 def issue(backend: SimulatedBackend, buffers: dict[str, Buffer], call: Call, number: int, on: list[Event]) -> Event:
     reads, writes = [buffers[n] for n in call.reads], [buffers[n] for n in call.writes]
     if call.verb == "copy":
-        return backend.copy(call.lane, writes[0], reads[0], name="copy", waits=on)
+        return backend.copy(call.lane, [(writes[0], reads[0])], name="copy", waits=on).issue()
     if call.verb == "retire":
-        return backend.retire(writes, call.lane, on)
+        return backend.retire(writes, call.lane, waits=on).issue()
 
     def kernel() -> None:
         total = sum(int(r.data.sum()) for r in reads) * 31 + number
         for w in writes:
             w.data.fill_(total % 1_000_003)
 
-    return backend.launch("launch", kernel, reads=reads, writes=writes, waits=on)
+    return backend.launch("launch", kernel, reads=reads, writes=writes, lane=call.lane, waits=on).issue()
 
 
 @settings(deadline=None, max_examples=300)

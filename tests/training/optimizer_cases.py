@@ -17,8 +17,19 @@ from hostward.host.adamw import bias_tables
 from hostward.training.state import same_bits
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.9, 1.0)
+MIXED: Mapping[str, float] = {"offload_fraction": 0.5, "streamed_fraction": 0.5}
+"""All three placements in `Model`: one bucket on the device, then three streamed and two host ones in turn."""
+MIXES: Mapping[str, Mapping[str, float]] = {
+    "half": {"offload_fraction": 0.5},
+    "host": {"offload_fraction": 1.0},
+    "streamed": {"offload_fraction": 1.0, "streamed_fraction": 1.0},
+    "half streamed": {"offload_fraction": 0.5, "streamed_fraction": 1.0},
+    "both": {"offload_fraction": 1.0, "streamed_fraction": 0.8},
+    "mixed": MIXED,
+}
+"""Options that take something off the device."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LATE_SUBSETS = [frozenset(lane for i, lane in enumerate(Lane) if mask >> i & 1) for mask in range(16)]
+LATE_SUBSETS = [frozenset(lane for i, lane in enumerate(Lane) if mask >> i & 1) for mask in range(1 << len(Lane))]
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 LR = 1e-2
@@ -58,9 +69,9 @@ class Model(torch.nn.Module):
 
 
 def adamw(params: object, **options: Any) -> hostward.AdamW:
-    """hostward.AdamW with the defaults of these tests, on a simulated backend with one thread."""
+    """hostward.AdamW with the defaults of these tests, on a simulated backend with one thread that runs as issued."""
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, **options}
-    options.setdefault("backend", SimulatedBackend(threads=1))
+    options.setdefault("backend", SimulatedBackend(order=Order(eager=True), threads=1))
     return hostward.AdamW(params, **options)
 
 
@@ -95,6 +106,7 @@ def mlp_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 def snapshot(model: torch.nn.Module, optimizer: hostward.AdamW) -> dict[str, torch.Tensor]:
     """Copies of all weights and all state, by "role name"."""
+    optimizer.wait()
     found = {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
     for name, entry in optimizer.state_dict()["state"].items():
         found |= {f"{role} {name}": value for role, value in entry.items()}

@@ -15,6 +15,7 @@ from optimizer_cases import (
     DTYPES,
     FRACTIONS,
     LATE_SUBSETS,
+    MIXED,
     NEVER,
     Model,
     NumpyOptimizer,
@@ -124,11 +125,13 @@ def test_h52_omp_num_threads_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_model_has_several_buckets_at_both_placements(dtype: torch.dtype) -> None:
+def test_the_model_has_several_buckets_at_each_placement(dtype: torch.dtype) -> None:
     """Guards this file: fractions that place nothing, or everything, would test nothing."""
     plan = adamw(Model(dtype), offload_fraction=0.5).plan
     assert len(plan.buckets) == 6
-    assert {b.placement for b in plan.buckets} == set(Placement)
+    assert {b.placement for b in plan.buckets} == {Placement.DEVICE, Placement.HOST}
+    mixed = adamw(Model(dtype), **MIXED).plan
+    assert {b.placement for b in mixed.buckets} == set(Placement)
     bucket = next(s for s in adamw(Model(dtype)).inventory.buckets if any(r.name == NEVER for r in s.ranges))
     names = [r.name for r in bucket.ranges]
     assert 0 < names.index(NEVER) < len(names) - 1
@@ -166,8 +169,8 @@ def test_steps_past_the_first_bias_table_equal_the_reference() -> None:
     expected = NumpyOptimizer.over([("w", parameter)])
     optimizer = adamw([("w", parameter)], betas=betas, offload_fraction=1.0)
     parameter.grad = torch.linspace(-2, 3, 40)
-    optimizer.step()  # makes the first table
     expected.step({"w": parameter.grad}, betas=betas)
+    optimizer.step()  # makes the first table
     state = optimizer.state_dict()
     state["state"]["w"]["step"] = torch.tensor(1020)
     optimizer.load_state_dict(state)
@@ -176,7 +179,7 @@ def test_steps_past_the_first_bias_table_equal_the_reference() -> None:
     expected.tables[betas] = bias_tables(*betas, 4096)
     for _ in range(8):
         parameter.grad = torch.linspace(-2, 3, 40)
-        optimizer.step()
         expected.step({"w": parameter.grad}, betas=betas)
+        optimizer.step()
     assert_equal({"weight w": parameter.detach()}, {"weight w": expected.snapshot()["weight w"]})
     assert int(optimizer.state_dict()["state"]["w"]["step"]) == 1028

@@ -167,8 +167,8 @@ def test_a_group_that_is_refused_leaves_the_optimizer_whole(bad: dict[str, Any])
     assert len(optimizer.param_groups) == 1
     expected = NumpyOptimizer.over(model.named_parameters())
     set_gradients(model, 0)
-    optimizer.step()
     expected.step({n: p.grad for n, p in model.named_parameters()})
+    optimizer.step()
     assert_equal(snapshot(model, optimizer), expected.snapshot())
     optimizer.load_state_dict(optimizer.state_dict())
 

@@ -52,8 +52,8 @@ def trained(dtype: torch.dtype, fraction: float, steps: int = 3) -> tuple[Model,
 
 def one_step(model: Model, optimizer: hostward.AdamW, expected: NumpyOptimizer, step: int) -> None:
     set_gradients(model, step)
-    optimizer.step()
     expected.step({n: p.grad for n, p in model.named_parameters()})
+    optimizer.step()
 
 
 def seed_reference(expected: NumpyOptimizer, name: str, weight: torch.Tensor) -> None:

@@ -1,4 +1,8 @@
-"""Placing a fraction: as near as buckets allow, the last buckets first."""
+"""Placing a fraction: as near as buckets allow, the last buckets first; streamed and host buckets take turns.
+
+Seen red: a streamed share that counts buckets instead of bytes, a host bucket first, a share of all instead of what is
+offloaded.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +45,51 @@ def test_t15_zero_places_nothing_and_one_places_all(buckets: list[Bucket]) -> No
     assert all(b.placement is Placement.HOST for b in place_fraction(buckets, 1.0).buckets)
 
 
+@given(bucket_lists, fractions, fractions)
+def test_the_first_buckets_stay_on_the_device(buckets: list[Bucket], fraction: float, share: float) -> None:
+    placements = [b.placement for b in place_fraction(buckets, fraction, share).buckets]
+    offloaded = [p.offloaded for p in placements]
+    assert offloaded == sorted(offloaded)
+    # What is streamed decides nothing about what is offloaded.
+    assert offloaded == [b.placement.offloaded for b in place_fraction(buckets, fraction).buckets]
+
+
+@given(bucket_lists, fractions, fractions)
+def test_s7_the_streamed_share_of_what_is_offloaded_is_within_a_bucket_everywhere(
+    buckets: list[Bucket], fraction: float, share: float
+) -> None:
+    plan = place_fraction(buckets, fraction, share)
+    seen = streamed = largest = 0
+    for b in plan.buckets:
+        if b.placement.offloaded:
+            largest = max(largest, b.state_bytes)
+            seen += b.state_bytes
+            streamed += b.state_bytes * (b.placement is Placement.STREAMED)
+            assert abs(streamed - Fraction(share) * seen) <= largest + 1
+
+
 @given(bucket_lists, fractions)
-def test_the_first_buckets_stay_on_the_device(buckets: list[Bucket], fraction: float) -> None:
-    placements = [b.placement for b in place_fraction(buckets, fraction).buckets]
-    assert placements == sorted(placements, key=[Placement.DEVICE, Placement.HOST].index)
+def test_s7_a_share_of_none_or_all_is_exact(buckets: list[Bucket], fraction: float) -> None:
+    for share, kind in ((0.0, Placement.HOST), (1.0, Placement.STREAMED)):
+        plan = place_fraction(buckets, fraction, share)
+        assert {b.placement for b in plan.buckets} <= {Placement.DEVICE, kind}
+        assert plan.offloaded_bytes == place_fraction(buckets, fraction).offloaded_bytes
+
+
+@pytest.mark.parametrize(
+    ("share", "kinds"),
+    [(0.5, "SHSHSHSH"), (0.25, "SHHHSHHH"), (0.75, "SSSHSSSH"), (1e-9, "SHHHHHHH"), (1.0, "SSSSSSSS")],
+)
+def test_equal_buckets_take_turns_and_a_streamed_one_is_first(share: float, kinds: str) -> None:
+    buckets = [Bucket(i, "l", Dtype.FP32, 0, MasterKind.WEIGHT, (Range("p", 0, 4096),)) for i in range(10)]
+    plan = place_fraction(buckets, 0.8, share)
+    assert "".join(b.placement.value[0].upper() for b in plan.buckets) == "DD" + kinds
+
+
+@pytest.mark.parametrize("share", ["auto", "0.5", float("nan"), -0.1, 1.1, True])
+def test_a_streamed_share_outside_its_range_is_refused_by_name(share: object) -> None:
+    with pytest.raises(ConfigError, match=r"^streamed_fraction must be a number in \[0\.0, 1\.0\]"):
+        place_fraction([], 0.5, share)  # type: ignore[arg-type]
 
 
 @given(bucket_lists, fractions, fractions)

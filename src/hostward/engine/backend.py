@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hostward.errors import HostwardError, PlacementError
-from hostward.host.adamw import AdamWRange, FloatTable
+from hostward.host.adamw import FloatTable
 from hostward.inventory import Dtype, MasterKind
 from hostward.schedule import Lane
 
@@ -28,6 +29,12 @@ DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 _DRAIN_ATTEMPTS = 1000
 """Each failing operation ends one attempt."""
+
+
+class Meter(Protocol):
+    """Takes note of when works ran; times in seconds from the meter's start."""
+
+    def __call__(self, name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None: ...
 
 
 class Tier(StrEnum):
@@ -55,11 +62,32 @@ class Buffer:
         return self.data.numel() * self.data.element_size()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Event:
-    """Completion of one operation. `native` belongs to the backend that made it."""
+    """Completion of the newest issue of one operation; of nothing, before the first. `native` belongs to the backend
+    that made it.
+    """
 
-    native: object
+    native: object = None
+
+
+class Work(ABC):
+    """One operation, bound to its buffers once and issued any number of times.
+
+    What lies at a buffer's `data` is looked up when the work is issued: buffers over gradients get another tensor in
+    every step.
+    """
+
+    __slots__ = ("done", "lane", "name")
+
+    def __init__(self, name: str, lane: Lane, done: Event) -> None:
+        self.name = name
+        self.lane = lane
+        self.done = done
+
+    @abstractmethod
+    def issue(self) -> Event:
+        """Enqueue it; returns `done`, which from now on stands for this issue."""
 
 
 @dataclass(slots=True)
@@ -109,44 +137,159 @@ class Hyper:
         return np.array([self.lr, self.weight_decay, self.beta1, self.beta2, self.eps], dtype=np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class AdamWOperands:
-    """One bucket's state as an AdamW kernel takes it.
+@dataclass(slots=True, eq=False)
+class Constants:
+    """What all buckets of a parameter group read at a step; replaced from step to step, never changed in place.
 
-    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `remainder` int16 (split) or `master` float32 (plain) or
-    neither. `ranges` hold each range's offset into those and its gradient, weight and step count; all gradients have
-    one dtype. `tables` are the bias corrections by step count.
+    `tables` are the bias corrections by step count.
     """
 
-    ranges: Sequence[AdamWRange]
-    kind: MasterKind
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    remainder: torch.Tensor | None
-    master: torch.Tensor | None
     hyper: Hyper
     tables: tuple[FloatTable, FloatTable]
 
 
+@dataclass(frozen=True, slots=True)
+class BoundRange:
+    """One range of a bucket: its first element in the state, and its buffers. `count` is int64 [1]."""
+
+    offset: int
+    gradient: Buffer
+    weight: Buffer
+    count: Buffer
+
+    @property
+    def length(self) -> int:
+        return self.weight.data.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWOperands:
+    """One bucket's state as an AdamW kernel takes it.
+
+    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `low` is the remainder (int16, split masters) or the master
+    (float32, plain ones), or None. All gradients have one dtype.
+    """
+
+    ranges: Sequence[BoundRange]
+    kind: MasterKind
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    low: Buffer | None
+    constants: Constants
+
+    def read(self) -> list[Buffer]:
+        return [r.gradient for r in self.ranges]
+
+    def written(self) -> list[Buffer]:
+        state = [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
+        return [*state, *(r.weight for r in self.ranges), *(r.count for r in self.ranges)]
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on the device."""
+
+    sums: Buffer
+    exponents: Buffer
+
+    def all(self) -> tuple[Buffer, Buffer]:
+        return self.sums, self.exponents
+
+    def part(self, first: int, chunks: int) -> Partials:
+        """Those of a run of chunks."""
+        span = slice(first, first + chunks)
+        sums, exponents = self.sums, self.exponents
+        return Partials(
+            Buffer(Tier.DEVICE, sums.data[span], sums.owner), Buffer(Tier.DEVICE, exponents.data[span], exponents.owner)
+        )
+
+
+CHUNK_ELEMENTS = 4096
+ALL_ZERO = -(2**31)
+"""Exponent of a chunk without any value but zero."""
+
+
+def chunks_of(elements: int) -> int:
+    """Chunks of the norm in that many elements."""
+    return -(-elements // CHUNK_ELEMENTS)
+
+
+def empty_buffer(owner: str, tier: Tier = Tier.DEVICE) -> Buffer:
+    """A buffer over nothing yet."""
+    return Buffer(tier, torch.empty(0, device="cpu"), owner)
+
+
+@dataclass(slots=True, eq=False)
+class Clipping:
+    """What the norm takes besides the gradients: the limit (0: none), float32 [1] factors and flags, or None.
+
+    `overflow_out` gets the skip flag added: a gradient scaler that could not look at the gradients itself reads it.
+    """
+
+    max_norm: float = 0.0
+    inv_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    overflow_out: torch.Tensor | None = None
+
+
+RING = 4
+"""Turns whose host functions and small uploads may be pending at once; before the next, the host waits."""
+
+
 class Backend(ABC):
-    """Lanes of one device. All methods are called from one thread."""
+    """Lanes of one device. All methods are called from one thread at a time.
+
+    The verbs from `copy` to `retire` bind an operation and enqueue nothing; `Work.issue` does. `waits` are events of
+    other works, `done` the event that the work records (a new one by default). The compute lane is the stream that is
+    current when a work is issued.
+    """
 
     device: torch.device
     ledger: Ledger
+    meter: Meter | None = None
+    """Where works report when they ran; None: nobody looks."""
 
     @abstractmethod
     def allocate(
-        self, tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, *, pinned: bool = False
+        self,
+        tier: Tier,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        owner: str,
+        *,
+        pinned: bool = False,
+        zero: bool = True,
     ) -> list[Buffer]:
-        """One slab of zeros of exactly sum(sizes) elements, cut into one buffer per size. Raises MemoryLimitError."""
+        """One slab of exactly sum(sizes) elements, cut into one buffer per size. Raises MemoryLimitError.
+
+        Host slabs are zero; device slabs are unless `zero` is False, and belong to the compute lane.
+        """
 
     @abstractmethod
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
-        """Give buffers of `allocate` back. A free is a write: it is ordered after `after`."""
+        """Give buffers of `allocate` back. A free is a write: it is ordered after `after`. Host memory is given back
+        only when all lanes are empty.
+        """
 
     @abstractmethod
-    def copy(self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()) -> Event:
-        """Copy `source` to `destination`, of equal dtype and length, on a copy lane."""
+    def event(self) -> Event:
+        """A new event, of nothing."""
+
+    @abstractmethod
+    def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        """Let `buffer` stand for another tensor, which the compute lane has made."""
+
+    @abstractmethod
+    def copy(
+        self,
+        lane: Lane,
+        pairs: Sequence[tuple[Buffer, Buffer]],
+        *,
+        name: str,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        """Copies (destination, source) of equal dtype and length, on a copy lane."""
 
     @abstractmethod
     def launch(
@@ -156,60 +299,76 @@ class Backend(ABC):
         *,
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
+        lane: Lane = Lane.COMPUTE,
         waits: Sequence[Event] = (),
-    ) -> Event:
-        """Run torch operations on device buffers on the compute lane."""
+        done: Event | None = None,
+    ) -> Work:
+        """Torch operations on device buffers, on the compute or the update lane."""
+
+    @abstractmethod
+    def partials(
+        self,
+        name: str,
+        gradients: Sequence[Buffer],
+        lengths: Sequence[int],
+        firsts: Sequence[int],
+        out: Partials,
+        *,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        """Partial sums of the norm over device gradients of these lengths, on the compute lane; those of `gradients[i]`
+        go to the chunks from `firsts[i]` on.
+        """
 
     @abstractmethod
     def norm(
         self,
-        gradients: Sequence[Buffer],
+        partials: Partials,
         out: Scalars,
+        clipping: Clipping,
         *,
-        max_norm: float,
-        inv_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
         waits: Sequence[Event] = (),
-    ) -> Event:
-        """Global norm, clip factor and finite flag of device gradients, into device scalars (docs/exactness.md)."""
+        done: Event | None = None,
+    ) -> Work:
+        """Global norm, clip factor and finite flag, into device scalars (docs/exactness.md), on the compute lane."""
 
     @abstractmethod
-    def device_adamw(
+    def adamw(
         self,
+        lane: Lane,
         name: str,
         operands: AdamWOperands,
         scalars: Scalars,
         *,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
         waits: Sequence[Event] = (),
-    ) -> Event:
-        """AdamW of a device bucket on the compute lane. All operands lie on the device."""
+        done: Event | None = None,
+    ) -> Work:
+        """AdamW of one bucket: a host function on the host lane, a kernel on the compute or the update lane. All
+        operands lie on the side that steps. Raises PlacementError.
+        """
 
     @abstractmethod
-    def host_adamw(
-        self,
-        name: str,
-        operands: AdamWOperands,
-        scalars: Scalars,
-        *,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-        waits: Sequence[Event] = (),
-    ) -> Event:
-        """AdamW of a host bucket as a host function on the host lane. All operands lie on the host."""
+    def retire(
+        self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
+    ) -> Work:
+        """The contents of `buffers` are dead once `lane` gets here. `simulated` poisons them, `cuda` only waits."""
 
     @abstractmethod
-    def record(self) -> Event:
-        """Completion of everything that the compute lane holds now, the caller's own operations included."""
+    def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
+        """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows."""
 
     @abstractmethod
-    def retire(self, buffers: Sequence[Buffer], lane: Lane, waits: Sequence[Event] = ()) -> Event:
-        """The contents of `buffers` are dead once `lane` gets here. `simulated` poisons them, `cuda` does nothing."""
+    def begin_turn(self) -> None:
+        """A step begins. Waits on the host only if RING steps are pending."""
 
     @abstractmethod
-    def join(self, events: Sequence[Event]) -> None:
-        """Make everything that is issued from now on, on any lane and by the caller's own code, wait for `events`."""
+    def end_turn(self) -> None:
+        """Everything of the step has been issued, later arrivals excepted."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Wait on the host for one event."""
 
     @abstractmethod
     def synchronise(self) -> None:
@@ -246,7 +405,8 @@ def require_tier(buffers: Sequence[Buffer], tier: Tier, operation: str) -> None:
 
 def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
     """Raises PlacementError unless both sides have the dtype, length and tier that `lane` copies (H24)."""
-    tiers = {Lane.D2H: (Tier.DEVICE, Tier.HOST), Lane.H2D: (Tier.HOST, Tier.DEVICE)}
+    down, up = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
+    tiers = {Lane.D2H: down, Lane.H2D: up}
     if lane not in tiers or (source.tier, destination.tier) != tiers[lane]:
         raise PlacementError(
             f"lane {lane.value} cannot copy from {source.tier.value} to {destination.tier.value}",

@@ -20,9 +20,10 @@ def backend_for(device: torch.device, threads: int | None) -> Backend:
 
         return CudaBackend(device, threads=threads)
     if device.type == "cpu":
-        from .simulated import SimulatedBackend
+        from .simulated import Order, SimulatedBackend
 
-        return SimulatedBackend(threads=threads)
+        # In the order of issue: a loop that looks at a weight without asking finds what a CPU optimizer would leave.
+        return SimulatedBackend(threads=threads, order=Order(eager=True), poison=False)
     raise ModelError(
         f"parameters lie on {device}",
         why="hostward works for CUDA devices, and simulates one for CPU parameters",

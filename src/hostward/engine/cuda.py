@@ -2,50 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hostward.errors import DeviceError, MemoryLimitError, PlacementError
-from hostward.host.adamw import AdamWRange, AdamWTask
-from hostward.inventory import MasterKind, align
+from hostward.host.library import check
+from hostward.inventory import MasterKind
+from hostward.kernels.operand import dtype_code
 from hostward.schedule import Lane
 
 from .backend import (
-    DTYPES,
-    TORCH_DTYPES,
+    RING,
     AdamWOperands,
     Backend,
     Buffer,
+    Clipping,
+    Constants,
     Event,
     Ledger,
+    Partials,
     Scalars,
     Tier,
+    Work,
     require_copyable,
     require_tier,
 )
-from .driver import launch_host_function, lock_pages, unlock_pages
-from .host_task import host_task, isa_name, own_threads
-from .pools import host_slab
+from .commands import Command, CommandList, Streams, Verb, driver_table
+from .cuda_work import INDEX, LANES, CommandWork, CudaWork, HostWork, KernelWork, Staged, TableWork
+from .driver import (
+    event_create,
+    event_destroy,
+    event_elapsed_ms,
+    event_query,
+    event_synchronize,
+    lock_pages,
+    unlock_pages,
+)
+from .host_task import isa_name, own_threads
+from .pools import host_slabs
+from .uploads import Table, Uploads
 
-_CHUNK_ELEMENTS = 4096
-_UPLOAD_BYTES = 8 * 1024 * 1024
-_CACHED_TABLES = 4096
-_KEPT_TABLES = 64
-_MAP_BYTES = 256 * 1024 * 1024
+_UPLOAD_BYTES = 2 * 1024 * 1024
+_KEPT_LAUNCHES = 8
 _KERNEL_KINDS = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 1, MasterKind.PLAIN: 2}
 
 
 class CudaBackend(Backend):
-    """Streams of one device. Side streams are made once and only copy or run host functions (H4, H15).
+    """Streams of one device. Side streams are made once (H4, H15).
 
-    The compute lane is whatever stream is current when an operation is issued; none is stored (H2).
+    The compute lane is whatever stream is current when an operation is issued; when that changes, the new one waits
+    for the old one, so that the lane stays one queue (H2).
     """
 
     def __init__(self, device: torch.device | None = None, *, threads: int | None = None) -> None:
@@ -56,22 +68,49 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
-        self._streams = {
-            lane: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            for lane in (Lane.D2H, Lane.H2D, Lane.HOST)
-        }
-        self._alive: list[object] = []  # tensors that a side stream may still use (H12)
-        self._tasks: list[AdamWTask] = []
-        arena = self._host_slab([_UPLOAD_BYTES], torch.uint8, "upload tables", pinned=True)
-        self.ledger.add(Buffer(Tier.HOST, arena, "upload tables", pinned=True))
-        self._uploads = _Uploads(self.device, arena)
+        self.driver = driver_table()
+        self.turn = 0
+        self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
+        """Error words of the host functions of each pending turn."""
+        with torch.cuda.device(self.device):
+            self._side = {lane: torch.cuda.Stream(self.device) for lane in LANES if lane is not Lane.COMPUTE}  # type: ignore[no-untyped-call]
+        self.streams = Streams(len(LANES))
+        for lane, stream in self._side.items():
+            self.streams.set(INDEX[lane], stream.cuda_stream)
+        self._compute = torch.cuda.current_stream(self.device).cuda_stream
+        self.streams.set(INDEX[Lane.COMPUTE], self._compute)
+        self._events: list[int] = []
+        self._unused: list[int] = []
+        self._compute_turned = self._plain_event()
+        self._fences = [[self._plain_event() for _ in LANES] for _ in range(RING)]
+        self._fence_lists: dict[int, CommandList] = {}
+        self._kept: list[list[object]] = [[] for _ in range(RING)]
+        self._noted: list[list[CudaWork]] = [[] for _ in range(RING)]
+        self._turns = [0] * RING
+        self._bases = [self.timed_event() for _ in range(RING)]
+        self._first_base, self._has_base = self.timed_event(), False
+        self._uploads = {lane: Uploads(self.device, self._upload_arena, RING) for lane in (Lane.COMPUTE, Lane.UPDATE)}
+        self._hypers: dict[tuple[int, Lane], tuple[Constants, Table]] = {}
+        # Pending host functions write to memory of this process: they end before it, and before this object (H22).
+        weakref.finalize(self, _drain, list(self._side.values()), self._events)
+
+    # ---------------------------------------------------------------- memory
 
     def allocate(
-        self, tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, *, pinned: bool = False
+        self,
+        tier: Tier,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        owner: str,
+        *,
+        pinned: bool = False,
+        zero: bool = True,
     ) -> list[Buffer]:
-        slab = self._host_slab(sizes, dtype, owner, pinned) if tier is Tier.HOST else self._zeros(sizes, dtype, owner)
-        ends = np.cumsum([0, *sizes]).tolist()
-        buffers = [Buffer(tier, slab[a:b], owner, pinned) for a, b in pairwise(ends)]
+        if tier is Tier.HOST:
+            blocks = self._host_blocks(sizes, dtype, owner, pinned)
+        else:
+            blocks = list(torch.split(self._device_slab(sum(sizes), dtype, owner, zero), list(sizes)))
+        buffers = [Buffer(tier, block, owner, pinned) for block in blocks]
         for buffer in buffers:
             self.ledger.add(buffer)
         return buffers
@@ -79,27 +118,38 @@ class CudaBackend(Backend):
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
         if any(b.tier is Tier.HOST for b in buffers):
             self.synchronise()  # host pages may go only after every copy and host function over them
-        self.join(after)
+        if after:
+            self.mark("free", Lane.COMPUTE, waits=after).issue()
         for buffer in buffers:
             self.ledger.add(buffer, -1)
             buffer.data = buffer.data.new_empty(0)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
-        buffer = Buffer(_tier(tensor), tensor, owner)
+        buffer = Buffer(Tier.DEVICE if tensor.is_cuda else Tier.HOST, tensor, owner)
         if counted:
             self.ledger.add(buffer)
         return buffer
 
-    def copy(self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()) -> Event:
-        require_copyable(lane, destination, source)
-        self.ledger.copied_bytes[lane] += source.nbytes
-        stream = self._streams[lane]
-        self._alive += [destination.data, source.data]
-        with torch.no_grad(), torch.cuda.stream(stream):
-            _wait(stream, waits)
-            with torch.profiler.record_function(name):
-                destination.data.copy_(source.data, non_blocking=True)
-            return _record(stream)
+    def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        buffer.data = tensor
+
+    # ---------------------------------------------------------------- operations
+
+    def event(self) -> Event:
+        return _CudaEvent(self._plain_event(), self._unused)
+
+    def copy(
+        self,
+        lane: Lane,
+        pairs: Sequence[tuple[Buffer, Buffer]],
+        *,
+        name: str,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        for destination, source in pairs:
+            require_copyable(lane, destination, source)
+        return CommandWork(self, name, lane, waits, done or self.event(), pairs)
 
     def launch(
         self,
@@ -108,127 +158,188 @@ class CudaBackend(Backend):
         *,
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
+        lane: Lane = Lane.COMPUTE,
         waits: Sequence[Event] = (),
-    ) -> Event:
+        done: Event | None = None,
+    ) -> Work:
         require_tier((*reads, *writes), Tier.DEVICE, name)
-        stream = torch.cuda.current_stream(self.device)
-        _wait(stream, waits)
-        with torch.profiler.record_function(name):
-            kernel()
-        return _record(stream)
+        return KernelWork(self, name, lane, kernel, waits, done or self.event())
+
+    def partials(
+        self,
+        name: str,
+        gradients: Sequence[Buffer],
+        lengths: Sequence[int],
+        firsts: Sequence[int],
+        out: Partials,
+        *,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        from hostward.kernels import norm as kernels
+
+        uploads = self._uploads[Lane.COMPUTE]
+        rest = [(length, first) for length, first in zip(lengths, firsts, strict=True)]
+        table = uploads.table((len(rest), 3), torch.int64)
+        chunk_map = uploads.map(kernels.chunk_map, tuple(lengths))
+        launches: dict[torch.dtype, Callable[[], None]] = {}
+
+        def prepare() -> tuple[list[Staged], Callable[[], None]]:
+            addresses = tuple([g.data.data_ptr() for g in gradients])
+            dtype = gradients[0].data.dtype
+            launch = launches.get(dtype)
+            if launch is None:
+                code = dtype_code(dtype, name)
+                launch = kernels.bind_partials(table.data, chunk_map, code, out.sums.data, out.exponents.data)
+                launches[dtype] = launch
+
+            def fill(rows: npt.NDArray[np.int64]) -> None:
+                rows[:] = [(address, *row) for address, row in zip(addresses, rest, strict=True)]
+
+            return [(table, addresses, fill)], launch
+
+        require_tier((*gradients, *out.all()), Tier.DEVICE, name)
+        return TableWork(self, name, Lane.COMPUTE, prepare, waits, done or self.event())
 
     def norm(
         self,
-        gradients: Sequence[Buffer],
+        partials: Partials,
         out: Scalars,
+        clipping: Clipping,
         *,
-        max_norm: float,
-        inv_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
         waits: Sequence[Event] = (),
-    ) -> Event:
+        done: Event | None = None,
+    ) -> Work:
         from hostward.kernels import norm as kernels
 
         def run() -> None:
-            lengths = [g.data.numel() for g in gradients]
-            firsts = np.cumsum([0, *(-(-n // _CHUNK_ELEMENTS) for n in lengths)])
-            chunks = int(firsts[-1])
-            sums = torch.empty(chunks, dtype=torch.int64, device=self.device)
-            exponents = torch.empty(chunks, dtype=torch.int32, device=self.device)
-            for dtype in sorted({DTYPES[g.data.dtype] for g in gradients}):
-                chosen = [i for i, g in enumerate(gradients) if DTYPES[g.data.dtype] is dtype]
-                rows = [(gradients[i].data.data_ptr(), lengths[i], int(firsts[i])) for i in chosen]
-                items = np.array(rows, dtype=np.int64)
-                chunk_map = self._uploads.map(kernels.chunk_map, tuple(lengths[i] for i in chosen))
-                kernels.norm_partials(self._uploads.cached(items), chunk_map, TORCH_DTYPES[dtype], sums, exponents)
-            kernels.finish(
-                sums,
-                exponents,
-                max_norm=max_norm,
-                inv_scale=inv_scale,
-                found_inf=found_inf,
-                scale_out=out.scale.data,
-                skip_out=out.skip.data,
-                norm_out=out.norm.data,
-            )
+            outputs = out.scale.data, out.skip.data, out.norm.data
+            inputs = clipping.inv_scale, clipping.found_inf
+            kernels.launch_finish(partials.sums.data, partials.exponents.data, clipping.max_norm, inputs, outputs)
+            if clipping.overflow_out is not None:
+                clipping.overflow_out.add_(out.skip.data.view(clipping.overflow_out.shape))
 
-        return self.launch("offload/norm", run, reads=gradients, writes=out.all(), waits=waits)
+        return self.launch("offload/norm", run, reads=partials.all(), writes=out.all(), waits=waits, done=done)
 
-    def device_adamw(
+    def adamw(
         self,
+        lane: Lane,
         name: str,
         operands: AdamWOperands,
         scalars: Scalars,
         *,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
         waits: Sequence[Event] = (),
-    ) -> Event:
+        done: Event | None = None,
+    ) -> Work:
+        tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
+        require_tier([*operands.read(), *operands.written(), *scalars.all()], tier, name)
+        if lane is Lane.HOST:
+            return HostWork(self, name, operands, scalars, waits, done or self.event())
+        return TableWork(self, name, lane, self._device_step(lane, operands, scalars), waits, done or self.event())
+
+    def _device_step(
+        self, lane: Lane, operands: AdamWOperands, scalars: Scalars
+    ) -> Callable[[], tuple[list[Staged], Callable[[], None]]]:
         from hostward.kernels import adamw as kernels
 
-        require_tier(scalars.all(), Tier.DEVICE, name)
+        uploads, kind, ranges = self._uploads[lane], _KERNEL_KINDS[operands.kind], operands.ranges
+        lengths = tuple(r.length for r in ranges)
+        blocks = uploads.map(kernels.block_map, lengths)
+        table, hyper_table = uploads.table((len(ranges), 5), torch.int64), self._hyper_table(lane, operands.constants)
+        state = [operands.exp_avg, operands.exp_avg_sq, operands.low or operands.exp_avg]
+        launches: dict[object, Callable[[], None]] = {}
 
-        def run() -> None:
-            table = np.array([_row(r) for r in operands.ranges], dtype=np.int64)
-            lengths = tuple(r.length for r in operands.ranges)
-            kernels.adamw_step(
-                table=self._uploads.cached(table),
-                n_ranges=len(lengths),
-                blocks=self._uploads.map(kernels.block_map, lengths),
-                grad_dtype=_tensor(operands.ranges[0].grad).dtype,
-                weight_dtype=_tensor(operands.ranges[0].weight).dtype,
-                master_kind=_KERNEL_KINDS[operands.kind],
-                exp_avg=operands.exp_avg,
-                exp_avg_sq=operands.exp_avg_sq,
-                remainder=operands.remainder,
-                master=operands.master,
-                hyper=self._uploads.cached(operands.hyper.as_array()),
-                bc1=self._uploads.kept(operands.tables[0]),
-                inv_sqrt_bc2=self._uploads.kept(operands.tables[1]),
-                table_length=len(operands.tables[0]),
-                scale=scalars.scale.data,
-                skip=scalars.skip.data,
-            )
+        def prepare() -> tuple[list[Staged], Callable[[], None]]:
+            constants = operands.constants
+            hyper, (bc1, inv_sqrt_bc2) = constants.hyper, constants.tables
+            gradients = [r.gradient.data for r in ranges]
+            weights = [r.weight.data for r in ranges]
+            addresses = tuple([t.data_ptr() for t in (*gradients, *weights)])
+            where = tuple([b.data.data_ptr() for b in state])
+            key = (gradients[0].dtype, id(bc1), where)
+            launch = launches.get(key)
+            if launch is None:
+                codes = dtype_code(gradients[0].dtype, "gradient"), dtype_code(weights[0].dtype, "weight"), kind
+                tables = uploads.kept(bc1), uploads.kept(inv_sqrt_bc2), len(bc1)
+                tensors = state[0].data, state[1].data, state[2].data
+                launch = kernels.bind(
+                    table.data, len(ranges), blocks, codes, tensors, (hyper_table.data, *tables), scalars.scale.data,
+                    scalars.skip.data, None,
+                )  # fmt: skip
+                if len(launches) >= _KEPT_LAUNCHES:
+                    launches.clear()
+                launches[key] = launch
 
-        return self.launch(name, run, reads=reads, writes=writes, waits=waits)
+            def fill(rows: npt.NDArray[np.int64]) -> None:
+                rows[:] = [
+                    (r.offset, length, gradient.data_ptr(), weight.data_ptr(), r.count.data.data_ptr())
+                    for r, length, gradient, weight in zip(ranges, lengths, gradients, weights, strict=True)
+                ]
 
-    def host_adamw(
-        self,
-        name: str,
-        operands: AdamWOperands,
-        scalars: Scalars,
-        *,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-        waits: Sequence[Event] = (),
-    ) -> Event:
-        require_tier((*reads, *writes, *scalars.all()), Tier.HOST, name)
-        task = host_task(operands, scalars, self.threads)
-        self._tasks.append(task)
-        stream = self._streams[Lane.HOST]
-        _wait(stream, waits)
-        launch_host_function(stream.cuda_stream, *task.host_function())
-        return _record(stream)
+            def fill_hyper(row: npt.NDArray[np.float64]) -> None:
+                row[:] = (hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps)
 
-    def record(self) -> Event:
-        return _record(torch.cuda.current_stream(self.device))
+            return [(hyper_table, hyper, fill_hyper), (table, addresses, fill)], launch
 
-    def retire(self, buffers: Sequence[Buffer], lane: Lane, waits: Sequence[Event] = ()) -> Event:
-        stream = torch.cuda.current_stream(self.device) if lane is Lane.COMPUTE else self._streams[lane]
-        _wait(stream, waits)
-        return _record(stream)
+        return prepare
 
-    def join(self, events: Sequence[Event]) -> None:
-        _wait(torch.cuda.current_stream(self.device), events)
+    def _hyper_table(self, lane: Lane, constants: Constants) -> Table:
+        """One for all buckets of a parameter group on a lane."""
+        key = id(constants), lane
+        if key not in self._hypers:
+            self._hypers[key] = constants, self._uploads[lane].table((5,), torch.float64)
+        return self._hypers[key][1]
+
+    def _upload_arena(self, size_bytes: int) -> torch.Tensor:
+        size_bytes = max(size_bytes, _UPLOAD_BYTES)
+        (arena,) = self._host_blocks([size_bytes], torch.uint8, "upload tables", pinned=True)
+        self.ledger.add(Buffer(Tier.HOST, arena, "upload tables", pinned=True))
+        return arena
+
+    def retire(
+        self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
+    ) -> Work:
+        return CommandWork(self, "offload/retire", lane, waits, done or self.event())
+
+    def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
+        return CommandWork(self, name, lane, waits, done or self.event())
+
+    # ---------------------------------------------------------------- turns
+
+    def begin_turn(self) -> None:
+        self.turn += 1
+        slot = self.turn % RING
+        # Timed events of arrivals are recorded in the forward of the next turn, whose fence is therefore waited for.
+        for handle in self._fences[(slot + 1) % RING]:
+            if not event_query(handle):
+                event_synchronize(handle)
+        self._kept[slot].clear()
+        self._read_timings(slot)
+        self._turns[slot] = self.turn
+        self._raise_error(slot)
+        if self.meter is not None:
+            self._mark_base()
+
+    def end_turn(self) -> None:
+        self.follow_compute()
+        slot = self.turn % RING
+        found = self._fence_lists.get(slot)
+        if found is None:
+            commands = [Command(Verb.RECORD, i, handle) for i, handle in enumerate(self._fences[slot])]
+            found = self._fence_lists[slot] = CommandList(commands, self.driver)
+        found.issue(self.streams)
+
+    def wait(self, event: Event) -> None:
+        event_synchronize(self.handle_of(event))
 
     def synchronise(self) -> None:
-        for stream in (*self._streams.values(), torch.cuda.current_stream(self.device)):
+        for stream in (*self._side.values(), torch.cuda.current_stream(self.device)):
             stream.synchronize()
-        self._alive.clear()
-        self._uploads.rewind()
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.raise_error()
+        for kept in self._kept:
+            kept.clear()
+        for slot in range(RING):
+            self._raise_error(slot)
+        self.read_timings()
 
     def describe(self) -> Mapping[str, object]:
         return {
@@ -238,118 +349,128 @@ class CudaBackend(Backend):
             "isa": isa_name(),
         }
 
-    def _zeros(self, sizes: Sequence[int], dtype: torch.dtype, owner: str) -> torch.Tensor:
+    # ---------------------------------------------------------------- for works
+
+    def follow_compute(self) -> None:
+        """Make the stream that is current now the compute lane, behind the one that was."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle != self._compute:
+            compute, turned = INDEX[Lane.COMPUTE], self._compute_turned
+            CommandList([Command(Verb.RECORD, compute, turned)], self.driver).issue(self.streams)
+            self._compute = handle
+            self.streams.set(compute, handle)
+            CommandList([Command(Verb.WAIT, compute, turned)], self.driver).issue(self.streams)
+
+    @contextlib.contextmanager
+    def current(self, lane: Lane) -> Iterator[None]:
+        """Torch's operations go to `lane` inside the block, on this device."""
+        if lane is Lane.COMPUTE:
+            if torch.cuda.current_device() == self.device.index:
+                yield
+            else:
+                with torch.cuda.device(self.device):
+                    yield
+        else:
+            with torch.cuda.stream(self._side[lane]):
+                yield
+
+    def handle_of(self, event: Event) -> int:
+        """The driver's handle. Raises PlacementError for an event of another backend."""
+        if not isinstance(event.native, int):
+            raise PlacementError("an event of another backend", fix="use events of the backend that is waited on")
+        return event.native
+
+    def keep(self, memory: object) -> None:
+        """Keep it alive until this turn is over: a host function uses it."""
+        self._kept[self.turn % RING].append(memory)
+
+    def note(self, work: CudaWork) -> None:
+        """The work has been issued in this turn with its timed events."""
+        self._noted[self.turn % RING].append(work)
+
+    def timed_event(self) -> int:
+        handle = event_create(timing=True)
+        self._events.append(handle)
+        return handle
+
+    def _plain_event(self) -> int:
+        if self._unused:
+            return self._unused.pop()
+        handle = event_create(timing=False)
+        self._events.append(handle)
+        return handle
+
+    def _mark_base(self) -> None:
+        """Times of a turn count from its base, the time of bases from the first: floats hold short spans better."""
+        self.follow_compute()
+        for base in [self._bases[self.turn % RING], *([self._first_base] if not self._has_base else [])]:
+            CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], base)], self.driver).issue(self.streams)
+        self._has_base = True
+
+    def _read_timings(self, slot: int) -> None:
+        noted, self._noted[slot] = self._noted[slot], []
+        if self.meter is None or not noted or not self._has_base:
+            return
+        base, turn = self._bases[slot], self._turns[slot]
+        offset_s = event_elapsed_ms(self._first_base, base) / 1e3
+        for work in noted:
+            start, end = (offset_s + event_elapsed_ms(base, event) / 1e3 for event in work.timing(slot))
+            self.meter(work.name, work.lane, start, end, work.nbytes, turn)
+
+    def read_timings(self) -> None:
+        """Report what is still to be reported. All lanes are empty."""
+        for turn in range(self.turn + 1, self.turn + 1 + RING):
+            self._read_timings(turn % RING)
+
+    def _raise_error(self, slot: int) -> None:
+        code = int(self.errors[slot][0])
+        if code:
+            self.errors[slot][0] = 0
+            check(code, "a host step")
+
+    def _device_slab(self, elements: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
+        make = torch.zeros if zero else torch.empty
         try:
-            return torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+            return make(elements, dtype=dtype, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryLimitError(
-                f"{owner}: {sum(sizes) * dtype.itemsize:,} bytes of device memory could not be allocated",
+                f"{owner}: {elements * dtype.itemsize:,} bytes of device memory could not be allocated",
                 why=str(error).splitlines()[0],
                 fix="raise optimizer.optimizer_offload_fraction",
             ) from error
 
-    def _host_slab(self, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool) -> torch.Tensor:
+    def _host_blocks(self, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool) -> list[torch.Tensor]:
         def lock(address: int, size_bytes: int) -> Callable[[], None]:
             torch.cuda.current_stream(self.device).query()  # makes the context current in this thread
             lock_pages(address, size_bytes, owner=owner)
             return functools.partial(_unlock, self.device, address, size_bytes)
 
-        size_bytes = sum(sizes) * dtype.itemsize
-        return host_slab(size_bytes, owner=owner, threads=self.threads, lock=lock if pinned else None).view(dtype)
+        sizes_bytes = [size * dtype.itemsize for size in sizes]
+        blocks = host_slabs(sizes_bytes, owner=owner, threads=self.threads, lock=lock if pinned else None)
+        return [block.view(dtype) for block in blocks]
 
 
-class _Uploads:
-    """Small tables for the device kernels: uploaded from one pinned arena, and not again while they stay the same.
+class _CudaEvent(Event):
+    """An event whose handle goes back for reuse: waits that are enqueued hold for what it stood for then."""
 
-    Addresses of gradients repeat from step to step once the caching allocator has settled, so most tables are found
-    here.
-    """
+    __slots__ = ("_unused",)
 
-    def __init__(self, device: torch.device, arena: torch.Tensor) -> None:
-        self._device = device
-        self._arena = arena
-        self._used_bytes = 0
-        self._tables: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._kept: dict[int, tuple[npt.NDArray[Any], torch.Tensor]] = {}
-        self._maps: dict[tuple[object, tuple[int, ...]], torch.Tensor] = {}
+    def __init__(self, handle: int, unused: list[int]) -> None:
+        super().__init__(handle)
+        self._unused = unused
 
-    def cached(self, table: npt.NDArray[Any]) -> torch.Tensor:
-        """`table` on the device, equal dtype and shape."""
-        key = table.dtype.str.encode() + repr(table.shape).encode() + table.tobytes()
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables[key] = self._upload(table)
-            if len(self._tables) > _CACHED_TABLES:
-                self._tables.popitem(last=False)
-        else:
-            self._tables.move_to_end(key)
-        return found
+    def __del__(self) -> None:
+        if isinstance(self.native, int):
+            self._unused.append(self.native)
 
-    def kept(self, table: npt.NDArray[Any]) -> torch.Tensor:
-        """The same for a long-lived array that nobody changes: found by identity."""
-        if id(table) not in self._kept:
-            self._kept[id(table)] = (table, torch.from_numpy(table).to(self._device))
-            if len(self._kept) > _KEPT_TABLES:
-                del self._kept[next(iter(self._kept))]
-        return self._kept[id(table)][1]
 
-    def map(self, build: Callable[[Sequence[int]], npt.NDArray[Any]], lengths: tuple[int, ...]) -> torch.Tensor:
-        """`build(lengths)` on the device: which program of a kernel works on which piece."""
-        key = (build, lengths)
-        found = self._maps.pop(key, None)
-        if found is None:
-            found = torch.from_numpy(build(lengths)).to(self._device)
-        self._maps[key] = found  # the most recently used is last
-        while sum(m.nbytes for m in self._maps.values()) > _MAP_BYTES and len(self._maps) > 1:
-            del self._maps[next(iter(self._maps))]
-        return found
-
-    def rewind(self) -> None:
-        """All uploads are done: the arena may be written again."""
-        self._used_bytes = 0
-
-    def _upload(self, table: npt.NDArray[Any]) -> torch.Tensor:
-        flat = torch.from_numpy(np.ascontiguousarray(table)).view(-1).view(torch.uint8)
-        start = align(self._used_bytes, 256)
-        if start + flat.numel() > self._arena.numel():
-            torch.cuda.current_stream(self._device).synchronize()
-            start = 0
-        if flat.numel() > self._arena.numel():
-            return torch.from_numpy(table).to(self._device)
-        self._used_bytes = start + flat.numel()
-        staged = self._arena[start : self._used_bytes]
-        staged.copy_(flat)
-        device = staged.to(self._device, non_blocking=True)
-        return device.view(torch.from_numpy(table).dtype).view(table.shape)
+def _drain(streams: Sequence[torch.cuda.Stream], events: Sequence[int]) -> None:
+    for stream in streams:
+        stream.synchronize()
+    for event in events:
+        event_destroy(event)
 
 
 def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
     torch.cuda.synchronize(device)
     unlock_pages(address, size_bytes)
-
-
-def _row(r: AdamWRange) -> tuple[int, int, int, int, int]:
-    return r.offset, r.length, _tensor(r.grad).data_ptr(), _tensor(r.weight).data_ptr(), _tensor(r.count).data_ptr()
-
-
-def _tensor(memory: object) -> torch.Tensor:
-    if not isinstance(memory, torch.Tensor):
-        raise PlacementError(f"a device kernel was given a {type(memory).__name__}", fix="pass CUDA tensors")
-    return memory
-
-
-def _tier(tensor: torch.Tensor) -> Tier:
-    return Tier.DEVICE if tensor.is_cuda else Tier.HOST
-
-
-def _wait(stream: torch.cuda.Stream, events: Sequence[Event]) -> None:
-    for event in events:
-        if not isinstance(event.native, torch.cuda.Event):
-            raise PlacementError("an event of another backend", fix="use events of the backend that is waited on")
-        stream.wait_event(event.native)
-
-
-def _record(stream: torch.cuda.Stream) -> Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return Event(event)

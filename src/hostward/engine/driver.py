@@ -1,6 +1,8 @@
-"""The few CUDA driver calls that torch does not offer: host functions on a stream, and locking pages of our own.
+"""The few CUDA driver calls that torch does not offer cheaply: host functions on a stream, events as plain handles,
+addresses of the driver's functions for native code, and locking pages of our own.
 
 Through ctypes, because a failed driver call leaves no sticky error behind for torch's next runtime call to trip over.
+All but the page calls need a current context on the calling thread; torch makes one with its first use of a device.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import functools
 from hostward.errors import DeviceError, MemoryLimitError
 
 _PORTABLE = 1
-REGISTER_PIECE_BYTES = 64 << 30
-"""Pages are locked in pieces: a single registration of 512 GiB or more fails."""
+_EVENT_DEFAULT = 0
+_EVENT_DISABLE_TIMING = 2
+_SUCCESS = 0
+_NOT_READY = 600
 
 
 @functools.cache
@@ -28,13 +32,41 @@ def _library() -> ctypes.CDLL:
     library.cuMemHostRegister_v2.argtypes = [pointer, size, flags]
     library.cuMemHostUnregister.argtypes = [pointer]
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), flags]
+    library.cuEventDestroy_v2.argtypes = [pointer]
+    library.cuEventQuery.argtypes = [pointer]
+    library.cuEventSynchronize.argtypes = [pointer]
     return library
 
 
-def _error_name(code: int) -> str:
+@functools.cache
+def _elapsed_time() -> ctypes._NamedFuncPointer:
+    # Drivers of CUDA 12.8 and later export the second form beside the first.
+    name = "cuEventElapsedTime_v2" if hasattr(_library(), "cuEventElapsedTime_v2") else "cuEventElapsedTime"
+    function = _library()[name]
+    function.argtypes = [ctypes.POINTER(ctypes.c_float), ctypes.c_void_p, ctypes.c_void_p]
+    return function
+
+
+def error_name(code: int) -> str:
+    """The driver's name of a CUresult, as "CUDA_ERROR_INVALID_VALUE"."""
     name = ctypes.c_char_p()
     _library().cuGetErrorName(code, ctypes.byref(name))
     return name.value.decode() if name.value else f"code {code}"
+
+
+def function_address(name: str) -> int:
+    """The address of a driver function, for native code to call. Raises DeviceError where the driver lacks it."""
+    try:
+        function = _library()[name]
+    except AttributeError as error:
+        raise DeviceError(f"the CUDA driver has no {name}", why=str(error), fix="install a newer driver") from error
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+def _require(code: int, call: str, what: str) -> None:
+    if code != _SUCCESS:
+        raise DeviceError(what, why=f"{call}: {error_name(code)}")
 
 
 def launch_host_function(stream: int, function: int, argument: int) -> None:
@@ -43,30 +75,64 @@ def launch_host_function(stream: int, function: int, argument: int) -> None:
     Raises DeviceError. The memory behind `argument` must stay as it is until the stream has run the function.
     """
     code = _library().cuLaunchHostFunc(stream, function, argument)
-    if code:
-        raise DeviceError("a host function could not be enqueued", why=f"cuLaunchHostFunc: {_error_name(code)}")
+    _require(code, "cuLaunchHostFunc", "a host function could not be enqueued")
+
+
+def event_create(timing: bool) -> int:
+    """The handle of a new event of the current context; only one with `timing` has a time. Raises DeviceError."""
+    handle = ctypes.c_void_p()
+    code = _library().cuEventCreate(ctypes.byref(handle), _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING)
+    _require(code, "cuEventCreate", "an event could not be made")
+    return int(handle.value or 0)
+
+
+def event_destroy(handle: int) -> None:
+    """Give the event up; waits for it that are enqueued still hold. Raises DeviceError."""
+    _require(_library().cuEventDestroy_v2(handle), "cuEventDestroy", "an event could not be destroyed")
+
+
+def event_query(handle: int) -> bool:
+    """Whether all work before the event's last record is done; True for one that was never recorded.
+
+    Raises DeviceError, also for an error that earlier work on the device has left.
+    """
+    code = int(_library().cuEventQuery(handle))
+    if code == _NOT_READY:
+        return False
+    _require(code, "cuEventQuery", "an event could not be asked")
+    return True
+
+
+def event_synchronize(handle: int) -> None:
+    """Block this thread, without the GIL, until the event's last record is reached. Raises DeviceError as
+    `event_query` does.
+    """
+    _require(_library().cuEventSynchronize(handle), "cuEventSynchronize", "an event could not be waited for")
+
+
+def event_elapsed_ms(start: int, end: int) -> float:
+    """Milliseconds from `start` to `end`, two reached events with timing. Raises DeviceError, with
+    CUDA_ERROR_NOT_READY where one is not reached yet.
+    """
+    elapsed_ms = ctypes.c_float()
+    code = _elapsed_time()(ctypes.byref(elapsed_ms), start, end)
+    _require(code, "cuEventElapsedTime", "the time between two events could not be read")
+    return elapsed_ms.value
 
 
 def lock_pages(address: int, size_bytes: int, *, owner: str) -> None:
-    """Page-lock [address, address + size_bytes) for all devices. On failure nothing stays locked; raises
-    MemoryLimitError.
+    """Page-lock [address, address + size_bytes) for all devices, as one registration: the driver refuses a copy that
+    spans two. Raises MemoryLimitError; nothing is locked then.
     """
-    locked: list[int] = []
-    for offset in range(0, size_bytes, REGISTER_PIECE_BYTES):
-        piece_bytes = min(REGISTER_PIECE_BYTES, size_bytes - offset)
-        code = _library().cuMemHostRegister_v2(address + offset, piece_bytes, _PORTABLE)
-        if code:
-            for start in locked:
-                _library().cuMemHostUnregister(start)
-            raise MemoryLimitError(
-                f"{owner}: {size_bytes:,} bytes could not be page-locked",
-                why=f"cuMemHostRegister: {_error_name(code)}; this is host memory, not GPU memory",
-                fix="lower optimizer.optimizer_offload_fraction, or raise the limit on locked memory (ulimit -l, WSL)",
-            )
-        locked.append(address + offset)
+    code = _library().cuMemHostRegister_v2(address, size_bytes, _PORTABLE)
+    if code != _SUCCESS:
+        raise MemoryLimitError(
+            f"{owner}: {size_bytes:,} bytes could not be page-locked",
+            why=f"cuMemHostRegister: {error_name(code)}; this is host memory, not GPU memory",
+            fix="lower optimizer.optimizer_offload_fraction, or raise the limit on locked memory (ulimit -l, WSL)",
+        )
 
 
 def unlock_pages(address: int, size_bytes: int) -> None:
-    """Undo `lock_pages`. The caller has drained every stream that copies through these pages."""
-    for offset in range(0, size_bytes, REGISTER_PIECE_BYTES):
-        _library().cuMemHostUnregister(address + offset)
+    """Undo `lock_pages(address, size_bytes)`. The caller has drained every stream that copies through these pages."""
+    _library().cuMemHostUnregister(address)

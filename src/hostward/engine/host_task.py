@@ -1,28 +1,43 @@
-"""A bucket's operands as a native AdamW task: for host buckets, and for device buckets of the simulated backend."""
+"""A bucket's operands as a native AdamW task: for host buckets, and for every bucket of the simulated backend."""
 
 from __future__ import annotations
 
 import os
 
-from hostward.host.adamw import AdamWTask
+import numpy as np
+import numpy.typing as npt
+
+from hostward.host.adamw import AdamWRange, AdamWTask
 from hostward.host.library import Isa, load
 from hostward.host.threads import default_threads, read_cpu_facts
+from hostward.inventory import MasterKind
 
 from .backend import AdamWOperands, Scalars
 
 
-def host_task(operands: AdamWOperands, scalars: Scalars, threads: int) -> AdamWTask:
-    """The task, which keeps its operands alive. Raises PlacementError or ConfigError for operands that do not fit."""
+def host_task(
+    operands: AdamWOperands,
+    scalars: Scalars,
+    threads: int,
+    *,
+    hyper: npt.NDArray[np.float64] | None = None,
+    error: npt.NDArray[np.int32] | None = None,
+) -> AdamWTask:
+    """The task over what lies at the operands' buffers now, which it keeps alive. `hyper` float64 [5] is read when it
+    runs; None: the present constants. Raises PlacementError or ConfigError for operands that do not fit.
+    """
+    low = None if operands.low is None else operands.low.data
     return AdamWTask(
-        operands.ranges,
-        exp_avg=operands.exp_avg,
-        exp_avg_sq=operands.exp_avg_sq,
-        remainder=operands.remainder,
-        master=operands.master,
-        hyper=operands.hyper.as_array(),
-        tables=operands.tables,
+        [AdamWRange(r.offset, r.length, r.gradient.data, r.weight.data, r.count.data) for r in operands.ranges],
+        exp_avg=operands.exp_avg.data,
+        exp_avg_sq=operands.exp_avg_sq.data,
+        remainder=low if operands.kind is MasterKind.SPLIT else None,
+        master=low if operands.kind is MasterKind.PLAIN else None,
+        hyper=operands.constants.hyper.as_array() if hyper is None else hyper,
+        tables=operands.constants.tables,
         scale=scalars.scale.data,
         skip=scalars.skip.data,
+        error=error,
         threads=threads,
     )
 

@@ -9,7 +9,9 @@ execution.
 
 from __future__ import annotations
 
+import functools
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +31,14 @@ from .backend import (
     AdamWOperands,
     Backend,
     Buffer,
+    Clipping,
     Event,
     Ledger,
+    Partials,
     Scalars,
     Tier,
+    Work,
+    chunks_of,
     require_copyable,
     require_tier,
 )
@@ -46,11 +52,12 @@ POISON = 0xFF
 @dataclass(frozen=True, slots=True)
 class Order:
     """Which of the lanes that could go on goes on: lanes in `late` only when no other can, else by `seed` (None: as
-    issued).
+    issued). `eager`: operations run as they are issued, one of the legal orders.
     """
 
     seed: int | None = None
     late: frozenset[Lane] = frozenset()
+    eager: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +68,8 @@ class _Operation:
     stamp: Stamp
     waits: tuple[_Operation, ...]
     run: Callable[[], None] | None
+    nbytes: int = 0
+    turn: int = 0
     done: bool = False
 
 
@@ -77,6 +86,20 @@ class _Span:
     accesses: Accesses[_Operation] = field(default_factory=Accesses)
 
 
+class _SimulatedWork(Work):
+    """What is issued is made anew each time from the buffers' present data."""
+
+    __slots__ = ("_enqueue",)
+
+    def __init__(self, name: str, lane: Lane, done: Event, enqueue: Callable[[], _Operation]) -> None:
+        super().__init__(name, lane, done)
+        self._enqueue = enqueue
+
+    def issue(self) -> Event:
+        self.done.native = self._enqueue()
+        return self.done
+
+
 class SimulatedBackend(Backend):
     """Lanes as queues over plain CPU memory."""
 
@@ -91,46 +114,79 @@ class SimulatedBackend(Backend):
         self._clocks = LaneClocks()
         self._spans: dict[int, list[_Span]] = {}  # by address of the storage that the buffers view
         self._issued = 0
+        self._turn = 0
+        self._started_s = time.perf_counter()
 
     def allocate(
-        self, tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, *, pinned: bool = False
+        self,
+        tier: Tier,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        owner: str,
+        *,
+        pinned: bool = False,
+        zero: bool = True,
     ) -> list[Buffer]:
         total_bytes = sum(sizes) * dtype.itemsize
         slab = host_slab(total_bytes, owner=owner, threads=self.threads).view(dtype)
+        if not zero and self._poison:
+            slab.view(torch.uint8).fill_(POISON)
         ends = np.cumsum([0, *sizes]).tolist()
         buffers = [Buffer(tier, slab[a:b], owner, pinned) for a, b in pairwise(ends)]
         for buffer in buffers:
             self.ledger.add(buffer)
+            if tier is Tier.DEVICE:
+                self._made(buffer)
         return buffers
 
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
-        self.join(after)
+        if any(b.tier is Tier.HOST for b in buffers):
+            self.synchronise()
+        if after:
+            self.mark("free", Lane.COMPUTE, waits=after).issue()
         for buffer in buffers:
-            for span in self._overlapping(buffer)[1]:
-                for operation, stamp in (*span.accesses.readers, *filter(None, [span.accesses.writer])):
-                    if not self._clocks.joined(stamp):
-                        raise OrderingError(
-                            f"{buffer.owner!r} is freed while {operation.name!r} may still use it",
-                            why="a free is a write",
-                            fix="pass that operation's event to free()",
-                        )
-        for buffer in buffers:
+            # The next owner of the memory may be anybody on the compute lane.
+            poison = functools.partial(self._overwrite, buffer.data)
+            self._issue(Lane.COMPUTE, f"free {buffer.owner}", poison, (), (buffer,), ())
             self.ledger.add(buffer, -1)
-            self._overwrite(buffer)
             buffer.data = buffer.data.new_empty(0)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE, tensor, owner)
         if counted:
             self.ledger.add(buffer)
-        # Whoever made the tensor did so on the compute lane before now.
-        self._issue(Lane.COMPUTE, f"made {owner}", None, (), (buffer,), ())
+        self._made(buffer)
         return buffer
 
-    def copy(self, lane: Lane, destination: Buffer, source: Buffer, *, name: str, waits: Sequence[Event] = ()) -> Event:
-        require_copyable(lane, destination, source)
-        self.ledger.copied_bytes[lane] += source.nbytes
-        return self._issue(lane, name, lambda: _copy(destination.data, source.data), (source,), (destination,), waits)
+    def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        buffer.data = tensor
+        if tensor.numel():
+            self._made(buffer)
+
+    def event(self) -> Event:
+        return Event()
+
+    def copy(
+        self,
+        lane: Lane,
+        pairs: Sequence[tuple[Buffer, Buffer]],
+        *,
+        name: str,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        def enqueue() -> _Operation:
+            for destination, source in pairs:
+                require_copyable(lane, destination, source)
+            tensors = [(destination.data, source.data) for destination, source in pairs]
+            nbytes = sum(source.nbytes for _, source in pairs)
+            self.ledger.copied_bytes[lane] += nbytes
+            reads, writes = [s for _, s in pairs], [d for d, _ in pairs]
+            return self._issue(lane, name, lambda: _copy(tensors), reads, writes, waits, nbytes)
+
+        for destination, source in pairs:
+            require_copyable(lane, destination, source)
+        return _SimulatedWork(name, lane, done or Event(), enqueue)
 
     def launch(
         self,
@@ -139,80 +195,132 @@ class SimulatedBackend(Backend):
         *,
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
+        lane: Lane = Lane.COMPUTE,
         waits: Sequence[Event] = (),
-    ) -> Event:
+        done: Event | None = None,
+    ) -> Work:
         require_tier((*reads, *writes), Tier.DEVICE, name)
-        return self._issue(Lane.COMPUTE, name, kernel, reads, writes, waits)
+
+        def enqueue() -> _Operation:
+            return self._issue(lane, name, kernel, reads, writes, waits)
+
+        return _SimulatedWork(name, lane, done or Event(), enqueue)
+
+    def partials(
+        self,
+        name: str,
+        gradients: Sequence[Buffer],
+        lengths: Sequence[int],
+        firsts: Sequence[int],
+        out: Partials,
+        *,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        require_tier((*gradients, *out.all()), Tier.DEVICE, name)
+        parts = [out.part(first, chunks_of(length)) for first, length in zip(firsts, lengths, strict=True)]
+
+        def enqueue() -> _Operation:
+            tensors = [g.data for g in gradients]
+
+            def run() -> None:
+                for tensor, part in zip(tensors, parts, strict=True):
+                    sums, exponents = norm_partials([tensor], threads=self.threads)
+                    part.sums.data.copy_(torch.from_numpy(sums))
+                    part.exponents.data.copy_(torch.from_numpy(exponents))
+
+            writes = [buffer for part in parts for buffer in part.all()]
+            return self._issue(Lane.COMPUTE, name, run, gradients, writes, waits)
+
+        return _SimulatedWork(name, Lane.COMPUTE, done or Event(), enqueue)
 
     def norm(
         self,
-        gradients: Sequence[Buffer],
+        partials: Partials,
         out: Scalars,
+        clipping: Clipping,
         *,
-        max_norm: float,
-        inv_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
         waits: Sequence[Event] = (),
-    ) -> Event:
-        require_tier((*gradients, *out.all()), Tier.DEVICE, "norm")
+        done: Event | None = None,
+    ) -> Work:
+        require_tier((*partials.all(), *out.all()), Tier.DEVICE, "norm")
 
-        def run() -> None:
-            dtypes = sorted({g.data.dtype for g in gradients}, key=str)
-            by_dtype = [[g.data for g in gradients if g.data.dtype is dtype] for dtype in dtypes]
-            partials = [norm_partials(group, threads=self.threads) for group in by_dtype]
-            sums, exponents = (np.concatenate(columns) for columns in zip(*partials, strict=True))
-            norm, finite = reference.norm_from_partials(sums, exponents)
-            inverse = np.float32(1.0) if inv_scale is None else np.float32(inv_scale.item())
-            overflow = not finite or (found_inf is not None and found_inf.item() != 0)
-            out.norm.data[0] = float(norm * inverse)
-            out.skip.data[0] = int(overflow)
-            scale = reference.clip_scale(float(norm), max_norm or None, float(inverse))
-            out.scale.data[0] = float(scale) if finite else 0.0
+        def enqueue() -> _Operation:
+            max_norm, inv_scale = clipping.max_norm, clipping.inv_scale
+            found_inf, overflow_out = clipping.found_inf, clipping.overflow_out
 
-        return self._issue(Lane.COMPUTE, "norm", run, gradients, out.all(), waits)
+            def run() -> None:
+                sums, exponents = partials.sums.data.numpy(), partials.exponents.data.numpy()
+                norm, finite = reference.norm_from_partials(sums, exponents)
+                inverse = np.float32(1.0) if inv_scale is None else np.float32(inv_scale.item())
+                overflow = not finite or (found_inf is not None and found_inf.item() != 0)
+                out.norm.data[0] = float(norm * inverse)
+                out.skip.data[0] = int(overflow)
+                scale = reference.clip_scale(float(norm), max_norm or None, float(inverse))
+                out.scale.data[0] = float(scale) if finite else 0.0
+                if overflow_out is not None:
+                    overflow_out.add_(int(overflow))
 
-    def device_adamw(
+            return self._issue(Lane.COMPUTE, "norm", run, partials.all(), out.all(), waits)
+
+        return _SimulatedWork("offload/norm", Lane.COMPUTE, done or Event(), enqueue)
+
+    def adamw(
         self,
+        lane: Lane,
         name: str,
         operands: AdamWOperands,
         scalars: Scalars,
         *,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
         waits: Sequence[Event] = (),
-    ) -> Event:
-        require_tier((*reads, *writes, *scalars.all()), Tier.DEVICE, name)
-        return self._adamw(Lane.COMPUTE, name, operands, scalars, reads, writes, waits)
+        done: Event | None = None,
+    ) -> Work:
+        tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
+        require_tier([*operands.read(), *operands.written(), *scalars.all()], tier, name)
 
-    def host_adamw(
-        self,
-        name: str,
-        operands: AdamWOperands,
-        scalars: Scalars,
-        *,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-        waits: Sequence[Event] = (),
-    ) -> Event:
-        require_tier((*reads, *writes, *scalars.all()), Tier.HOST, name)
-        return self._adamw(Lane.HOST, name, operands, scalars, reads, writes, waits)
+        def enqueue() -> _Operation:
+            task = host_task(operands, scalars, self.threads)
+            reads = [*operands.read(), scalars.scale, scalars.skip]
+            return self._issue(lane, name, lambda: adamw_step(task), reads, operands.written(), waits)
 
-    def record(self) -> Event:
-        return self._issue(Lane.COMPUTE, "record", None, (), (), ())
+        return _SimulatedWork(name, lane, done or Event(), enqueue)
 
-    def retire(self, buffers: Sequence[Buffer], lane: Lane, waits: Sequence[Event] = ()) -> Event:
-        def run() -> None:
-            for buffer in buffers:
-                self._overwrite(buffer)
+    def retire(
+        self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
+    ) -> Work:
+        def enqueue() -> _Operation:
+            tensors = [b.data for b in buffers]
 
-        return self._issue(lane, "retire", run, (), buffers, waits)
+            def run() -> None:
+                for tensor in tensors:
+                    self._overwrite(tensor)
 
-    def join(self, events: Sequence[Event]) -> None:
-        for event in events:
-            operation = _operation(event)
-            self._clocks.join(operation.stamp)
-            while not operation.done:
+            return self._issue(lane, "offload/retire", run, (), buffers, waits)
+
+        return _SimulatedWork("offload/retire", lane, done or Event(), enqueue)
+
+    def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
+        def enqueue() -> _Operation:
+            operation = self._issue(lane, name, None, (), (), waits)
+            # The caller's own code runs now, and everything of the compute lane comes before it.
+            while lane is Lane.COMPUTE and not operation.done:
                 self._advance()
+            return operation
+
+        return _SimulatedWork(name, lane, done or Event(), enqueue)
+
+    def begin_turn(self) -> None:
+        self._turn += 1
+        if self._order.eager:
+            self.synchronise()
+
+    def end_turn(self) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        operation = _operation(event)
+        while operation is not None and not operation.done:
+            self._advance()
 
     def synchronise(self) -> None:
         while any(self._queues.values()):
@@ -223,19 +331,9 @@ class SimulatedBackend(Backend):
     def describe(self) -> Mapping[str, object]:
         return {"backend": "simulated", "device": "cpu", "host_threads": self.threads, "isa": isa_name()}
 
-    def _adamw(
-        self,
-        lane: Lane,
-        name: str,
-        operands: AdamWOperands,
-        scalars: Scalars,
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-        waits: Sequence[Event],
-    ) -> Event:
-        task = host_task(operands, scalars, self.threads)
-        reads = (*reads, scalars.scale, scalars.skip)
-        return self._issue(lane, name, lambda: adamw_step(task), reads, writes, waits)
+    def _made(self, buffer: Buffer) -> None:
+        """Whoever made the tensor did so on the compute lane before now."""
+        self._issue(Lane.COMPUTE, f"made {buffer.owner}", None, (), (buffer,), ())
 
     def _issue(
         self,
@@ -245,17 +343,18 @@ class SimulatedBackend(Backend):
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
         waits: Sequence[Event],
-    ) -> Event:
-        before = tuple(_operation(event) for event in waits)
+        nbytes: int = 0,
+    ) -> _Operation:
+        before = tuple(operation for event in waits if (operation := _operation(event)) is not None)
         stamp = self._clocks.stamp(lane, [earlier.stamp for earlier in before])
-        operation = _Operation(lane, name, self._issued, stamp, before, run)
+        operation = _Operation(lane, name, self._issued, stamp, before, run, nbytes, self._turn)
         self._issued += 1
         self._check(operation, reads, writes)
-        if run is None and not self._queues[lane]:
-            operation.done = True
-        else:
-            self._queues[lane].append(operation)
-        return Event(operation)
+        self._queues[lane].append(operation)
+        if self._order.eager:
+            while not operation.done:
+                self._advance()
+        return operation
 
     def _check(self, operation: _Operation, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
         """The ordering rule, on bytes."""
@@ -288,25 +387,35 @@ class SimulatedBackend(Backend):
         early = [o for o in ready if o.lane not in self._order.late] or ready
         chosen = min(early, key=lambda o: o.number) if self._order.seed is None else self._random.choice(early)
         self._queues[chosen.lane].popleft()
+        start_s = time.perf_counter()
         try:
             if chosen.run is not None:
                 chosen.run()
         finally:
             # Even if it failed: what waits for it goes on, as on a stream, and the error is on its way to the caller.
             chosen.run = None
+            chosen.waits = ()
             chosen.done = True
+        if self.meter is not None and chosen.lane is not Lane.COMPUTE:
+            end_s = time.perf_counter()
+            times_s = start_s - self._started_s, end_s - self._started_s
+            self.meter(chosen.name, chosen.lane, *times_s, chosen.nbytes, chosen.turn)
+            # Operations run on the caller's own thread, which stands still meanwhile.
+            self.meter(f"offload/wait/{chosen.lane.value}", Lane.COMPUTE, *times_s, 0, chosen.turn)
 
-    def _overwrite(self, buffer: Buffer) -> None:
+    def _overwrite(self, data: torch.Tensor) -> None:
         if self._poison:
-            buffer.data.view(torch.uint8).fill_(POISON)
+            data.view(torch.uint8).fill_(POISON)
 
 
-def _operation(event: Event) -> _Operation:
-    if not isinstance(event.native, _Operation):
+def _operation(event: Event) -> _Operation | None:
+    """None: nothing has been issued yet, and there is nothing to wait for."""
+    if event.native is not None and not isinstance(event.native, _Operation):
         raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
     return event.native
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
-        destination.copy_(source)
+        for destination, source in pairs:
+            destination.copy_(source)

@@ -10,23 +10,21 @@ docs/exactness.md states the arithmetic; `hostward.host.reference` is its defini
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostward.errors import ConfigError, PlacementError
+from hostward.errors import ConfigError
 from hostward.host.library import Dtype, Isa, Range, Task, check, load
-from hostward.host.operand import Memory, Operand, host_operand
+from hostward.host.operand import FLOATS, Memory, Operands, one_dtype, require_threads
 
 FloatTable = npt.NDArray[np.float64]
-
-_DTYPES = {"fp32": Dtype.FP32, "bf16": Dtype.BF16, "fp16": Dtype.FP16}
 
 
 class MasterKind(IntEnum):
@@ -127,63 +125,80 @@ class AdamWTask:
         threads: int = 1,
         isa: Isa = Isa.BEST,
     ) -> None:
-        if threads < 1:
-            raise ConfigError(f"threads is {threads}", why="the calling thread works too", fix="choose 1 or more")
+        require_threads(threads)
         self.error: Memory = np.zeros(1, dtype=np.int32) if error is None else error
-        self._kept: list[Operand] = []
+        self._kept = Operands()
         if not ranges:
             raise ConfigError("a task without ranges", why="it has no dtype", fix="pass one range or more")
         elements = max(r.offset + r.length for r in ranges)
         native, grad_dtype, weight_dtype = self._native_ranges(ranges)
         self._ranges = native
         kind = _master_kind(weight_dtype, remainder is not None, master is not None)
-        tables_pair = [self._keep(t, f"tables[{i}]", ("fp64",), 1) for i, t in enumerate(tables)]
-        if tables_pair[0].elements != tables_pair[1].elements:
-            raise ConfigError("the two tables differ in length", fix="pass the pair that bias_tables returned")
         self.struct = Task(
             grad_dtype=int(grad_dtype),
             weight_dtype=int(weight_dtype),
             master_kind=int(kind),
             threads=threads,
             isa=int(isa),
-            exp_avg=self._keep(exp_avg, "exp_avg", ("fp32",), elements, writable=True).address,
-            exp_avg_sq=self._keep(exp_avg_sq, "exp_avg_sq", ("fp32",), elements, writable=True).address,
-            remainder=self._optional(remainder, "remainder", "int16", elements, writable=True),
-            master=self._optional(master, "master", "fp32", elements, writable=True),
+            exp_avg=self._kept.take(exp_avg, "exp_avg", ("fp32",), elements, writable=True).address,
+            exp_avg_sq=self._kept.take(exp_avg_sq, "exp_avg_sq", ("fp32",), elements, writable=True).address,
+            remainder=self._kept.optional(remainder, "remainder", "int16", elements, writable=True),
+            master=self._kept.optional(master, "master", "fp32", elements, writable=True),
             ranges=ctypes.addressof(native),
             n_ranges=len(ranges),
-            hyper=self._keep(hyper, "hyper", ("fp64",), 5).address,
-            bc1=tables_pair[0].address,
-            inv_sqrt_bc2=tables_pair[1].address,
-            table_length=tables_pair[0].elements,
-            scale=self._optional(scale, "scale", "fp32", 1),
-            skip=self._optional(skip, "skip", "int32", 1),
-            error=self._keep(self.error, "error", ("int32",), 1, writable=True).address,
+            scale=self._kept.optional(scale, "scale", "fp32", 1),
+            skip=self._kept.optional(skip, "skip", "int32", 1),
+            error=self._kept.take(self.error, "error", ("int32",), 1, writable=True).address,
         )
+        self._set_hyper(hyper)
+        self._set_tables(tables)
 
-    def _keep(
-        self, memory: Memory, role: str, dtypes: tuple[str, ...], elements: int, *, writable: bool = False
-    ) -> Operand:
-        operand = host_operand(memory, role, dtypes, writable=writable)
-        if operand.elements < elements:
-            raise PlacementError(
-                f"{role} has {operand.elements} elements, the task needs {elements}",
-                why="the host kernel would run past its end",
-                fix="pass memory of the full length",
-            )
-        self._kept.append(operand)
-        return operand
+    def _set_hyper(self, hyper: Memory) -> None:
+        self.struct.hyper = self._kept.take(hyper, "hyper", ("fp64",), 5).address
 
-    def _optional(
-        self, memory: Memory | None, role: str, dtype: str, elements: int, *, writable: bool = False
-    ) -> int | None:
-        return None if memory is None else self._keep(memory, role, (dtype,), elements, writable=writable).address
+    def _set_tables(self, tables: tuple[Memory, Memory]) -> None:
+        bc1, inv_sqrt_bc2 = (self._kept.take(t, f"tables[{i}]", ("fp64",), 1) for i, t in enumerate(tables))
+        if bc1.elements != inv_sqrt_bc2.elements:
+            raise ConfigError("the two tables differ in length", fix="pass the pair that bias_tables returned")
+        self.struct.bc1, self.struct.inv_sqrt_bc2 = bc1.address, inv_sqrt_bc2.address
+        self.struct.table_length = bc1.elements
+
+    def _twin(self) -> AdamWTask:
+        twin = copy.copy(self)
+        twin._kept = Operands(self._kept)
+        twin.struct = Task.from_buffer_copy(self.struct)
+        return twin
+
+    def with_hyper(self, hyper: Memory, *, error: Memory | None = None) -> AdamWTask:
+        """A second task over the same operands, unchecked a second time, that reads `hyper` (float64 [5]) instead and
+        leaves its code in `error` (int32 [1]; None: the same as this task). For a ring of immutable tasks.
+
+        Raises:
+            PlacementError: `hyper` or `error` on the wrong device, of the wrong dtype, strided or too short.
+        """
+        twin = self._twin()
+        twin._set_hyper(hyper)
+        if error is not None:
+            twin.error = error
+            twin.struct.error = twin._kept.take(error, "error", ("int32",), 1, writable=True).address
+        return twin
+
+    def with_tables(self, tables: tuple[Memory, Memory]) -> AdamWTask:
+        """A second task over the same operands with other bias corrections, as `bias_tables` returns them.
+
+        Raises:
+            PlacementError: a table on the wrong device, of the wrong dtype, strided or empty.
+            ConfigError: tables of different lengths.
+        """
+        twin = self._twin()
+        twin._set_tables(tables)
+        return twin
 
     def _native_ranges(self, ranges: Sequence[AdamWRange]) -> tuple[ctypes.Array[Range], Dtype, Dtype]:
         native = (Range * len(ranges))()
         grad_dtypes: set[str] = set()
         weight_dtypes: set[str] = set()
-        floats = tuple(_DTYPES)
+        floats = tuple(FLOATS)
         for i, part in enumerate(ranges):
             if part.offset < 0 or part.length < 0:
                 raise ConfigError(
@@ -191,13 +206,13 @@ class AdamWTask:
                     why="both count elements",
                     fix="pass numbers that are not negative",
                 )
-            grad = self._keep(part.grad, f"ranges[{i}].grad", floats, part.length)
-            weight = self._keep(part.weight, f"ranges[{i}].weight", floats, part.length, writable=True)
-            count = self._keep(part.count, f"ranges[{i}].count", ("int64",), 1, writable=True)
+            grad = self._kept.take(part.grad, f"ranges[{i}].grad", floats, part.length)
+            weight = self._kept.take(part.weight, f"ranges[{i}].weight", floats, part.length, writable=True)
+            count = self._kept.take(part.count, f"ranges[{i}].count", ("int64",), 1, writable=True)
             grad_dtypes.add(grad.dtype)
             weight_dtypes.add(weight.dtype)
             native[i] = Range(part.offset, part.length, grad.address, weight.address, count.address)
-        grad_dtype, weight_dtype = _one_dtype(grad_dtypes, "gradients"), _one_dtype(weight_dtypes, "weights")
+        grad_dtype, weight_dtype = one_dtype(grad_dtypes, "gradients"), one_dtype(weight_dtypes, "weights")
         return native, grad_dtype, weight_dtype
 
     def host_function(self) -> tuple[int, int]:
@@ -223,16 +238,6 @@ def adamw_step(task: AdamWTask) -> None:
         NativeError: the native code refused the task; it has written nothing.
     """
     check(load().adamw_step(ctypes.byref(task.struct)), "hostward_adamw_step")
-
-
-def _one_dtype(names: set[Any], role: str) -> Dtype:
-    if len(names) > 1:
-        raise ConfigError(
-            f"the {role} of one task have dtypes {', '.join(sorted(names))}",
-            why="a task runs one kernel",
-            fix="make one task for each dtype",
-        )
-    return _DTYPES[names.pop()]
 
 
 def _master_kind(weight_dtype: Dtype, has_remainder: bool, has_master: bool) -> MasterKind:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -84,6 +84,51 @@ class NormItem(ctypes.Structure):
     _fields_ = [("grad", ctypes.c_void_p), ("length", ctypes.c_int64), ("first_chunk", ctypes.c_int64)]
 
 
+class NormTaskStruct(ctypes.Structure):
+    """hostward_norm_task."""
+
+    _fields_ = [
+        ("grad_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("items", ctypes.c_void_p),
+        ("n_items", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
+        ("exponents", ctypes.c_void_p),
+        ("error", ctypes.c_void_p),
+    ]
+
+
+class AccumulateRangeStruct(ctypes.Structure):
+    """hostward_accumulate_range."""
+
+    _fields_ = [
+        ("total", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+        ("first_chunk", ctypes.c_int64),
+    ]
+
+
+class AccumulateTaskStruct(ctypes.Structure):
+    """hostward_accumulate_task."""
+
+    _fields_ = [
+        ("grad_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("last", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("ranges", ctypes.c_void_p),
+        ("n_ranges", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
+        ("exponents", ctypes.c_void_p),
+        ("error", ctypes.c_void_p),
+    ]
+
+
 _CODES = {
     1: "a pointer that the task needs is null",
     2: "a length, offset or count is negative, or fewer than one thread was asked for",
@@ -117,12 +162,18 @@ class Library:
     path: Path
     adamw_step: Callable[[Any], int]
     norm_partials: Callable[..., int]
+    norm: Callable[[Any], int]
+    accumulate: Callable[[Any], int]
+    bind_memory: Callable[[int, int, int], int]
     first_touch: Callable[[int, int, int], int]
+    issue: Callable[..., int]
     bench_rmw: Callable[..., int]
     isa_best: Callable[[], int]
     isa_supported: Callable[[int], int]
     adamw_host_function: int
-    """Address of a function `void (*)(void *task)`, for stream-ordered launch."""
+    """Address of a function `void (*)(void *task)`, for stream-ordered launch; so the two below."""
+    norm_host_function: int
+    accumulate_host_function: int
 
     def supported_isas(self) -> tuple[Isa, ...]:
         """Instruction sets that this processor runs, without BEST, slowest first."""
@@ -153,7 +204,11 @@ def open_library(path: Path) -> Library:
     signatures: tuple[tuple[str, type[Any], list[type[Any]]], ...] = (
         ("hostward_adamw_step", ctypes.c_int, [pointer]),
         ("hostward_norm_partials", ctypes.c_int, [pointer, i64, i32, pointer, pointer, i32, i32]),
+        ("hostward_norm", ctypes.c_int, [pointer]),
+        ("hostward_accumulate", ctypes.c_int, [pointer]),
+        ("hostward_bind_memory", i32, [pointer, i64, i32]),
         ("hostward_first_touch", ctypes.c_int, [pointer, i64, i32]),
+        ("hostward_issue", i64, [pointer, pointer, pointer, i64, pointer]),
         ("hostward_bench_rmw", ctypes.c_int, [pointer, i64, i32, i32, i32]),
         ("hostward_isa_best", i32, []),
         ("hostward_isa_supported", i32, [i32]),
@@ -163,17 +218,26 @@ def open_library(path: Path) -> Library:
         function.restype = result
         function.argtypes = arguments
         setattr(dll, name, function)
-    address = ctypes.cast(dll.hostward_adamw_host_function, ctypes.c_void_p).value
     return Library(
         path=path,
         adamw_step=dll.hostward_adamw_step,
         norm_partials=dll.hostward_norm_partials,
+        norm=dll.hostward_norm,
+        accumulate=dll.hostward_accumulate,
+        bind_memory=dll.hostward_bind_memory,
         first_touch=dll.hostward_first_touch,
+        issue=dll.hostward_issue,
         bench_rmw=dll.hostward_bench_rmw,
         isa_best=dll.hostward_isa_best,
         isa_supported=dll.hostward_isa_supported,
-        adamw_host_function=int(address or 0),
+        adamw_host_function=_address(dll.hostward_adamw_host_function),
+        norm_host_function=_address(dll.hostward_norm_host_function),
+        accumulate_host_function=_address(dll.hostward_accumulate_host_function),
     )
+
+
+def _address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 @functools.cache
@@ -184,6 +248,13 @@ def load() -> Library:
         NativeError: see `open_library`.
     """
     return open_library(LIBRARY_PATH)
+
+
+def bind_memory(address: int, size_bytes: int, numa_node: int) -> int:
+    """Asks for pages that are not touched yet to come from `numa_node` while it has some; -1: wherever the system
+    likes. `address` is page-aligned. Returns 0, or the errno of a refusal, which changes nothing.
+    """
+    return load().bind_memory(address, size_bytes, numa_node)
 
 
 def first_touch(address: int, size_bytes: int, threads: int) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostward.errors import ConfigError
 from hostward.host.library import Dtype, Isa, NormItem, check, load
-from hostward.host.operand import Memory, host_operand
+from hostward.host.operand import FLOATS, Memory, host_operand, require_threads
 from hostward.host.reference import NORM_CHUNK
-
-_DTYPES = {"fp32": Dtype.FP32, "bf16": Dtype.BF16, "fp16": Dtype.FP16}
 
 
 def chunk_count(elements: int) -> int:
@@ -42,13 +39,12 @@ def norm_partials(
         ConfigError: gradients of several dtypes, or fewer than one thread.
         NativeError: the processor lacks `isa`.
     """
-    if threads < 1:
-        raise ConfigError(f"threads is {threads}", why="the calling thread works too", fix="choose 1 or more")
+    require_threads(threads)
     items = (NormItem * len(grads))()
-    dtypes: set[Any] = set()
+    dtypes: set[str] = set()
     operands, chunks = [], 0
     for i, grad in enumerate(grads):
-        operand = host_operand(grad, f"grads[{i}]", tuple(_DTYPES))
+        operand = host_operand(grad, f"grads[{i}]", tuple(FLOATS))
         operands.append(operand)
         dtypes.add(operand.dtype)
         items[i] = NormItem(operand.address, operand.elements, chunks)
@@ -60,7 +56,7 @@ def norm_partials(
             fix="call once for each dtype and concatenate the partials",
         )
     sums, exponents = np.empty(chunks, dtype=np.int64), np.empty(chunks, dtype=np.int32)
-    dtype = _DTYPES[dtypes.pop()] if dtypes else Dtype.FP32
+    dtype = FLOATS[dtypes.pop()] if dtypes else Dtype.FP32
     code = load().norm_partials(
         items, len(grads), int(dtype), sums.ctypes.data, exponents.ctypes.data, threads, int(isa)
     )

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostward.errors import PlacementError
+from hostward.errors import ConfigError, PlacementError
+from hostward.host.library import Dtype
 
 Memory: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 
@@ -32,6 +33,10 @@ _NUMPY_NAMES = {
     np.dtype(np.int32): "int32",
     np.dtype(np.int64): "int64",
 }
+
+
+FLOATS = {"fp32": Dtype.FP32, "bf16": Dtype.BF16, "fp16": Dtype.FP16}
+"""Element types of gradients and weights by name."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,48 @@ def host_operand(memory: Memory, role: str, dtypes: tuple[str, ...], *, writable
     if writable and read_only:
         raise PlacementError(f"{role} is read-only", why="the host kernel writes to it", fix="pass a writable array")
     return Operand(address, elements, dtype, memory)
+
+
+class Operands(dict[str, Operand]):
+    """The checked operands of a task by role, kept alive by this."""
+
+    def take(
+        self, memory: Memory, role: str, dtypes: tuple[str, ...], elements: int, *, writable: bool = False
+    ) -> Operand:
+        """Checks `memory` as `host_operand` does, and that it has at least `elements` elements.
+
+        Raises:
+            PlacementError: see `host_operand`; or the memory is too short.
+        """
+        operand = host_operand(memory, role, dtypes, writable=writable)
+        if operand.elements < elements:
+            raise PlacementError(
+                f"{role} has {operand.elements} elements, the task needs {elements}",
+                why="the host kernel would run past its end",
+                fix="pass memory of the full length",
+            )
+        self[role] = operand
+        return operand
+
+    def optional(
+        self, memory: Memory | None, role: str, dtype: str, elements: int, *, writable: bool = False
+    ) -> int | None:
+        """The address of `take`, or None for None."""
+        return None if memory is None else self.take(memory, role, (dtype,), elements, writable=writable).address
+
+
+def one_dtype(names: set[str], role: str) -> Dtype:
+    """The only dtype among `names`, which is not empty. Raises ConfigError where there are several."""
+    if len(names) > 1:
+        raise ConfigError(
+            f"the {role} of one task have dtypes {', '.join(sorted(names))}",
+            why="a task runs one kernel",
+            fix="make one task for each dtype",
+        )
+    return FLOATS[next(iter(names))]
+
+
+def require_threads(threads: int) -> None:
+    """Raises ConfigError for fewer than one thread."""
+    if threads < 1:
+        raise ConfigError(f"threads is {threads}", why="the calling thread works too", fix="choose 1 or more")

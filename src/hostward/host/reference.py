@@ -125,6 +125,20 @@ def adamw(
     return canonical(p), canonical(m), canonical(v)
 
 
+def accumulate(total: Array | None, grad: Array) -> Array:
+    """The gradient summed over one more microbatch.
+
+    Args:
+        total: float32, what came before; None for the first microbatch.
+        grad: float32, float16, or bf16 bits in uint16, of the same shape.
+
+    Returns:
+        float32, one addition per element, NaNs canonical.
+    """
+    with np.errstate(all="ignore"):
+        return canonical(float_of(grad) if total is None else total + float_of(grad))
+
+
 def norm_partials(grad: Array) -> tuple[Array, Array]:
     """Partial squared norms of a flat gradient, one per chunk of 4,096 elements.
 

@@ -6,7 +6,8 @@ may be captured in a CUDA graph once the kernels are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from hostward.errors import ConfigError, PlacementError
+from hostward.kernels.launcher import Launcher
 from hostward.kernels.operand import dtype_code, require_device_operand, require_rows, require_triton
 
 BLOCK_ELEMENTS = 4096
@@ -132,13 +134,13 @@ def adamw_step(
         require_device_operand(error, "error", torch.int32, 1, device)
     require_triton()
     with torch.cuda.device(device):
-        launch(
+        bind(
             table, n_ranges, blocks, (grad_code, weight_code, int(master_kind)), (exp_avg, exp_avg_sq, extra),
             (hyper, bc1, inv_sqrt_bc2, table_length), scale, skip, error,
-        )  # fmt: skip
+        )()  # fmt: skip
 
 
-def launch(
+def bind(
     table: torch.Tensor,
     n_ranges: int,
     blocks: torch.Tensor,
@@ -148,29 +150,41 @@ def launch(
     scale: torch.Tensor,
     skip: torch.Tensor,
     error: torch.Tensor | None,
-) -> None:
-    """The two launches of `adamw_step`, without its checks: operands must be what it would accept.
+) -> Callable[[], None]:
+    """The two launches of `adamw_step`, without its checks, as a function to be called any number of times.
 
     Args:
         codes: gradient dtype, weight dtype, master kind.
         state: exp_avg, exp_avg_sq, and the remainder, the master, or exp_avg again where neither exists.
         constants: hyper, bc1, inv_sqrt_bc2, table_length.
     """
-    from hostward.kernels import adamw_triton
-
+    step, advance = _launchers()
     hyper, bc1, inv_sqrt_bc2, table_length = constants
-    # mul and add must stay two roundings.
-    options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
+    launches = []
+    keep = (table, blocks, hyper, bc1, inv_sqrt_bc2)
     if blocks.shape[0] > 0:
-        adamw_triton.step_kernel[(blocks.shape[0],)](
-            table, blocks, *state, hyper, bc1, inv_sqrt_bc2, table_length, scale, skip,
-            *codes, BLOCK_ELEMENTS, _LANES, **options,
-        )  # fmt: skip
+        arguments = (table, blocks, *state, hyper, bc1, inv_sqrt_bc2, table_length, scale, skip)
+        launches.append(step.bind(blocks.shape[0], arguments, (*codes, BLOCK_ELEMENTS, _LANES), keep))
     if n_ranges > 0:
         # In the same launch it would race with the programs that have yet to read the count.
-        adamw_triton.advance_kernel[(-(-n_ranges // _COUNTS_PER_PROGRAM),)](
-            table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error, _COUNTS_PER_PROGRAM, **options
-        )
+        counts = (table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error)
+        programs = -(-n_ranges // _COUNTS_PER_PROGRAM)
+        launches.append(advance.bind(programs, counts, (_COUNTS_PER_PROGRAM,), keep))
+
+    def run() -> None:
+        for launch in launches:
+            launch()
+
+    return run
+
+
+@functools.cache
+def _launchers() -> tuple[Launcher, Launcher]:
+    from hostward.kernels import adamw_triton
+
+    # mul and add must stay two roundings.
+    options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
+    return Launcher(adamw_triton.step_kernel, **options), Launcher(adamw_triton.advance_kernel, **options)
 
 
 def _extra_operand(

@@ -6,8 +6,9 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import torch
 
 from hostward.errors import ConfigError
 from hostward.kernels.adamw import block_map
+from hostward.kernels.launcher import Launcher
 from hostward.kernels.operand import dtype_code, interpreted, require_device_operand, require_rows, require_triton
 
 CHUNK_ELEMENTS = 4096
@@ -59,19 +61,24 @@ def norm_partials(
     code = dtype_code(grad_dtype, "the gradient")
     require_triton()
     with torch.cuda.device(items.device):
-        launch_partials(items, chunk_map, code, sums, exponents)
+        bind_partials(items, chunk_map, code, sums, exponents)()
 
 
-def launch_partials(
+def bind_partials(
     items: torch.Tensor, chunk_map: torch.Tensor, code: int, sums: torch.Tensor, exponents: torch.Tensor
-) -> None:
-    """The launch of `norm_partials`, without its checks: operands must be what it would accept."""
+) -> Callable[[], None]:
+    """The launch of `norm_partials`, without its checks, as a function to be called any number of times."""
+    if chunk_map.shape[0] == 0:
+        return lambda: None
+    arguments = (items, chunk_map, sums, exponents)
+    return _partials_launcher().bind(chunk_map.shape[0], arguments, (code, not interpreted()), arguments)
+
+
+@functools.cache
+def _partials_launcher() -> Launcher:
     from hostward.kernels import norm_triton
 
-    if chunk_map.shape[0] > 0:
-        norm_triton.partials_kernel[(chunk_map.shape[0],)](
-            items, chunk_map, sums, exponents, code, not interpreted(), num_warps=_PARTIAL_WARPS, enable_fp_fusion=False
-        )
+    return Launcher(norm_triton.partials_kernel, num_warps=_PARTIAL_WARPS, enable_fp_fusion=False)
 
 
 def finish(

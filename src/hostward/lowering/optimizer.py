@@ -1,96 +1,227 @@
 """The optimizer step of a plan as a schedule.
 
-    compute   model ─ norm ─┬─ step of device buckets ──────────────┬─ join
-    d2h                     └─ fetch scalars, gradient/0, 1, 2, ... │
-    host                           └─ step/0, retire/0, step/1, ... │
-    h2d                                 └─ weight/0, weight/1, ... ─┘
+    point        compute                        other lanes
+    gradient/b   partials/b                     d2h: download/b (host buckets)
+    release/b    release/b  (gradient freed)
+    stage        acquire    (slots)             h2d: read/b of the first streamed buckets
+    step         norm, step/b (device buckets)  d2h: fetch; host: step/b; h2d: upload/b;
+                                                h2d: read/b; update: step/b; d2h: write/b
+    unstage      unstage    (slots freed)
+    use/L        arrive/L, release/b (streamed)
 
-`model` stands for the caller's own forward and backward, which read the weights and make the gradients.
+`backward/b` and `forward/L` stand for the caller's own passes: they read weights and make gradients. Gradient points
+may come in any order, `release/b` after `gradient/b`, `stage` at any time before `step`, use points in any order after
+it; tests/ordering runs the rule over such orders.
+
+State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
+while state kept coming on a lane of its own, no weight got through. So the read of a streamed bucket stands where the
+last user of its slot has been stepped: state runs ahead of the host's weights by as many buckets as there are slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from hostward.ordering import repeated, require_ordered, without_redundant_waits
+from hostward.ordering import repeated, require_ordered
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op, Schedule
 
 DEVICE_SCALARS = "scalars.device"
 HOST_SCALARS = "scalars.host"
+STEP = "step"
+STAGE = "stage"
+UNSTAGE = "unstage"
+GRADIENTS_IN_FLIGHT = 2
+"""Host buckets whose gradients are on their way out at any time: one is copied while the next is made."""
 
 
-def lower_step(placements: Sequence[Placement]) -> Schedule:
-    """The schedule of one step; `placements[b]` is that of bucket b, in order of use in forward.
+def gradient_point(bucket: int) -> str:
+    """All gradients of the bucket are final."""
+    return f"gradient/{bucket}"
 
-    `join` also waits for the last host function, so that the next step may write the landing places again. The
-    ordering rule is run on two steps in a row.
+
+def release_point(bucket: int) -> str:
+    """The device memory of a host bucket's gradients is wanted back."""
+    return f"release/{bucket}"
+
+
+def use_point(layer: str) -> str:
+    """The caller is about to use the weights of the layer."""
+    return f"use/{layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's schedule depends on.
+
+    placements: of every bucket, in order of use in forward. layers: the use point's layer of every bucket. absent:
+    buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
+    is streamed. transient: slots are taken at the point `stage` and given back at `unstage`, instead of being kept.
+    overlap: False issues everything at the point `step`, arrivals included.
+    """
+
+    placements: tuple[Placement, ...]
+    layers: tuple[str, ...]
+    absent: frozenset[int] = field(default=frozenset())
+    slots: int = 0
+    transient: bool = False
+    overlap: bool = True
+
+
+def slot_of(placements: Sequence[Placement], bucket: int, slots: int) -> int:
+    """The staging slot of a streamed bucket: streamed buckets take the slots in turn."""
+    return sum(p is Placement.STREAMED for p in placements[:bucket]) % slots
+
+
+def lower_step(shape: StepShape) -> Schedule:
+    """The schedule of one turn. The ordering rule is run on two turns in a row.
 
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
     """
-    everything = range(len(placements))
-    on_host = [b for b in everything if placements[b] is Placement.HOST]
-    gradients = tuple(f"gradient/{b}" for b in everything)
-    weights = tuple(f"weight/{b}" for b in everything)
-    ops = [
-        Op("model", Kind.MODEL, Lane.COMPUTE, reads=weights, writes=gradients),
-        Op("norm", Kind.NORM, Lane.COMPUTE, reads=gradients, writes=(DEVICE_SCALARS,)),
-    ]
-    if on_host:
-        ops.append(
-            Op("fetch", Kind.COPY, Lane.D2H, reads=(DEVICE_SCALARS,), writes=(HOST_SCALARS,), waits=("norm",)),
-        )
-    for b in everything:
-        ops += _host_bucket(b) if placements[b] is Placement.HOST else [_device_bucket(b)]
-    last = [f"retire/{b}" for b in on_host[-1:]]
-    waits = (*(f"upload/{b}" for b in on_host), *last)
-    ops.append(Op("join", Kind.JOIN, Lane.COMPUTE, reads=weights, waits=waits))
-    schedule = without_redundant_waits(Schedule(tuple(ops)))
+    schedule = lower(shape)
     require_ordered(repeated(schedule, 2))
     return schedule
 
 
-def _device_bucket(b: int) -> Op:
-    return Op(
-        f"step/{b}",
-        Kind.ADAMW,
-        Lane.COMPUTE,
-        bucket=b,
-        reads=(f"gradient/{b}", DEVICE_SCALARS),
-        writes=(f"state/{b}", f"weight/{b}"),
-    )
+def lower(shape: StepShape) -> Schedule:
+    """The schedule of one turn, unchecked."""
+    present = [b for b in range(len(shape.placements)) if b not in shape.absent]
+    ops = [*_backward(shape, present), *_staged(shape, present), *_step(shape, present), *_forward(shape, present)]
+    if not shape.overlap:
+        ops = [op if op.kind is Kind.MODEL else replace(op, point=STEP) for op in ops]
+    return Schedule(tuple(ops))
 
 
-def _host_bucket(b: int) -> list[Op]:
-    landing, source = f"landing/{b}", f"source/{b}"
-    return [
-        Op(
-            f"download/{b}",
-            Kind.COPY,
-            Lane.D2H,
-            bucket=b,
-            reads=(f"gradient/{b}",),
-            writes=(landing,),
-            waits=("norm",),
-        ),
-        Op(
-            f"step/{b}",
-            Kind.ADAMW,
-            Lane.HOST,
-            bucket=b,
-            reads=(landing, HOST_SCALARS),
-            writes=(f"state/{b}", source),
-            waits=("fetch", f"download/{b}"),
-        ),
-        Op(
-            f"upload/{b}",
-            Kind.COPY,
-            Lane.H2D,
-            bucket=b,
-            reads=(source,),
-            writes=(f"weight/{b}",),
-            waits=("norm", f"step/{b}"),
-        ),
-        Op(f"retire/{b}", Kind.RETIRE, Lane.HOST, bucket=b, writes=(landing,)),
+def _of(shape: StepShape, present: Iterable[int], placement: Placement) -> list[int]:
+    return [b for b in present if shape.placements[b] is placement]
+
+
+def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    ops: list[Op] = []
+    in_flight: list[int] = []
+    weights = tuple(f"weight/{b}" for b in range(len(shape.placements)))
+    for b in reversed(present):
+        gradient = f"gradient/{b}"
+        ops.append(Op(f"backward/{b}", Kind.MODEL, Lane.COMPUTE, gradient_point(b), b, weights, (gradient,)))
+        partials = Op(
+            f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, gradient_point(b), b, (gradient,), (f"partial/{b}",)
+        )
+        ops.append(partials)
+        if shape.placements[b] is Placement.HOST:
+            if len(in_flight) == GRADIENTS_IN_FLIGHT:
+                ops.append(_release(in_flight.pop(0), release_point, "download"))
+            ops.append(_download(b))
+            in_flight.append(b)
+    return ops + [_release(b, release_point, "download") for b in in_flight]
+
+
+def _download(b: int) -> Op:
+    reads, writes, waits = (f"gradient/{b}",), (f"landing/{b}",), (f"partials/{b}",)
+    return Op(f"download/{b}", Kind.COPY, Lane.D2H, gradient_point(b), b, reads, writes, waits)
+
+
+def _release(b: int, point: object, after: str) -> Op:
+    name = point(b) if callable(point) else str(point)
+    return Op(f"release/{b}", Kind.RETIRE, Lane.COMPUTE, name, b, (), (f"gradient/{b}",), (f"{after}/{b}",))
+
+
+def _slots(shape: StepShape) -> tuple[str, ...]:
+    return tuple(f"slot/{k}" for k in range(shape.slots))
+
+
+def _staged(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    """What happens before the norm is known: the first streamed buckets come in."""
+    streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
+    ops = []
+    if shape.transient and streamed:
+        ops.append(Op("acquire", Kind.ACQUIRE, Lane.COMPUTE, STAGE, None, (), _slots(shape)))
+    return ops + [_read(shape, present, b, STAGE) for b in streamed[: shape.slots] if b in present]
+
+
+def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
+    slot = slot_of(shape.placements, b, shape.slots)
+    earlier = [
+        e
+        for e in _of(shape, present, Placement.STREAMED)
+        if e < b and slot_of(shape.placements, e, shape.slots) == slot
     ]
+    waits = (*(["acquire"] if shape.transient else []), *(f"write/{e}" for e in earlier[-1:]))
+    reads, writes = (f"state/{b}",), (f"slot/{slot}",)
+    return Op(f"read/{b}", Kind.COPY, Lane.H2D, point, b, reads, writes, waits, prior=("written",))
+
+
+def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    partials = tuple(f"partial/{b}" for b in range(len(shape.placements)))
+    ops = [
+        Op(f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, STEP, b, (), (f"partial/{b}",)) for b in sorted(shape.absent)
+    ]
+    ops.append(Op("norm", Kind.NORM, Lane.COMPUTE, STEP, None, partials, (DEVICE_SCALARS,)))
+    if _of(shape, present, Placement.HOST):
+        fetch = Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), ("norm",))
+        ops.append(fetch)
+    streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
+    next_read = iter(streamed[shape.slots :])
+    for b, placement in enumerate(shape.placements):
+        if placement is Placement.STREAMED:
+            ops += _streamed_bucket(shape, b) if b in present else []
+            following = next(next_read, None)
+            ops += [_read(shape, present, following, STEP)] if following in present and following is not None else []
+        elif b in present:
+            first = b == min(_of(shape, present, Placement.HOST), default=b)
+            ops += _device_bucket(b) if placement is Placement.DEVICE else _host_bucket(b, first=first)
+    if streamed:
+        ops.append(Op("written", Kind.JOIN, Lane.D2H, STEP))
+    return ops
+
+
+def _device_bucket(b: int) -> list[Op]:
+    reads, writes = (f"gradient/{b}", DEVICE_SCALARS), (f"state/{b}", f"weight/{b}")
+    return [
+        Op(f"step/{b}", Kind.ADAMW, Lane.COMPUTE, STEP, b, reads, writes, ("norm",)),
+        _release(b, STEP, "step"),
+    ]
+
+
+def _host_bucket(b: int, *, first: bool) -> list[Op]:
+    landing, source, weight = f"landing/{b}", f"source/{b}", f"weight/{b}"
+    # All downloads come before `fetch` on their lane, and the first host step before the others on theirs. That is not
+    # for beauty: of host functions that each wait for an event the driver lets only 56 be pending, and then blocks the
+    # caller; of those that follow one another, at least 600 (H200, CUDA 13.0).
+    reads, writes, waits = (landing, HOST_SCALARS), (f"state/{b}", source), ("fetch",) if first else ()
+    return [
+        Op(f"step/{b}", Kind.ADAMW, Lane.HOST, STEP, b, reads, writes, waits),
+        Op(f"upload/{b}", Kind.COPY, Lane.H2D, STEP, b, (source,), (weight,), ("norm", f"step/{b}")),
+        Op(f"retire/{b}", Kind.RETIRE, Lane.HOST, STEP, b, (), (landing,)),
+    ]
+
+
+def _streamed_bucket(shape: StepShape, b: int) -> list[Op]:
+    slot, state = f"slot/{slot_of(shape.placements, b, shape.slots)}", f"state/{b}"
+    reads, writes, waits = (f"gradient/{b}", DEVICE_SCALARS), (slot, f"count/{b}", f"weight/{b}"), ("norm", f"read/{b}")
+    return [
+        Op(f"step/{b}", Kind.ADAMW, Lane.UPDATE, STEP, b, reads, writes, waits),
+        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (slot,), (state,), (f"step/{b}",)),
+    ]
+
+
+def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    ops: list[Op] = []
+    layers = list(dict.fromkeys(shape.layers))
+    streamed = _of(shape, present, Placement.STREAMED)
+    for i, layer in enumerate(layers):
+        if shape.transient and Placement.STREAMED in shape.placements and i == len(layers) - 1:
+            writes = tuple(f"write/{b}" for b in streamed[-shape.slots :])
+            ops.append(Op("unstage", Kind.RETIRE, Lane.COMPUTE, UNSTAGE, None, (), _slots(shape), (*writes, "written")))
+        held = [b for b in range(len(shape.placements)) if shape.layers[b] == layer]
+        weights = tuple(f"weight/{b}" for b in held)
+        own = [b for b in held if b in present]
+        waits = [f"upload/{b}" for b in _of(shape, own, Placement.HOST)]
+        # Host functions overwrite landing places and state; the next turn writes both again.
+        waits += [f"retire/{b}" for b in _of(shape, own, Placement.HOST)]
+        waits += [f"step/{b}" for b in _of(shape, own, Placement.STREAMED)]
+        ops.append(Op(f"arrive/{layer}", Kind.JOIN, Lane.COMPUTE, use_point(layer), None, weights, (), tuple(waits)))
+        ops += [_release(b, use_point(layer), "step") for b in _of(shape, own, Placement.STREAMED)]
+        ops.append(Op(f"forward/{layer}", Kind.MODEL, Lane.COMPUTE, use_point(layer), None, weights))
+    return ops

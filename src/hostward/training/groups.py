@@ -10,6 +10,7 @@ import torch
 
 from hostward.engine.backend import DTYPES
 from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.planner import checked_fraction
 
 _NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -42,6 +43,22 @@ def checked_norm(value: float | None) -> float:
     if not is_number(value) or not math.isfinite(value) or value < 0:
         raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
     return float(value)
+
+
+def checked_streamed(value: float | str, use_torch_optimizer: bool) -> float | str:
+    """`streamed_fraction` as a float or "auto". Raises ConfigError."""
+    if value == "auto":
+        return 0.0 if use_torch_optimizer else "auto"
+    if isinstance(value, str):
+        raise ConfigError(f'streamed_fraction must be a number in [0.0, 1.0] or "auto", got {value!r}')
+    share = checked_fraction(value, "streamed_fraction")
+    if share and use_torch_optimizer:
+        raise ConfigError(
+            f"streamed_fraction={share} with use_torch_optimizer",
+            why="streamed buckets are stepped on the device, by hostward's kernel",
+            fix="leave one of them out",
+        )
+    return share
 
 
 def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -8,16 +8,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from hostward.engine.backend import Backend, Scalars, Tier
+from hostward.engine.backend import Backend, Clipping, Tier
 from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
-from hostward.errors import HostwardError, ModelError
+from hostward.engine.rates import measure_rates
+from hostward.errors import HostwardError, ModelError, NativeError
+from hostward.hardware import Rates
 from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
-from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets
+from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets, state_bytes_per_element
 from hostward.plan import PlacedBucket, Placement, Plan
-from hostward.planner import checked_fraction, place_fraction
-from hostward.schedule import Schedule
+from hostward.planner import checked_fraction, place_fraction, streamed_share
+from hostward.schedule import Lane, Schedule
 
+from .arrival import Arrivals
+from .gradients import Accumulation, Gradient, GradientsClearedError, Handover, Where
 from .groups import (
     check_grad_dtype,
     check_group,
@@ -25,17 +29,30 @@ from .groups import (
     check_threads,
     checked_norm,
     checked_settings,
+    checked_streamed,
     plain,
     saved_parts,
 )
-from .state import BucketState, allocate_gradients, allocate_scalars, allocate_states, host_bytes, pieces
+from .slots import CudaGauge, Slots
+from .state import (
+    BucketState,
+    allocate_gradients,
+    allocate_partials,
+    allocate_scalars,
+    allocate_states,
+    host_bytes,
+    pieces,
+)
 from .state_io import StateAccess
-from .step import Gradient, StepIssuer
+from .step import Memory, StepIssuer
+from .tracing import Tracing
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
 
 STATE_FORMAT = 1
+ROOT = "root"
+"""Stands for the layer of parameters that the module itself owns."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -52,7 +69,14 @@ class AdamW(torch.optim.Optimizer):
             step.
         max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
             the step: do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
-        offload_fraction: share of the optimizer state's bytes that lives, and is stepped, on the host.
+        offload_fraction: share of the optimizer state's bytes that lives on the host.
+        streamed_fraction: of that, the share that comes to the device for its step and goes back; the rest is stepped
+            on the host. "auto": the mix that uses memory and link best, by rates measured on this machine.
+        overlap: let gradients leave during backward (see `accumulate`) and weights arrive during the next forward.
+            False: everything happens within `step`.
+        pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
+            where their weights come back from. Without it the driver copies through a buffer of its own, and the
+            caller waits: same bits, several times slower.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters. Not bit-identical to the
             device share's arithmetic, and slower; for comparison.
         grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several
@@ -83,6 +107,10 @@ class AdamW(torch.optim.Optimizer):
         *,
         max_grad_norm: float | None = None,
         offload_fraction: float = 0.0,
+        streamed_fraction: float | str = "auto",
+        overlap: bool = True,
+        pin_gradients: bool = True,
+        pin_weights: bool = True,
         use_torch_optimizer: bool = False,
         grad_dtype: torch.dtype | None = None,
         host_threads: int | None = None,
@@ -92,6 +120,10 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.offload_fraction = checked_fraction(offload_fraction)
         self.max_grad_norm = checked_norm(max_grad_norm)
+        self._streamed_fraction = checked_streamed(streamed_fraction, use_torch_optimizer)
+        self._rates: Rates | None = None
+        self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
+        self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
         self._grad_dtype = grad_dtype
         self._backend = backend
@@ -102,10 +134,15 @@ class AdamW(torch.optim.Optimizer):
         self._placements: list[PlacedBucket] = []
         self._pending: list[Tracked] = []
         self._watch = WeightWatch([])
-        self._scalars: tuple[Scalars, Scalars]
+        self._memory: Memory
+        self._arrivals: Arrivals | None = None
+        self._handover: Handover
+        self._issuer: StepIssuer
         self._building = True
         groups, given = named_groups(params)
-        self._homes = homes_of(module if given is None else given)
+        self._module = module if given is None else given
+        self._homes = homes_of(self._module)
+        self._paths = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
         super().__init__(groups, defaults)
         self._building = False
         self._build()
@@ -135,15 +172,14 @@ class AdamW(torch.optim.Optimizer):
             if name in taken:
                 raise ModelError(f"two parameters are named {name!r}", fix="give each parameter a name of its own")
             taken.add(name)
-            homes = self._homes.get(id(parameter), ())
-            self._pending.append(Tracked(name, parameter, len(self.param_groups) - 1, homes))
+            homes, path = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), "")
+            self._pending.append(Tracked(name, parameter, len(self.param_groups) - 1, homes, path))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _build(self) -> None:
         """Allocate state for the parameters that have none yet."""
         new, self._pending = self._pending, []
-        first = not self._states
         backend = self._backend or backend_for(new[0].parameter.device, self._host_threads)
         self._backend = backend
         for t in new:
@@ -157,17 +193,15 @@ class AdamW(torch.optim.Optimizer):
             first_index=len(self._states),
             split_master=not self._use_torch_optimizer,
         )
-        plan = place_fraction(buckets, self.offload_fraction)
+        plan = place_fraction(buckets, self.offload_fraction, self._streamed_share(backend, buckets))
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = self._grad_dtypes(buckets, {t.name: t.parameter for t in new})
         # All of it, before the first byte is taken: slab by slab the last one would fail.
         require_host_memory(host_bytes(buckets, placements, grad_dtypes), owner="optimizer state")
-        states = allocate_states(backend, buckets, placements)
+        states = allocate_states(backend, buckets, placements, pin_weights=self._pin_weights)
         # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
         landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
-        allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing])
-        if first:
-            self._scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
+        allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=self._pin_gradients)
         self._tracked += new
         # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
         self.state.update({t.parameter: {} for t in new})
@@ -181,13 +215,37 @@ class AdamW(torch.optim.Optimizer):
         self._access = StateAccess(pieces(self._states), self._by_name)
         for t in new:
             self._access.reseed(t.name)
-        self._issuer = StepIssuer(
-            backend, self._states, self._by_name, *self._scalars, use_torch_optimizer=self._use_torch_optimizer
-        )
-        self._watch.close()
-        self._watch = WeightWatch(self._tracked)
+        self._connect(backend)
         backend.synchronise()
         log.info("%s", self.plan.explain())
+
+    def _connect(self, backend: Backend) -> None:
+        """Schedule, hooks and watches over all buckets that there are now."""
+        scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
+        memory = Memory(*scalars, *allocate_partials(backend, self._states))
+        cuda = backend.device.type == "cuda"
+        layers = {t.name: t.layer or ROOT for t in self._tracked}
+        self._issuer = StepIssuer(
+            backend,
+            self._states,
+            self._by_name,
+            memory,
+            layers=[layers[s.bucket.ranges[0].name] for s in self._states],
+            slots=Slots(backend, self._states, gauge=CudaGauge(backend.device) if cuda else None),
+            overlap=self._overlap,
+            use_torch_optimizer=self._use_torch_optimizer,
+        )
+        self._memory = memory
+        self._watch.close()
+        if hasattr(self, "_handover"):
+            self._handover.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._watch = WeightWatch(self._tracked, self._issuer.use_all)
+        self._handover = Handover(self._tracked, self._issuer.take, self._issuer.give_back)
+        self._arrivals = None
+        if self._module is not None and self._overlap:
+            self._arrivals = Arrivals(self._module, layers, self._tracked, self._issuer.use, self._issuer.use_all)
 
     def _grad_dtypes(
         self, buckets: Sequence[Bucket], parameters: Mapping[str, torch.nn.Parameter]
@@ -221,16 +279,22 @@ class AdamW(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float:
         """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
-        step.
+        norm, not for the host's part of the step.
         """
-        self.backend.synchronise()
-        return float(self._scalars[0].norm.data.item())
+        self._settle()
+        return float(self._memory.device_scalars.norm.data.item())
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step found non-finite gradients and left everything as it was. Waits for the step."""
-        self.backend.synchronise()
-        return bool(self._scalars[0].skip.data.item())
+        """Whether the last step found non-finite gradients and left everything as it was. Waits for the norm, not for
+        the host's part of the step.
+        """
+        self._settle()
+        return bool(self._memory.device_scalars.skip.data.item())
+
+    def _settle(self) -> None:
+        """The device scalars are those of the last step."""
+        self.backend.mark("offload/scalars", Lane.COMPUTE).issue()
 
     # ---------------------------------------------------------------- the step
 
@@ -250,40 +314,62 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_groups()
         self._follow_weights()
         for group in self.param_groups:
             check_group(group)
-        gradients = [
-            Gradient.of(t.name, t.parameter)
-            for t in self._tracked
-            if t.parameter.grad is not None and t.parameter.numel()
-        ]
-        if gradients:
-            self._issuer.check(gradients)
-            self._issue(gradients)
-            for g in gradients:
-                torch.autograd.graph.increment_version(self._by_name[g.name].parameter)
-            self._watch.remember(self._tracked)
-            self._issuer.torn = False
+        try:
+            waiting = self._handover.waiting()
+        except GradientsClearedError:
+            self.discard_gradients()
+            waiting = self._handover.waiting()
+        gradients = [Gradient.of(t.name, t.parameter) for t in waiting]
+        self._issuer.check(gradients)
+        if gradients or self._handover.taken:
+            self._issue(waiting, gradients)
+        elif self._handover.used_only():
+            raise ModelError(
+                "step() without a new gradient",
+                why="the last step used up what was in .grad",
+                fix="run a backward pass between two steps, or make the optimizer with overlap=False",
+            )
         else:
             # grad_norm and last_step_skipped speak of this step, not of the one before.
-            self._scalars[0].norm.data.zero_()
-            self._scalars[0].skip.data.zero_()
+            self._memory.device_scalars.norm.data.zero_()
+            self._memory.device_scalars.skip.data.zero_()
         return loss
 
-    def _issue(self, gradients: Sequence[Gradient]) -> None:
+    def _issue(self, waiting: Sequence[Tracked], gradients: Sequence[Gradient]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
+        stays = not self._overlap or self._handover.captured
         try:
-            self._issuer.step(
-                gradients,
-                self.param_groups,
-                max_norm=self.max_grad_norm,
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
-            )
+            for t, gradient in zip(waiting, gradients, strict=True):
+                if stays:
+                    self._issuer.take(gradient)
+                else:
+                    self._handover.hand_over(t)
+            stepped = [g.name for g in gradients] if stays else list(self._handover.taken)
+            self._issuer.step(self.param_groups, self._clipping())
+            for name in stepped:
+                torch.autograd.graph.increment_version(self._by_name[name].parameter)
+            self._handover.mark(Where.USED)
+            if stays or self._arrivals is None:
+                self._issuer.use_all()
         except BaseException:
             self.backend.drain()
             raise
+        self._watch.remember(self._tracked)
+        self._issuer.torn = False
+
+    def _clipping(self) -> Clipping:
+        """What scales this step's gradients: the limit of the norm, and a gradient scaler's factors and flags."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        clipping = Clipping(self.max_grad_norm, None if scale is None else scale.reciprocal(), found)
+        for flag, inverse in self._handover.unscaled:
+            # The scaler could not look at gradients that were taken: it reads the norm's verdict from its flag.
+            clipping.overflow_out = flag
+            clipping.inv_scale = inverse if clipping.inv_scale is None else clipping.inv_scale * inverse
+        return clipping
 
     def _require_whole(self) -> None:
         if self._issuer.torn:
@@ -293,9 +379,73 @@ class AdamW(torch.optim.Optimizer):
                 fix="load the last checkpoint into model and optimizer (load_state_dict makes the optimizer whole)",
             )
 
+    def _require_groups(self) -> None:
+        """Raises ModelError if parameters were put into `param_groups` or taken out by hand."""
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        tracked = {id(t.parameter): t.name for t in self._tracked}
+        gone = [name for key, name in tracked.items() if key not in held]
+        if gone or len(held) != len(tracked):
+            raise ModelError(
+                f"parameter {gone[0]!r} is in no param_group any more" if gone else "param_groups hold a new parameter",
+                why="state is placed when a parameter is added, and stays until the optimizer goes",
+                fix="use add_param_group to add; to freeze a parameter, leave its gradient None",
+            )
+
+    def accumulate(self, *, last: bool) -> Accumulation:
+        """A context for the forward and backward of one microbatch.
+
+            for i, batch in enumerate(microbatches):
+                with optimizer.accumulate(last=i == len(microbatches) - 1):
+                    loss(model, batch).backward()
+            optimizer.step()
+
+        In the last one gradients are taken as backward makes them: they leave for the host while backward goes on,
+        and their device memory is freed. `.grad` then holds a placeholder that raises ModelError when it is used.
+        Without this context gradients are taken at `step`, with the same result.
+
+        Args:
+            last: whether no further microbatch will add to the gradients of this step.
+        """
+        return Accumulation(self._handover, self._abandon, last=last and self._overlap)
+
+    def _abandon(self) -> None:
+        """Backward was cut short: what was taken is lost."""
+        self._issuer.discard()
+        self._handover.mark(Where.LOST)
+
+    def discard_gradients(self) -> None:
+        """Forget what has been taken of gradients; `zero_grad` does this as well."""
+        self._issuer.discard()
+        self._handover.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, taken ones included."""
+        self.discard_gradients()
+        super().zero_grad(set_to_none)
+
+    def trace(self) -> Tracing:
+        """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
+
+        Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
+        """
+        return Tracing(self.backend, self._issuer)
+
     def wait(self) -> None:
         """Return when every weight has its new value. Raises what a host step reported."""
-        self.backend.synchronise()
+        self._issuer.use_all()
+        try:
+            self.backend.synchronise()
+        except NativeError:
+            self._issuer.torn = True
+            raise
+
+    def arrive(self) -> None:
+        """Make the current stream wait for every new weight, without waiting on the host.
+
+        Hooks do this by layer where the optimizer knows the module. Call it before reading weights in another way:
+        before deepcopy, an average of weights kept by hand, or the replay of a CUDA graph on another stream.
+        """
+        self._issuer.use_all()
 
     def reseed(self, names: Iterable[str] | None = None) -> None:
         """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
@@ -306,7 +456,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ModelError: a name that the optimizer does not track.
         """
-        self.backend.synchronise()
+        self.wait()
         names = [t.name for t in self._tracked] if names is None else list(names)
         for name in names:
             self._access.require(name)
@@ -314,6 +464,21 @@ class AdamW(torch.optim.Optimizer):
             self._access.reseed(name)
         self._watch.remember([self._by_name[name] for name in names])
         self.backend.synchronise()
+
+    def _streamed_share(self, backend: Backend, buckets: Sequence[Bucket]) -> float:
+        """The share of offloaded state to stream. Rates are measured once, before anything else is allocated."""
+        if isinstance(self._streamed_fraction, float):
+            return self._streamed_fraction
+        if backend.device.type != "cuda" or not self.offload_fraction or not buckets:
+            return 0.0  # nothing to overlap
+        if self._rates is None:
+            self._rates = measure_rates(backend)
+        first = buckets[0]
+        return streamed_share(
+            self._rates,
+            state_bytes=state_bytes_per_element(first.kind),
+            weight_bytes=first.dtype.itemsize_bytes,
+        )
 
     def _follow_weights(self) -> None:
         changed = self._watch.changed()
@@ -339,7 +504,7 @@ class AdamW(torch.optim.Optimizer):
         """
         self._follow_weights()
         self._require_whole()
-        self.backend.synchronise()
+        self.wait()
         groups = []
         for group in self.param_groups:
             settings = {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -360,7 +525,8 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             CheckpointError: names, shapes or groups that differ.
         """
-        self.backend.synchronise()
+        self._issuer.use_all()
+        self.backend.drain()
         state, groups = saved_parts(state_dict, STATE_FORMAT)
         check_same_names(
             "parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups]

@@ -4,7 +4,7 @@ Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
     exp_avg, exp_avg_sq   float32, the moments
     remainder             int16, low half of the master (split masters)
     master                float32 (plain masters)
-    counts                int64 [ranges], finished steps of each range
+    counts                int64 [ranges], finished steps of each range; on the side that steps
 Host buckets also hold
     weight                the weight's dtype: the step's output and the source of the upload; the master itself for fp32
     gradient              where this step's gradient lands
@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch
 
-from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Scalars, Tier
-from hostward.inventory import Bucket, MasterKind, Range, host_bytes_per_element
+from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
+from hostward.inventory import Bucket, MasterKind, Range, host_bytes_per_element, state_bytes_per_element
 from hostward.plan import Placement
 
 _MASTER_NAN = 0x7FC00000
@@ -43,7 +43,16 @@ class BucketState:
 
     @property
     def tier(self) -> Tier:
-        return Tier.HOST if self.placement is Placement.HOST else Tier.DEVICE
+        return Tier.HOST if self.placement.offloaded else Tier.DEVICE
+
+    def streamed(self) -> list[Buffer]:
+        """What travels when the bucket is streamed."""
+        return [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
+
+    def count_of(self, index: int) -> Buffer:
+        """The step count of one range, int64 [1], where the step runs."""
+        counts = self.counts
+        return Buffer(counts.tier, counts.data[index : index + 1], counts.owner, counts.pinned)
 
     @property
     def remainder(self) -> torch.Tensor | None:
@@ -60,27 +69,37 @@ class BucketState:
 
 def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradients: Sequence[torch.dtype]) -> int:
     """All host bytes of these buckets, padding and landing places included; `gradients` holds their dtypes."""
-    return sum(
-        b.offsets[-1] * (host_bytes_per_element(b.dtype, b.kind) + dtype.itemsize) + 8 * len(b.ranges)
-        for b, placement, dtype in zip(buckets, placements, gradients, strict=True)
-        if placement is Placement.HOST
-    )
+    total = 0
+    for b, placement, dtype in zip(buckets, placements, gradients, strict=True):
+        if placement is Placement.HOST:
+            per_element = host_bytes_per_element(b.dtype, b.kind) + dtype.itemsize
+            total += b.offsets[-1] * per_element + 8 * len(b.ranges)
+        elif placement is Placement.STREAMED:
+            total += b.offsets[-1] * state_bytes_per_element(b.kind)
+    return total
 
 
-def allocate_states(backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement]) -> list[BucketState]:
-    """Zero state for every bucket: one exact-size slab per tier and role. Raises MemoryLimitError."""
+def allocate_states(
+    backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement], *, pin_weights: bool = True
+) -> list[BucketState]:
+    """Zero state for every bucket: exact-size slabs per tier and role. Raises MemoryLimitError."""
     states: list[BucketState | None] = [None] * len(buckets)
     for placement in Placement:
         chosen = [i for i, p in enumerate(placements) if p is placement]
         if not chosen:
             continue
-        tier = Tier.HOST if placement is Placement.HOST else Tier.DEVICE
+        tier = Tier.HOST if placement.offloaded else Tier.DEVICE
         pinned = tier is Tier.HOST
         sizes = [buckets[i].offsets[-1] for i in chosen]
         exp_avg = backend.allocate(tier, sizes, torch.float32, "exp_avg", pinned=pinned)
         exp_avg_sq = backend.allocate(tier, sizes, torch.float32, "exp_avg_sq", pinned=pinned)
+        steps_on_host = placement is Placement.HOST
         counts = backend.allocate(
-            tier, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts", pinned=pinned
+            Tier.HOST if steps_on_host else Tier.DEVICE,
+            [len(buckets[i].ranges) for i in chosen],
+            torch.int64,
+            "step counts",
+            pinned=steps_on_host,
         )
         for k, i in enumerate(chosen):
             states[i] = BucketState(buckets[i], placement, exp_avg[k], exp_avg_sq[k], counts[k])
@@ -96,14 +115,28 @@ def allocate_states(backend: Backend, buckets: Sequence[Bucket], placements: Seq
             for state, low in zip(with_low, lows, strict=True):
                 state.low = low
     for weight_dtype, torch_dtype in TORCH_DTYPES.items():
-        on_host = [s for s in done if s.tier is Tier.HOST and s.bucket.dtype is weight_dtype]
+        on_host = [s for s in done if s.placement is Placement.HOST and s.bucket.dtype is weight_dtype]
         if on_host:
             sizes = [s.bucket.offsets[-1] for s in on_host]
-            weights = backend.allocate(Tier.HOST, sizes, torch_dtype, "weights for upload", pinned=True)
+            weights = backend.allocate(Tier.HOST, sizes, torch_dtype, "weights for upload", pinned=pin_weights)
             for state, weight in zip(on_host, weights, strict=True):
                 state.weight = weight
                 state.weights = range_buffers(state.bucket, weight)
     return done
+
+
+def allocate_partials(backend: Backend, states: Sequence[BucketState]) -> tuple[Partials, list[list[int]]]:
+    """Room for the partial sums of the norm of every range, and by bucket and range its first chunk there."""
+    firsts: list[list[int]] = []
+    total = 0
+    for state in states:
+        firsts.append([])
+        for r in state.bucket.ranges:
+            firsts[-1].append(total)
+            total += chunks_of(r.numel)
+    (sums,) = backend.allocate(Tier.DEVICE, [total], torch.int64, "norm partials")
+    (exponents,) = backend.allocate(Tier.DEVICE, [total], torch.int32, "norm partials")
+    return Partials(sums, exponents), firsts
 
 
 def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:
@@ -114,7 +147,9 @@ def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:
     return Scalars(scale, skip, norm)
 
 
-def allocate_gradients(backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype]) -> None:
+def allocate_gradients(
+    backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype], *, pinned: bool = True
+) -> None:
     """Give each host bucket a landing place for gradients of the dtype wanted; one slab per dtype. Keeps what fits
     already.
     """
@@ -126,7 +161,7 @@ def allocate_gradients(backend: Backend, states: Sequence[BucketState], dtypes: 
         chosen = [s for s, d in wanted if d is dtype]
         if chosen:
             sizes = [s.bucket.offsets[-1] for s in chosen]
-            landing = backend.allocate(Tier.HOST, sizes, dtype, "gradients", pinned=True)
+            landing = backend.allocate(Tier.HOST, sizes, dtype, "gradients", pinned=pinned)
             for state, gradient in zip(chosen, landing, strict=True):
                 state.gradient = gradient
                 state.gradients = range_buffers(state.bucket, gradient)

@@ -22,11 +22,12 @@ class TorchHostStep:
         if int(scalars.skip.data.item()):
             return
         scale = scalars.scale.data
-        hyper = operands.hyper
+        hyper = operands.constants.hyper
+        masters = operands.low.data if operands.low is not None else None
         for r in operands.ranges:
             span = slice(r.offset, r.offset + r.length)
-            weight, gradient, count = _tensor(r.weight), _tensor(r.grad), _tensor(r.count)
-            master = weight if operands.master is None else operands.master[span]
+            weight, gradient, count = r.weight.data, r.gradient.data, r.count.data
+            master = weight if masters is None else masters[span]
             parameter = torch.nn.Parameter(master)
             parameter.grad = gradient.to(torch.float32) * scale
             optimizer = torch.optim.AdamW(
@@ -39,16 +40,10 @@ class TorchHostStep:
             )
             optimizer.state[parameter] = {
                 "step": count.to(torch.float32).squeeze(),
-                "exp_avg": operands.exp_avg[span],
-                "exp_avg_sq": operands.exp_avg_sq[span],
+                "exp_avg": operands.exp_avg.data[span],
+                "exp_avg_sq": operands.exp_avg_sq.data[span],
             }
             optimizer.step()
             count += 1
-            if operands.master is not None:
+            if masters is not None:
                 weight.copy_(rounded(master, weight.dtype))
-
-
-def _tensor(memory: object) -> torch.Tensor:
-    if not isinstance(memory, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {type(memory).__name__}")
-    return memory

@@ -7,7 +7,7 @@ shape, dtype or device, is a typed error. Writes into `.data` in place are invis
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +19,8 @@ from hostward.inspect import Tracked
 class WeightWatch:
     """Remembers version and address of every tracked weight, and says which weights somebody else has written since."""
 
-    def __init__(self, tracked: Sequence[Tracked]) -> None:
+    def __init__(self, tracked: Sequence[Tracked], arrive: Callable[[], None] | None = None) -> None:
+        self._arrive = arrive
         self._tracked = list(tracked)
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
         self._known: dict[str, tuple[int, int]] = {}
@@ -43,6 +44,8 @@ class WeightWatch:
 
     def before_load(self, t: Tracked) -> None:
         """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
+        if self._arrive is not None:
+            self._arrive()
         if self._known[t.name] == (t.parameter._version, t.parameter.data_ptr()):
             self._before_load[t.name] = bit_sum(t.parameter.data)
 

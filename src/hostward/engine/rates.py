@@ -1,0 +1,74 @@
+"""How fast this machine moves and steps optimizer state, measured in about a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hostward.hardware import Rates
+from hostward.host.adamw import bias_tables
+from hostward.inventory import MasterKind
+from hostward.schedule import Lane
+
+from .backend import AdamWOperands, Backend, BoundRange, Buffer, Constants, Hyper, Scalars, Tier, Work
+
+# Far more than any cache holds: what the caches serve is no rate of memory.
+_ELEMENTS = 48 * 1024 * 1024
+_COPIED_BYTES = 512 * 1024 * 1024
+_ROUNDS = 3
+
+
+def measure_rates(backend: Backend) -> Rates:
+    """Measure on idle lanes of a CUDA backend; what is allocated for it is given back.
+
+    Raises:
+        MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left.
+    """
+    taken: list[Buffer] = []
+
+    def take(tier: Tier, elements: int, dtype: torch.dtype) -> Buffer:
+        taken.extend(backend.allocate(tier, [elements], dtype, "rate measurement", pinned=tier is Tier.HOST))
+        return taken[-1]
+
+    try:
+        step = _host_step(backend, take)
+        up = take(Tier.DEVICE, _COPIED_BYTES, torch.uint8), take(Tier.HOST, _COPIED_BYTES, torch.uint8)
+        down = take(Tier.HOST, _COPIED_BYTES, torch.uint8), take(Tier.DEVICE, _COPIED_BYTES, torch.uint8)
+        copies = [backend.copy(lane, [pair], name="rate") for lane, pair in ((Lane.H2D, up), (Lane.D2H, down))]
+        for work in (step, *copies):
+            work.issue()
+        step_s = _seconds(backend, [step] * _ROUNDS, [step])
+        copy_s = _seconds(backend, copies * _ROUNDS, copies)
+        # Each beside the other, which goes on for longer.
+        busy_step_s = _seconds(backend, [step] * _ROUNDS + copies * 3 * _ROUNDS, [step])
+        busy_copy_s = _seconds(backend, [step] * 6 * _ROUNDS + copies * _ROUNDS, copies)
+    finally:
+        backend.free(taken)
+    elements, copied_bytes = _ROUNDS * _ELEMENTS, _ROUNDS * 2 * _COPIED_BYTES
+    return Rates(elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
+
+
+def _host_step(backend: Backend, take: Callable[[Tier, int, torch.dtype], Buffer]) -> Work:
+    exp_avg, exp_avg_sq = (take(Tier.HOST, _ELEMENTS, torch.float32) for _ in range(2))
+    low = take(Tier.HOST, _ELEMENTS, torch.int16)
+    gradient, weight = (take(Tier.HOST, _ELEMENTS, torch.bfloat16) for _ in range(2))
+    count, skip = take(Tier.HOST, 1, torch.int64), take(Tier.HOST, 1, torch.int32)
+    scale, norm = (take(Tier.HOST, 1, torch.float32) for _ in range(2))
+    constants = Constants(Hyper(0.0, 0.0, 0.9, 0.999, 1e-8), bias_tables(0.9, 0.999, 64))
+    operands = AdamWOperands(
+        [BoundRange(0, gradient, weight, count)], MasterKind.SPLIT, exp_avg, exp_avg_sq, low, constants
+    )
+    return backend.adamw(Lane.HOST, "rate", operands, Scalars(scale, skip, norm))
+
+
+def _seconds(backend: Backend, works: Sequence[Work], last: Sequence[Work]) -> float:
+    """Issue `works`; the seconds until the last issue of each of `last` is done."""
+    backend.synchronise()
+    started_s = time.perf_counter()
+    for work in works:
+        work.issue()
+    for work in last:
+        backend.wait(work.done)
+    return time.perf_counter() - started_s

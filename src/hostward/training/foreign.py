@@ -1,0 +1,330 @@
+"""`offload_optimizer_states`: the state of any torch optimizer on the host between its steps."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hostward.engine.backend import Backend
+from hostward.engine.choose import backend_for
+from hostward.engine.pools import require_host_memory
+from hostward.errors import ConfigError, MemoryLimitError, ModelError
+from hostward.planner import checked_fraction
+
+from .foreign_away import MIB, AwayState
+from .foreign_calls import check_optimizer, check_state_keys, raw_step, watched_step
+from .foreign_state import bundle_bytes, bundles, cut, may_leave
+from .foreign_step import SLOTS, ChunkedStep, expected_bytes
+from .optimizer import AdamW
+
+log = logging.getLogger("hostward")
+
+
+def offload_optimizer_states(
+    optimizer: torch.optim.Optimizer,
+    *,
+    fraction: float = 1.0,
+    chunk_size_mb: int = 0,
+    backend: Backend | None = None,
+) -> StreamedStates:
+    """Keep the state tensors of any torch optimizer in page-locked host memory between its steps.
+
+    The optimizer stays the caller's object; its `step` is replaced on it. A step brings the state to the device chunk
+    by chunk, calls the optimizer's own step for the parameters of each chunk, and takes the state back. The result has
+    the bits that the optimizer gives without offloading, if it steps each parameter by itself.
+
+    State moves as it is: dtype, shape and strides come back. On the device stay numbers, tensors of one element (step
+    counts), and tensors that share memory with others or are no plain dense tensors. State that the first step makes
+    leaves during that step.
+
+    Args:
+        optimizer: any torch.optim.Optimizer whose step does not need a closure; its parameters are plain tensors on one
+            device. Not `hostward.AdamW`, which has options of its own.
+        fraction: share of the state's bytes that leaves, to within one parameter's state. 0: nothing is changed.
+        chunk_size_mb: largest chunk, in MiB of state; a parameter is never divided. 0: a 64th of all state, at least 16
+            MiB. During a step three chunks are on the device.
+        backend: where copies run; by default the parameters' CUDA device, or a simulated one for CPU parameters.
+
+    Cannot be noticed, and gives other results than without offloading: an optimizer whose update of one parameter
+    depends on others without leaving a trace in its groups or attributes (a norm over all parameters taken inside the
+    step), that keeps tensors of several parameters outside `optimizer.state`, or that communicates for parameters in a
+    fixed order. One that draws random numbers draws them in another order.
+
+    Raises:
+        ConfigError: `fraction` or `chunk_size_mb` out of range. ModelError: the optimizer cannot be stepped in parts.
+        MemoryLimitError: its present state does not fit the host; everything is as before.
+    """
+    fraction = checked_fraction(fraction, "fraction")
+    chunk_bytes = _checked_mebibytes(chunk_size_mb) * MIB
+    if isinstance(optimizer, AdamW):
+        raise ModelError(
+            "hostward.AdamW places its own state",
+            why="its state is no part of optimizer.state, so there is nothing to move",
+            fix="hostward.AdamW(..., offload_fraction=...), or optimizer.offload_optimizer_states=True",
+        )
+    device = check_optimizer(optimizer)
+    known = getattr(optimizer.step, "hostward_states", None)
+    if known is not None and known.attached:
+        raise ModelError("the states of this optimizer are offloaded already", fix="detach() the first offloading")
+    chosen = backend_for(device, None) if backend is None else backend
+    if chosen.device != device:
+        raise ModelError(
+            f"the parameters lie on {device}, the backend serves {chosen.device}",
+            fix="pass the backend of the parameters' device, or none",
+        )
+    return StreamedStates(optimizer, fraction, chunk_bytes, chosen)
+
+
+def _checked_mebibytes(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"chunk_size_mb must be a whole number of MiB, at least 0, got {value!r}",
+            why="it bounds the state that a step has on the device at once",
+            fix="chunk_size_mb=0 takes a 64th of all state",
+        )
+    return value
+
+
+class StreamedStates:
+    """State of one optimizer that lives on the host; made by `offload_optimizer_states`.
+
+    `optimizer.state` has host tensors between steps; they are complete after `wait()`. `state_dict()` waits and returns
+    copies on the CPU, `load_state_dict()` puts state on the host again.
+
+    An error of the optimizer comes through as it is, with empty lanes. Before anything was written it leaves all as it
+    was. Later, weights and state do not belong together: step() and state_dict() raise ModelError until a state is
+    loaded.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, fraction: float, chunk_bytes: int, backend: Backend) -> None:
+        self.fraction = fraction
+        self.backend = backend
+        self.attached = False
+        self._kind = type(optimizer).__name__
+        self._optimizer = weakref.ref(optimizer)
+        self._away = AwayState(backend, fraction, chunk_bytes)
+        self._torn = ""
+        """What has failed half way."""
+        self._loading: list[tuple[torch.Tensor, object, dict[Any, Any]]] = []
+        self._saved_groups: list[dict[str, Any]] = []
+        self._handles: list[RemovableHandle] = []
+        self._previous: Callable[..., Any] | None = None
+        self._replaced: weakref.ref[Callable[..., Any]] | None = None
+        if fraction == 0:
+            log.info("%s", self.explain())
+        else:
+            self._attach(optimizer)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of state that live on the host."""
+        return self._away.share.left_bytes
+
+    def explain(self) -> str:
+        """One line: how much of the state is where."""
+        share, chunks = self._away.share, self._away.chunks
+        if self.fraction == 0:
+            return f"{self._kind}: fraction=0, no state is offloaded"
+        actual = share.left_bytes / share.total_bytes if share.total_bytes else 0.0
+        largest = max((chunk.size_bytes for chunk in chunks), default=0)
+        return (
+            f"{self._kind}: {share.left_bytes:,} of {share.total_bytes:,} bytes of state on the host "
+            f"({actual:.1%}, asked {self.fraction:.1%}), in {len(chunks)} chunks of at most {largest:,} bytes; "
+            f"{min(SLOTS, len(chunks))} of them on the device during a step"
+        )
+
+    __repr__ = explain
+
+    def wait(self) -> None:
+        """Return when all state has arrived on the host. Raises what a lane reported."""
+        self.backend.synchronise()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def detach(self) -> None:
+        """Bring all state back to the device, and give the optimizer its own step again.
+
+        Raises:
+            MemoryLimitError: the device has no room; what is still on the host goes on being streamed.
+        """
+        optimizer = self._optimizer()
+        if not self.attached or optimizer is None:
+            self._away.clear()
+            self.attached = False
+            return
+        self._away.bring_back(optimizer.state)
+        if self._torn:
+            log.warning("%s: %s failed half way; weights and state do not belong together", self._kind, self._torn)
+        for handle in self._handles:
+            handle.remove()
+        if self._replaced is not None and vars(optimizer).get("step") is self._replaced():
+            del vars(optimizer)["step"]
+            if self._previous is not None:
+                vars(optimizer)["step"] = self._previous
+        # Where a scheduler has wrapped the replaced step since, that one goes on and passes everything through.
+        self.attached = False
+
+    # ---------------------------------------------------------------- attaching
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found = bundles(optimizer.state, parameters, self.backend.device)
+        expected = sum(bundle_bytes(found[p]) if p in found else expected_bytes(p) for p in parameters)
+        try:
+            self._away.take(optimizer.state, list(found), self._away.limit_bytes(expected))
+        except MemoryLimitError:
+            self._away.bring_back(optimizer.state)
+            raise
+        del found
+        self._away.release()
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(self._before_save, prepend=True),
+            optimizer.register_state_dict_post_hook(self._copied, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
+        ]
+        self._previous = watched_step(optimizer)
+        step = _replacement(optimizer, self)
+        self._replaced = weakref.ref(step)
+        vars(optimizer)["step"] = step
+        self.attached = True
+
+    # ---------------------------------------------------------------- the step
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> object:
+        """One step of `optimizer`: `call` steps whatever its groups hold. Returns what the last call returned.
+
+        Raises:
+            ModelError: the optimizer mixes parameters, or an earlier step failed half way.
+            MemoryLimitError: state that this step has made does not fit the host; the step itself is whole.
+        """
+        self._require_whole()
+        check_state_keys(optimizer)
+        step = ChunkedStep(optimizer, self._away, call)
+        try:
+            result = step.run()
+        finally:
+            self._torn = "an earlier step" if step.torn else ""
+        if step.refused is not None:
+            raise step.refused
+        return result
+
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise ModelError(
+                f"{self._torn} of this {self._kind} failed half way",
+                why="some parameters are further than others: weights and state do not belong together",
+                fix="load the last checkpoint into model and optimizer",
+            )
+
+    # ---------------------------------------------------------------- saving and loading
+
+    def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
+        self._require_whole()
+        self.backend.synchronise()
+
+    def _copied(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The same with copies on the CPU: slabs change with the next step, and would be saved as a whole (H67)."""
+        require_host_memory(self._away.share.total_bytes, owner="a copy of the optimizer state")
+
+        def copied(entry: object) -> object:
+            if not isinstance(entry, dict):
+                return entry
+            return {key: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
+
+        return {**state_dict, "state": {i: copied(entry) for i, entry in state_dict["state"].items()}}
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep back the tensors that may leave: torch would put all of them on the device at once."""
+        self.backend.synchronise()
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        self._saved_groups = state_dict["param_groups"]
+        self._loading = []
+        state = dict(state_dict["state"])
+        for i, p in zip(numbers, mine, strict=False):  # torch itself refuses other lengths
+            entry = state.get(i)
+            if isinstance(entry, dict):
+                self._loading.append((p, i, entry))
+                state[i] = {key: value for key, value in entry.items() if not may_leave(value)}
+        return {**state_dict, "state": state}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take what was kept back to the device, as torch would, and away again, one chunk at a time."""
+        loading, self._loading = self._loading, []
+        self._torn = "loading the state"  # until all of it is here
+        self._away.clear()
+        sizes = [(p, sum(v.nbytes for v in entry.values() if may_leave(v))) for p, _, entry in loading]
+        limit_bytes = self._away.limit_bytes(sum(nbytes for _, nbytes in sizes))
+        entries = {p: (i, entry) for p, i, entry in loading}
+        for run in cut(sizes, limit_bytes):
+            for p in run:
+                optimizer.state[p] = self._loaded(optimizer, p, *entries[p])
+            self._away.take(optimizer.state, run, limit_bytes)
+            self._away.release()
+        self._torn = ""
+
+    def _loaded(
+        self, optimizer: torch.optim.Optimizer, p: torch.Tensor, i: object, entry: dict[Any, Any]
+    ) -> dict[Any, Any]:
+        """The whole state of a parameter, in the order in which it was saved."""
+        present = optimizer.state[p]
+
+        def load(key: Any, value: torch.Tensor) -> torch.Tensor:
+            groups: Any = self._saved_groups
+            return optimizer._process_value_according_to_param_policy(p, value, i, groups, key)  # type: ignore[arg-type]
+
+        restored = {key: present[key] if key in present else load(key, value) for key, value in entry.items()}
+        return {**restored, **present}
+
+
+def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Callable[..., Any]:
+    """What `optimizer.step` is from now on: step hooks and closure once, the optimizer's own step in parts."""
+    raw = raw_step(optimizer)
+    signature = inspect.signature(raw)
+    watched = watched_step(optimizer)
+
+    @functools.wraps(watched or type(optimizer).step)
+    def in_parts(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if watched is not None:
+            vars(own)["_opt_called"] = True
+        if not states.attached:
+            return raw(own, *args, **kwargs)
+        bound = signature.bind(own, *args, **kwargs)
+        closure = bound.arguments.get("closure")
+        if closure is None:
+            return states.step(own, lambda: raw(*bound.args, **bound.kwargs))
+        with torch.enable_grad():
+            loss = closure()
+        bound.arguments["closure"] = None
+        states.step(own, lambda: raw(*bound.args, **bound.kwargs))
+        return loss
+
+    hooked = torch.optim.Optimizer.profile_hook_step(in_parts)
+    vars(hooked)["hostward_states"] = states
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(hooked)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        # A bound method would keep the optimizer, and with it the model, alive until the garbage collector runs.
+        own = reference()
+        if own is None:
+            raise ModelError("step() of an optimizer that no longer exists", fix="keep the optimizer itself")
+        return hooked(own, *args, **kwargs)
+
+    # Schedulers wrap the function of a bound method.
+    vars(step)["__func__"] = hooked
+    return step

@@ -1,0 +1,243 @@
+"""State tensors of any optimizer as bytes: which may leave, how they lie in a host slab, how they are rebuilt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hostward.engine.backend import Backend, Buffer, Tier
+from hostward.inventory import align
+
+ALIGNMENT_BYTES = 256
+"""As torch's own device allocator at least: kernels that look at alignment choose as they would without hostward."""
+
+HOST_OWNER = "optimizer state"
+
+Bundle = dict[Hashable, torch.Tensor]
+"""The state tensors of one parameter that move, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What it takes, besides its bytes, to rebuild a strided tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, holes included."""
+        return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return self.span * self.dtype.itemsize
+
+    def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        """The tensor over the bytes of `memory` (uint8, flat) from `offset` on."""
+        return memory[offset : offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
+
+
+def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a strided tensor, uint8 [nbytes], holes included."""
+    return tensor.detach().as_strided((Layout.of(tensor).span,), (1,)).view(torch.uint8)
+
+
+def may_leave(value: object) -> bool:
+    """Whether a state entry is a plain tensor of more than one element."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.numel() > 1
+        and not (value.requires_grad or value.is_conj() or value.is_neg())
+    )
+
+
+def bundles(
+    state: Mapping[torch.Tensor, Any], parameters: Iterable[torch.Tensor], device: torch.device
+) -> dict[torch.Tensor, Bundle]:
+    """The tensors that can move, of each parameter that has some.
+
+    Left out are tensors on another device and those that share memory with another tensor (a view of a larger buffer,
+    the weight or the gradient itself): moving them would free nothing, or tear the two apart.
+    """
+    found: dict[torch.Tensor, Bundle] = {}
+    shared: Counter[int] = Counter()
+    for p in parameters:
+        entry = state.get(p)
+        shared.update(_address(t) for t in (p, p.grad) if t is not None and t.layout is torch.strided)
+        if isinstance(entry, dict):
+            bundle = {key: value for key, value in entry.items() if may_leave(value) and value.device == device}
+            shared.update(map(_address, bundle.values()))
+            found[p] = bundle
+    for p, bundle in found.items():
+        found[p] = {key: t for key, t in bundle.items() if shared[_address(t)] == 1 and _owns_its_memory(t)}
+    return {p: bundle for p, bundle in found.items() if bundle}
+
+
+def bundle_bytes(bundle: Bundle) -> int:
+    return sum(Layout.of(t).nbytes for t in bundle.values())
+
+
+def padded_bytes(bundle: Bundle) -> int:
+    """What the bundle takes in a slab."""
+    return sum(align(Layout.of(t).nbytes, ALIGNMENT_BYTES) for t in bundle.values())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _owns_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == Layout.of(tensor).nbytes
+
+
+@dataclass(slots=True)
+class Share:
+    """Keeps the bytes that have left within half of one bundle of `fraction` of all, whatever is added."""
+
+    fraction: float
+    total_bytes: int = 0
+    left_bytes: int = 0
+
+    def leaves(self, nbytes: int) -> bool:
+        """Count a bundle, and say whether it leaves the device."""
+        self.total_bytes += nbytes
+        wanted = self.fraction * self.total_bytes
+        leaves = abs(self.left_bytes + nbytes - wanted) < abs(self.left_bytes - wanted)
+        self.left_bytes += nbytes if leaves else 0
+        return leaves
+
+    def forget(self, nbytes: int) -> None:
+        """A bundle that had left is no longer counted."""
+        self.total_bytes -= nbytes
+        self.left_bytes -= nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a state tensor lies in its chunk, in bytes, and the view of it on the host."""
+
+    offset: int
+    layout: Layout
+    home: torch.Tensor
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        return self.offset, self.offset + self.layout.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """State of some parameters in one host slab, and what comes to the device at once.
+
+    `places` by parameter and key; `extents` is the byte range of each parameter's places, padding included.
+    """
+
+    slab: Buffer
+    name: str
+    places: dict[torch.Tensor, dict[Hashable, Place]] = field(default_factory=dict)
+    extents: dict[torch.Tensor, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, backend: Backend, content: Mapping[torch.Tensor, Bundle], number: int) -> Chunk:
+        """A chunk with room for these bundles, all zero. Raises MemoryLimitError."""
+        size = sum(map(padded_bytes, content.values()))
+        (slab,) = backend.allocate(Tier.HOST, [size], torch.uint8, HOST_OWNER, pinned=True)
+        chunk, offset = cls(slab, f"{number:04d}"), 0
+        for p, bundle in content.items():
+            start, places = offset, {}
+            for key, tensor in bundle.items():
+                layout = Layout.of(tensor)
+                places[key] = Place(offset, layout, layout.view(slab.data, offset))
+                offset += align(layout.nbytes, ALIGNMENT_BYTES)
+            chunk.places[p], chunk.extents[p] = places, (start, offset)
+        return chunk
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slab.nbytes
+
+    def bytes_of(self, parameter: torch.Tensor) -> int:
+        return sum(place.layout.nbytes for place in self.places[parameter].values())
+
+    def holds(self, parameter: torch.Tensor, state: Mapping[torch.Tensor, Any]) -> bool:
+        """Whether the optimizer's state still is what lies here: nobody has put other tensors in its place."""
+        entry = state.get(parameter)
+        places = self.places[parameter]
+        return isinstance(entry, dict) and all(entry.get(key) is place.home for key, place in places.items())
+
+    def homes(self, parameter: torch.Tensor) -> Bundle:
+        return {key: place.home for key, place in self.places[parameter].items()}
+
+    def staged(self, parameter: torch.Tensor, slot: Buffer) -> Bundle:
+        """The parameter's state as it lies in a slot that the chunk has been copied to."""
+        return {key: place.layout.view(slot.data, place.offset) for key, place in self.places[parameter].items()}
+
+    def runs(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """The byte ranges of these parameters, neighbours joined: one copy each."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(self.extents[p] for p in parameters):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return joined
+
+
+def pieces(buffer: Buffer, runs: Iterable[tuple[int, int]]) -> list[Buffer]:
+    """One buffer per byte range of a slab or slot."""
+    return [Buffer(buffer.tier, buffer.data[a:b], buffer.owner, buffer.pinned) for a, b in runs]
+
+
+def cut(sizes: Iterable[tuple[torch.Tensor, int]], limit_bytes: int) -> list[list[torch.Tensor]]:
+    """Parameters in runs of at most `limit_bytes`; one that is larger is a run of its own."""
+    runs: list[list[torch.Tensor]] = []
+    filled = 0
+    for p, nbytes in sizes:
+        if not runs or filled + nbytes > limit_bytes:
+            runs.append([])
+            filled = 0
+        runs[-1].append(p)
+        filled += nbytes
+    return runs
+
+
+def settle(state: Mapping[torch.Tensor, Any], parameter: torch.Tensor, staged: Bundle, device: torch.device) -> bool:
+    """After a step: bring what the optimizer has put in a staged tensor's place into it.
+
+    Returns False where that cannot be done, because the parameter's state has other tensors than before: then they
+    are all made independent of the slot.
+    """
+    entry = state.get(parameter)
+    if not isinstance(entry, dict):
+        return False
+    replaced = [(tensor, entry.get(key)) for key, tensor in staged.items() if entry.get(key) is not tensor]
+    same = all(isinstance(now, torch.Tensor) and Layout.of(now) == Layout.of(t) for t, now in replaced)
+    if same and not _has_more(state, parameter, staged, device):
+        # A swap of two state tensors makes each the source of the other.
+        sources = [now.clone() for _, now in replaced if isinstance(now, torch.Tensor)]
+        for (tensor, _), source in zip(replaced, sources, strict=True):
+            tensor.copy_(source)
+        return True
+    for key, now in entry.items():
+        if any(now is tensor for tensor in staged.values()):
+            entry[key] = now.clone()
+    return False
+
+
+def _has_more(state: Mapping[torch.Tensor, Any], parameter: torch.Tensor, staged: Bundle, device: torch.device) -> bool:
+    """Whether tensors have come that could leave too."""
+    if all(key in staged or not may_leave(value) for key, value in state[parameter].items()):
+        return False
+    others = {parameter: {key: value for key, value in state[parameter].items() if key not in staged}}
+    return bool(bundles(others, [parameter], device))

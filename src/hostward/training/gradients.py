@@ -1,0 +1,336 @@
+"""Gradients on their way from autograd to the optimizer: taken in backward as they become final, or at the step.
+
+A gradient that has been taken leaves a placeholder in `.grad`. Any use of it raises a typed error, so that a norm of
+0.0 is never reported for gradients that are elsewhere (H64).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hostward.engine.backend import DTYPES
+from hostward.errors import HostwardError, ModelError
+from hostward.inspect import Tracked
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of one parameter, flat and contiguous, in the dtype in which autograd left it."""
+
+    name: str
+    flat: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.nn.Parameter) -> Gradient:
+        """Raises ModelError for a gradient that is not a dense floating tensor on the parameter's device."""
+        grad = parameter.grad
+        problem = None
+        if grad is None:
+            problem = "has no gradient"
+        elif grad.layout is not torch.strided:
+            problem = f"has a gradient with layout {grad.layout}"
+        elif grad.dtype not in DTYPES:
+            problem = f"has a gradient of dtype {grad.dtype}"
+        elif grad.device != parameter.device or grad.shape != parameter.shape:
+            problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
+        if problem or grad is None:
+            raise ModelError(
+                f"parameter {name!r} {problem}",
+                why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
+                fix="make the gradient dense, or leave the parameter out of the optimizer",
+            )
+        return cls(name, grad.detach().contiguous().view(-1))
+
+
+class Where(StrEnum):
+    """What became of a gradient that is no longer in `.grad`."""
+
+    TAKEN = "taken"
+    """The optimizer has it and will step with it."""
+    USED = "used"
+    """A step was made with it; the next backward starts anew."""
+    LOST = "lost"
+    """The backward that made it did not end."""
+
+
+_TOLD = {
+    Where.TAKEN: "the optimizer took it during backward, and its bytes may be on the host by now",
+    Where.USED: "the last step used it up",
+    Where.LOST: "the backward pass that made it was interrupted",
+}
+_FIXES = {
+    Where.TAKEN: "clip by max_grad_norm of the optimizer and read optimizer.grad_norm; to look at gradients, leave "
+    "optimizer.accumulate(last=True) out",
+    Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
+    Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
+}
+
+
+class MovedGradient(torch.Tensor):
+    """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
+
+    parameter_name: str
+    became: Where
+    unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+
+    @staticmethod
+    def __new__(
+        cls, name: str, like: torch.Tensor, dtype: torch.dtype, unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> MovedGradient:
+        made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
+        made.parameter_name, made.became, made.unscaled = name, Where.TAKEN, unscaled
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        moved = [a for a in _flat(args) if isinstance(a, MovedGradient)]
+        name = func.overloadpacket.__name__
+        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.became is Where.TAKEN for m in moved):
+            # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
+            moved[0].unscaled(args[1], args[2])
+            return None
+        if name in ("zero_", "_foreach_zero_") and all(m.became is not Where.TAKEN for m in moved):
+            return args[0] if name == "zero_" else None
+        where = moved[0].became
+        raise ModelError(
+            f"the gradient of parameter {moved[0].parameter_name!r} is not in .grad any more ({name})",
+            why=_TOLD[where],
+            fix=_FIXES[where],
+        )
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"MovedGradient({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]
+
+
+class Handover:
+    """Takes gradients from parameters and gives them to `take`, and knows which ones are in `.grad` and which are not.
+
+    Args:
+        tracked: the parameters.
+        take: is given each gradient that has become final.
+        give_back: returns a gradient that was taken, in a tensor of its own if need be: more is to be added to it.
+    """
+
+    def __init__(
+        self,
+        tracked: Sequence[Tracked],
+        take: Callable[[Gradient], None],
+        give_back: Callable[[str], torch.Tensor],
+    ) -> None:
+        self._tracked = list(tracked)
+        self._by_name = {t.name: t for t in tracked}
+        self._take = take
+        self._give_back = give_back
+        self._placeholders: dict[str, MovedGradient] = {}
+        self.taken: set[str] = set()
+        self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
+        self.armed = False
+        self.captured = False
+        """The last backward was captured in a CUDA graph: its gradients stay where the graph writes them."""
+        self._handles: list[RemovableHandle] = []
+        this = weakref.ref(self)
+        self._unscaled = _Unscaled(this)
+        for t in tracked:
+            if t.parameter.requires_grad and t.parameter.is_leaf:
+                self._handles.append(t.parameter.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
+                self._handles.append(t.parameter.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before(self, name: str) -> None:
+        """Autograd is about to add to the parameter's gradient."""
+        t = self._by_name[name]
+        moved = t.parameter.grad
+        if not isinstance(moved, MovedGradient):
+            return
+        if moved.became is Where.LOST:
+            _raise_lost(t.name)
+        if moved.became is Where.TAKEN and t.name in self.taken:
+            # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
+            self.taken.discard(t.name)
+            t.parameter.grad = self._give_back(t.name).view(t.parameter.shape)
+        else:
+            t.parameter.grad = None
+
+    def after(self, name: str) -> None:
+        """Autograd has added to the parameter's gradient."""
+        t = self._by_name[name]
+        self.captured = _capturing(t.parameter)
+        if self.armed and not self.captured:
+            self.hand_over(t)
+
+    def hand_over(self, t: Tracked) -> None:
+        """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
+        gradient = Gradient.of(t.name, t.parameter)
+        placeholder = self._placeholders.get(t.name)
+        if placeholder is None or placeholder.dtype is not gradient.flat.dtype:
+            placeholder = MovedGradient(t.name, t.parameter, gradient.flat.dtype, self._unscaled)
+            self._placeholders[t.name] = placeholder
+        placeholder.became = Where.TAKEN
+        t.parameter.grad = placeholder
+        self.taken.add(t.name)
+        self._take(gradient)
+
+    def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        self.unscaled.append((found_inf, inv_scale))
+
+    def waiting(self) -> list[Tracked]:
+        """Parameters whose gradient is still in `.grad`.
+
+        Raises:
+            ModelError: a gradient was lost, or was cleared or replaced by hand after it had been taken.
+        """
+        found, cleared = [], []
+        for t in self._tracked:
+            grad = t.parameter.grad
+            if isinstance(grad, MovedGradient):
+                if grad.became is Where.LOST:
+                    _raise_lost(t.name)
+            elif grad is None:
+                cleared += [t.name] if t.name in self.taken else []
+            elif t.name in self.taken:
+                raise ModelError(
+                    f"the gradient of parameter {t.name!r} was replaced after the optimizer had taken it",
+                    why="the step would be made with the one that was taken",
+                    fix="change gradients before the last backward ends, or leave accumulate(last=True) out",
+                )
+            elif t.parameter.numel():
+                found.append(t)
+        if cleared and len(cleared) == len(self.taken):
+            raise GradientsClearedError(
+                "all gradients were cleared after the optimizer had taken them",
+                why="zero_grad() of the module ran between backward and step()",
+                fix="call zero_grad() after step()",
+            )
+        if cleared:
+            raise ModelError(
+                f"the gradient of parameter {cleared[0]!r} was cleared after the optimizer had taken it",
+                why=f"{len(cleared)} of {len(self.taken)} taken gradients were cleared by hand",
+                fix="clear all of them with optimizer.zero_grad(), or none",
+            )
+        return found
+
+    def forget(self) -> None:
+        """What was taken is cleared."""
+        for name in self.taken:
+            parameter = self._by_name[name].parameter
+            if parameter.grad is self._placeholders[name]:
+                parameter.grad = None
+        self.taken.clear()
+        self.unscaled.clear()
+
+    def mark(self, where: Where) -> None:
+        """Say what became of everything taken; nothing is taken any more."""
+        for name in self.taken:
+            self._placeholders[name].became = where
+        self.taken.clear()
+        self.unscaled.clear()
+
+    def used_only(self) -> bool:
+        """Whether some gradients are there, and a step has used all of them."""
+        grads = [t.parameter.grad for t in self._tracked if t.parameter.grad is not None]
+        return bool(grads) and all(isinstance(g, MovedGradient) and g.became is Where.USED for g in grads)
+
+
+class GradientsClearedError(ModelError):
+    """Every gradient that the optimizer had taken was cleared through the module: there is nothing to step with."""
+
+
+def _raise_lost(name: str) -> None:
+    raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=_TOLD[Where.LOST], fix=_FIXES[Where.LOST])
+
+
+def _capturing(parameter: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured: it keeps its gradients where they are, and no hook runs at its replay."""
+    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class _Unscaled:
+    """Called in place of a gradient scaler's look at gradients that were taken."""
+
+    def __init__(self, handover: weakref.ref[Handover]) -> None:
+        # Not the optimizer: placeholders in `.grad` hold this, and the model outlives the optimizer.
+        self._handover = handover
+
+    def __call__(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        handover = self._handover()
+        if handover is not None:
+            handover.note_unscaled(found_inf, inv_scale)
+
+
+class _Before:
+    """Tensor hook: runs before autograd accumulates into the parameter."""
+
+    def __init__(self, handover: weakref.ref[Handover], name: str) -> None:
+        # Not the parameter: it holds this hook.
+        self._handover = handover
+        self._name = name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        handover = self._handover()
+        if handover is not None:
+            handover.before(self._name)
+
+
+class _After:
+    """Post-accumulate hook."""
+
+    def __init__(self, handover: weakref.ref[Handover], name: str) -> None:
+        # Not the parameter: it holds this hook.
+        self._handover = handover
+        self._name = name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        handover = self._handover()
+        if handover is not None:
+            handover.after(self._name)
+
+
+class Accumulation:
+    """What `AdamW.accumulate` returns: gradients of the last microbatch are taken as they become final."""
+
+    def __init__(self, handover: Handover, abandon: Callable[[], None], *, last: bool) -> None:
+        self._handover = handover
+        self._abandon = abandon
+        self._last = last
+
+    def __enter__(self) -> None:
+        if self._handover.armed:
+            raise ModelError(
+                "accumulate() inside accumulate()", why="a microbatch is the last one or not", fix="use one block each"
+            )
+        self._handover.armed = self._last
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._handover.armed = False
+        if not self._last:
+            return
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            # Gradients that the last microbatch did not touch are final all the same.
+            for t in self._handover.waiting():
+                self._handover.hand_over(t)
+        except HostwardError:
+            self._abandon()
+            raise

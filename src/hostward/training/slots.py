@@ -1,0 +1,178 @@
+"""Device staging of streamed buckets: slots that several buckets take in turn, and when they are there.
+
+Slots are taken during backward, when it has freed enough, and given back during the next forward, before activations
+need the memory. How many fit, and when, comes from a profile of one step: the device memory allocated at each gradient
+point and each use point. Staging may then use what backward has freed, and two slots besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hostward.engine.backend import Backend, Buffer, Tier, empty_buffer
+from hostward.inventory import align
+from hostward.lowering.optimizer import slot_of
+from hostward.plan import Placement
+
+from .state import BucketState
+
+FEWEST = 2
+"""One slot is read or written while the other is stepped."""
+_STAGED_SHARE = 0.4
+"""Share of backward, by elements, that is left when the slots are taken: reading them takes about as long."""
+_ALIGNMENT_BYTES = 256
+
+
+class Gauge(Protocol):
+    """Device bytes allocated by this process: now, and at most since `restart`."""
+
+    def allocated_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def restart(self) -> None: ...
+
+
+class CudaGauge:
+    """Torch's own counters. `restart` resets the peak that `torch.cuda.max_memory_allocated` tells."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class Slots:
+    """Slots for the streamed buckets among `states`; `count` is 0 without any.
+
+    Args:
+        gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
+        most: the largest number of slots.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        states: Sequence[BucketState],
+        *,
+        gauge: Gauge | None,
+        most: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self._placements = [s.placement for s in states]
+        self._streamed = [b for b, p in enumerate(self._placements) if p is Placement.STREAMED]
+        self._sizes = {b: [t.nbytes for t in states[b].streamed()] for b in self._streamed}
+        self._dtypes = {b: [t.data.dtype for t in states[b].streamed()] for b in self._streamed}
+        whole = [sum(align(n, _ALIGNMENT_BYTES) for n in sizes) for sizes in self._sizes.values()]
+        self.slot_bytes = max(whole, default=0)
+        self._numels = [s.bucket.numel for s in states]
+        self._layers = [s.bucket.layer for s in states]
+        self._most = min(len(self._streamed), most or len(self._streamed))
+        self.count = min(FEWEST, self._most)
+        self.transient = True
+        self._slab: list[Buffer] = []
+        self._views = {b: [empty_buffer("slots") for _ in sizes] for b, sizes in self._sizes.items()}
+        self._gauge = gauge
+        self._samples: list[tuple[int, int]] = []
+        self._use_samples: list[tuple[str, int]] = []
+        self._profiled = gauge is None or not self._streamed
+        self._stage_at = self._late_bucket()
+        self._unstage_at: str | None = None
+        self._seen = 0
+        self._profiling = False
+
+    # ---------------------------------------------------------------- memory
+
+    def of(self, bucket: int) -> list[Buffer]:
+        """The slot of a streamed bucket as its state's tensors: exp_avg, exp_avg_sq, and the remainder or master."""
+        return self._views[bucket]
+
+    def buffers(self) -> list[Buffer]:
+        return self._slab
+
+    def acquire(self) -> None:
+        """Take the memory, on the compute lane. Raises MemoryLimitError."""
+        self._slab += self._backend.allocate(
+            Tier.DEVICE, [self.slot_bytes] * self.count, torch.uint8, "staging slots", zero=False
+        )
+        for b in self._streamed:
+            data, start = self._slab[slot_of(self._placements, b, self.count)].data, 0
+            for view, size, dtype in zip(self._views[b], self._sizes[b], self._dtypes[b], strict=True):
+                self._backend.refill(view, data[start : start + size].view(dtype))
+                start = align(start + size, _ALIGNMENT_BYTES)
+
+    def give_back(self) -> None:
+        """Return the memory, behind what the compute lane has waited for."""
+        for views in self._views.values():
+            for view in views:
+                view.data = view.data.new_empty(0)
+        self._backend.free(self._slab)
+        self._slab.clear()
+
+    # ---------------------------------------------------------------- when
+
+    def ready(self, bucket: int) -> bool:
+        """Whether the slots may be taken at this bucket's gradient point."""
+        return self.count > 0 and self._profiled and bucket <= self._stage_at
+
+    def wanted_back(self, layer: str) -> bool:
+        """Whether the slots must be back before this layer's forward."""
+        return layer == self._unstage_at
+
+    def sample(self, bucket: int) -> None:
+        """Backward has reached a bucket's gradient point."""
+        if self._gauge is not None and self._profiling:
+            self._samples.append((bucket, self._gauge.allocated_bytes()))
+
+    def sample_use(self, layer: str) -> None:
+        """Forward has reached a layer."""
+        if self._gauge is not None and self._profiling:
+            held = sum(b.nbytes for b in self._slab)
+            self._use_samples.append((layer, self._gauge.allocated_bytes() - held))
+
+    def settle(self) -> bool:
+        """A step has been issued: choose number and time of the slots once the profile is whole. Whether the number
+        has changed.
+
+        The first step allocates what others keep (cuBLAS workspaces, tables), so the second is the one profiled.
+        """
+        self._seen += 1
+        if self._gauge is None or self._profiled:
+            return False
+        if self._seen == _PROFILED_STEP - 1:
+            self._gauge.restart()
+            self._profiling = True
+        if self._seen < _PROFILED_STEP or not self._samples:
+            return False
+        self._profiled, self._profiling = True, False
+        peak = max(self._gauge.peak_bytes(), *(n for _, n in self._samples))
+        point = min(range(len(self._samples)), key=lambda i: (self._samples[i][0] > self._stage_at, i))
+        later = max(n for _, n in self._samples[point:])
+        fits = max(0, peak - later) // self.slot_bytes
+        before, self.count = self.count, min(self._most, FEWEST + fits)
+        held = self.count * self.slot_bytes
+        self._unstage_at = next((layer for layer, n in self._use_samples if n + held > peak), None)
+        self._samples.clear()
+        return self.count != before
+
+    def _late_bucket(self) -> int:
+        """The bucket at whose gradient point _STAGED_SHARE of backward is left, if it goes from last to first."""
+        total, left = sum(self._numels), 0
+        for b, numel in enumerate(self._numels):
+            left += numel
+            if left >= _STAGED_SHARE * total:
+                return b
+        return 0
+
+
+_PROFILED_STEP = 3

@@ -1,0 +1,66 @@
+"""Where a step writes weights: flat device buffers, one per range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from hostward.engine.backend import Backend, Buffer, empty_buffer
+from hostward.inspect import Tracked
+
+from .state import BucketState
+
+
+class Targets:
+    """Weights as steps write them: `weights[bucket][range]`. A parameter that is not contiguous is written to a flat
+    copy, and scattered back once that has arrived.
+    """
+
+    def __init__(self, backend: Backend, states: Sequence[BucketState], tracked: Mapping[str, Tracked]) -> None:
+        self._backend = backend
+        self._tracked = tracked
+        self.weights: list[list[Buffer]] = [[empty_buffer("weights") for _ in s.bucket.ranges] for s in states]
+        self._pieces: dict[str, list[tuple[Buffer, slice]]] = {}
+        for state, buffers in zip(states, self.weights, strict=True):
+            for r, buffer in zip(state.bucket.ranges, buffers, strict=True):
+                self._pieces.setdefault(r.name, []).append((buffer, slice(r.start, r.stop)))
+        self._addresses: dict[str, int] = {}
+        self._flat: dict[str, torch.Tensor] = {}
+        for name in self._pieces:
+            self._bind(name)
+
+    def refresh(self, names: Iterable[str]) -> bool:
+        """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
+        self._flat.clear()
+        for name in names:
+            data = self._tracked[name].parameter.data
+            if data.data_ptr() != self._addresses[name] or not data.is_contiguous():
+                self._bind(name)
+        return bool(self._flat)
+
+    def scatter(self) -> None:
+        """Copy flat weights back into parameters that are not contiguous. They have arrived."""
+        for name, flat in self._flat.items():
+            parameter = self._tracked[name].parameter
+            data, shaped = parameter.data, flat.view(parameter.shape)
+            reads = [buffer for buffer, _ in self._pieces[name]]
+            writes = [self._backend.adopt(data, "weights")]
+            self._backend.launch("offload/scatter", _copying(data, shaped), reads=reads, writes=writes).issue()
+        self._flat.clear()
+
+    def _bind(self, name: str) -> None:
+        data = self._tracked[name].parameter.data
+        flat = data.contiguous().view(-1)
+        if not data.is_contiguous():
+            self._flat[name] = flat
+        self._addresses[name] = data.data_ptr()
+        for buffer, span in self._pieces[name]:
+            self._backend.refill(buffer, flat[span])
+
+
+def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        to.copy_(from_)
+
+    return run
