@@ -8,13 +8,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hostward.errors import DeviceError, MemoryLimitError, PlacementError
 from hostward.host.library import check
-from hostward.inventory import MasterKind
-from hostward.kernels.operand import dtype_code
 from hostward.schedule import Lane
 
 from .backend import (
@@ -23,7 +20,6 @@ from .backend import (
     Backend,
     Buffer,
     Clipping,
-    Constants,
     Event,
     Ledger,
     Partials,
@@ -34,7 +30,8 @@ from .backend import (
     require_tier,
 )
 from .commands import Command, CommandList, Streams, Verb, driver_table
-from .cuda_work import INDEX, LANES, CommandWork, CudaWork, HostWork, KernelWork, Staged, TableWork
+from .cuda_kernels import KernelTables
+from .cuda_work import INDEX, LANES, CommandWork, CudaEvent, CudaWork, HostWork, KernelWork, TableWork
 from .driver import (
     event_create,
     event_destroy,
@@ -46,11 +43,8 @@ from .driver import (
 )
 from .host_task import isa_name, own_threads
 from .pools import host_slabs
-from .uploads import Table, Uploads
 
 _UPLOAD_BYTES = 2 * 1024 * 1024
-_KEPT_LAUNCHES = 8
-_KERNEL_KINDS = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 1, MasterKind.PLAIN: 2}
 
 
 class CudaBackend(Backend):
@@ -89,8 +83,7 @@ class CudaBackend(Backend):
         self._turns = [0] * RING
         self._bases = [self.timed_event() for _ in range(RING)]
         self._first_base, self._has_base = self.timed_event(), False
-        self._uploads = {lane: Uploads(self.device, self._upload_arena, RING) for lane in (Lane.COMPUTE, Lane.UPDATE)}
-        self._hypers: dict[tuple[int, Lane], tuple[Constants, Table]] = {}
+        self._kernels = KernelTables(self.device, self._upload_arena)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
         weakref.finalize(self, _drain, list(self._side.values()), self._events)
 
@@ -136,7 +129,7 @@ class CudaBackend(Backend):
     # ---------------------------------------------------------------- operations
 
     def event(self) -> Event:
-        return _CudaEvent(self._plain_event(), self._unused)
+        return CudaEvent(self._plain_event(), self._unused)
 
     def copy(
         self,
@@ -176,29 +169,8 @@ class CudaBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        from hostward.kernels import norm as kernels
-
-        uploads = self._uploads[Lane.COMPUTE]
-        rest = [(length, first) for length, first in zip(lengths, firsts, strict=True)]
-        table = uploads.table((len(rest), 3), torch.int64)
-        chunk_map = uploads.map(kernels.chunk_map, tuple(lengths))
-        launches: dict[torch.dtype, Callable[[], None]] = {}
-
-        def prepare() -> tuple[list[Staged], Callable[[], None]]:
-            addresses = tuple([g.data.data_ptr() for g in gradients])
-            dtype = gradients[0].data.dtype
-            launch = launches.get(dtype)
-            if launch is None:
-                code = dtype_code(dtype, name)
-                launch = kernels.bind_partials(table.data, chunk_map, code, out.sums.data, out.exponents.data)
-                launches[dtype] = launch
-
-            def fill(rows: npt.NDArray[np.int64]) -> None:
-                rows[:] = [(address, *row) for address, row in zip(addresses, rest, strict=True)]
-
-            return [(table, addresses, fill)], launch
-
         require_tier((*gradients, *out.all()), Tier.DEVICE, name)
+        prepare = self._kernels.partials(gradients, lengths, firsts, out)
         return TableWork(self, name, Lane.COMPUTE, prepare, waits, done or self.event())
 
     def norm(
@@ -235,60 +207,7 @@ class CudaBackend(Backend):
         require_tier([*operands.read(), *operands.written(), *scalars.all()], tier, name)
         if lane is Lane.HOST:
             return HostWork(self, name, operands, scalars, waits, done or self.event())
-        return TableWork(self, name, lane, self._device_step(lane, operands, scalars), waits, done or self.event())
-
-    def _device_step(
-        self, lane: Lane, operands: AdamWOperands, scalars: Scalars
-    ) -> Callable[[], tuple[list[Staged], Callable[[], None]]]:
-        from hostward.kernels import adamw as kernels
-
-        uploads, kind, ranges = self._uploads[lane], _KERNEL_KINDS[operands.kind], operands.ranges
-        lengths = tuple(r.length for r in ranges)
-        blocks = uploads.map(kernels.block_map, lengths)
-        table, hyper_table = uploads.table((len(ranges), 5), torch.int64), self._hyper_table(lane, operands.constants)
-        state = [operands.exp_avg, operands.exp_avg_sq, operands.low or operands.exp_avg]
-        launches: dict[object, Callable[[], None]] = {}
-
-        def prepare() -> tuple[list[Staged], Callable[[], None]]:
-            constants = operands.constants
-            hyper, (bc1, inv_sqrt_bc2) = constants.hyper, constants.tables
-            gradients = [r.gradient.data for r in ranges]
-            weights = [r.weight.data for r in ranges]
-            addresses = tuple([t.data_ptr() for t in (*gradients, *weights)])
-            where = tuple([b.data.data_ptr() for b in state])
-            key = (gradients[0].dtype, id(bc1), where)
-            launch = launches.get(key)
-            if launch is None:
-                codes = dtype_code(gradients[0].dtype, "gradient"), dtype_code(weights[0].dtype, "weight"), kind
-                tables = uploads.kept(bc1), uploads.kept(inv_sqrt_bc2), len(bc1)
-                tensors = state[0].data, state[1].data, state[2].data
-                launch = kernels.bind(
-                    table.data, len(ranges), blocks, codes, tensors, (hyper_table.data, *tables), scalars.scale.data,
-                    scalars.skip.data, None,
-                )  # fmt: skip
-                if len(launches) >= _KEPT_LAUNCHES:
-                    launches.clear()
-                launches[key] = launch
-
-            def fill(rows: npt.NDArray[np.int64]) -> None:
-                rows[:] = [
-                    (r.offset, length, gradient.data_ptr(), weight.data_ptr(), r.count.data.data_ptr())
-                    for r, length, gradient, weight in zip(ranges, lengths, gradients, weights, strict=True)
-                ]
-
-            def fill_hyper(row: npt.NDArray[np.float64]) -> None:
-                row[:] = (hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps)
-
-            return [(hyper_table, hyper, fill_hyper), (table, addresses, fill)], launch
-
-        return prepare
-
-    def _hyper_table(self, lane: Lane, constants: Constants) -> Table:
-        """One for all buckets of a parameter group on a lane."""
-        key = id(constants), lane
-        if key not in self._hypers:
-            self._hypers[key] = constants, self._uploads[lane].table((5,), torch.float64)
-        return self._hypers[key][1]
+        return TableWork(self, name, lane, self._kernels.adamw(lane, operands, scalars), waits, done or self.event())
 
     def _upload_arena(self, size_bytes: int) -> torch.Tensor:
         size_bytes = max(size_bytes, _UPLOAD_BYTES)
@@ -448,20 +367,6 @@ class CudaBackend(Backend):
         sizes_bytes = [size * dtype.itemsize for size in sizes]
         blocks = host_slabs(sizes_bytes, owner=owner, threads=self.threads, lock=lock if pinned else None)
         return [block.view(dtype) for block in blocks]
-
-
-class _CudaEvent(Event):
-    """An event whose handle goes back for reuse: waits that are enqueued hold for what it stood for then."""
-
-    __slots__ = ("_unused",)
-
-    def __init__(self, handle: int, unused: list[int]) -> None:
-        super().__init__(handle)
-        self._unused = unused
-
-    def __del__(self) -> None:
-        if isinstance(self.native, int):
-            self._unused.append(self.native)
 
 
 def _drain(streams: Sequence[torch.cuda.Stream], events: Sequence[int]) -> None:

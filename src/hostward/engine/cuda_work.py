@@ -23,6 +23,20 @@ LANES = tuple(Lane)
 INDEX = {lane: i for i, lane in enumerate(LANES)}
 
 
+class CudaEvent(Event):
+    """An event whose handle goes back for reuse: waits that are enqueued hold for what it stood for then."""
+
+    __slots__ = ("_unused",)
+
+    def __init__(self, handle: int, unused: list[int]) -> None:
+        super().__init__(handle)
+        self._unused = unused
+
+    def __del__(self) -> None:
+        if isinstance(self.native, int):
+            self._unused.append(self.native)
+
+
 class CudaWork(Work):
     """Waits, then the operation proper, then the record of `done`, all on one lane.
 

@@ -14,7 +14,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +24,7 @@ from hostward.errors import OrderingError
 from hostward.host import reference
 from hostward.host.adamw import adamw_step
 from hostward.host.norm import norm_partials
-from hostward.ordering import Accesses, LaneClocks, Stamp, unordered
+from hostward.ordering import LaneClocks
 from hostward.schedule import Lane
 
 from .backend import (
@@ -42,6 +42,7 @@ from .backend import (
     require_copyable,
     require_tier,
 )
+from .byte_rule import ByteRule, Operation
 from .host_task import host_task, isa_name, own_threads
 from .pools import host_slab
 
@@ -60,38 +61,12 @@ class Order:
     eager: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class _Operation:
-    lane: Lane
-    name: str
-    number: int
-    stamp: Stamp
-    waits: tuple[_Operation, ...]
-    run: Callable[[], None] | None
-    nbytes: int = 0
-    turn: int = 0
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _Span:
-    """Who has used the bytes [start, stop).
-
-    `memory` keeps the address from being given out again while the accesses are remembered.
-    """
-
-    start: int
-    stop: int
-    memory: torch.Tensor
-    accesses: Accesses[_Operation] = field(default_factory=Accesses)
-
-
 class _SimulatedWork(Work):
     """What is issued is made anew each time from the buffers' present data."""
 
     __slots__ = ("_enqueue",)
 
-    def __init__(self, name: str, lane: Lane, done: Event, enqueue: Callable[[], _Operation]) -> None:
+    def __init__(self, name: str, lane: Lane, done: Event, enqueue: Callable[[], Operation]) -> None:
         super().__init__(name, lane, done)
         self._enqueue = enqueue
 
@@ -110,9 +85,9 @@ class SimulatedBackend(Backend):
         self._order = order or Order()
         self._random = random.Random(self._order.seed)
         self._poison = poison
-        self._queues: dict[Lane, deque[_Operation]] = {lane: deque() for lane in LANES}
+        self._queues: dict[Lane, deque[Operation]] = {lane: deque() for lane in LANES}
         self._clocks = LaneClocks()
-        self._spans: dict[int, list[_Span]] = {}  # by address of the storage that the buffers view
+        self._bytes = ByteRule()
         self._issued = 0
         self._turn = 0
         self._started_s = time.perf_counter()
@@ -175,7 +150,7 @@ class SimulatedBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             for destination, source in pairs:
                 require_copyable(lane, destination, source)
             tensors = [(destination.data, source.data) for destination, source in pairs]
@@ -201,7 +176,7 @@ class SimulatedBackend(Backend):
     ) -> Work:
         require_tier((*reads, *writes), Tier.DEVICE, name)
 
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             return self._issue(lane, name, kernel, reads, writes, waits)
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
@@ -220,7 +195,7 @@ class SimulatedBackend(Backend):
         require_tier((*gradients, *out.all()), Tier.DEVICE, name)
         parts = [out.part(first, chunks_of(length)) for first, length in zip(firsts, lengths, strict=True)]
 
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             tensors = [g.data for g in gradients]
 
             def run() -> None:
@@ -245,7 +220,7 @@ class SimulatedBackend(Backend):
     ) -> Work:
         require_tier((*partials.all(), *out.all()), Tier.DEVICE, "norm")
 
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             max_norm, inv_scale = clipping.max_norm, clipping.inv_scale
             found_inf, overflow_out = clipping.found_inf, clipping.overflow_out
 
@@ -278,7 +253,7 @@ class SimulatedBackend(Backend):
         tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
         require_tier([*operands.read(), *operands.written(), *scalars.all()], tier, name)
 
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             task = host_task(operands, scalars, self.threads)
             reads = [*operands.read(), scalars.scale, scalars.skip]
             return self._issue(lane, name, lambda: adamw_step(task), reads, operands.written(), waits)
@@ -288,7 +263,7 @@ class SimulatedBackend(Backend):
     def retire(
         self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
     ) -> Work:
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             tensors = [b.data for b in buffers]
 
             def run() -> None:
@@ -300,7 +275,7 @@ class SimulatedBackend(Backend):
         return _SimulatedWork("offload/retire", lane, done or Event(), enqueue)
 
     def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
-        def enqueue() -> _Operation:
+        def enqueue() -> Operation:
             operation = self._issue(lane, name, None, (), (), waits)
             # The caller's own code runs now, and everything of the compute lane comes before it.
             while lane is Lane.COMPUTE and not operation.done:
@@ -326,7 +301,7 @@ class SimulatedBackend(Backend):
         while any(self._queues.values()):
             self._advance()
         self._clocks.join_all()
-        self._spans.clear()
+        self._bytes.clear()
 
     def describe(self) -> Mapping[str, object]:
         return {"backend": "simulated", "device": "cpu", "host_threads": self.threads, "isa": isa_name()}
@@ -344,39 +319,17 @@ class SimulatedBackend(Backend):
         writes: Sequence[Buffer],
         waits: Sequence[Event],
         nbytes: int = 0,
-    ) -> _Operation:
+    ) -> Operation:
         before = tuple(operation for event in waits if (operation := _operation(event)) is not None)
         stamp = self._clocks.stamp(lane, [earlier.stamp for earlier in before])
-        operation = _Operation(lane, name, self._issued, stamp, before, run, nbytes, self._turn)
+        operation = Operation(lane, name, self._issued, stamp, before, run, nbytes, self._turn)
         self._issued += 1
-        self._check(operation, reads, writes)
+        self._bytes.check(operation, reads, writes)
         self._queues[lane].append(operation)
         if self._order.eager:
             while not operation.done:
                 self._advance()
         return operation
-
-    def _check(self, operation: _Operation, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
-        """The ordering rule, on bytes."""
-        for buffers, writing in ((reads, False), (writes, True)):
-            for buffer in buffers:
-                own, overlapping = self._overlapping(buffer)
-                for span in overlapping:
-                    earlier = span.accesses.unordered(operation.stamp, writes=writing)
-                    if earlier is not None and earlier is not operation:
-                        raise unordered(earlier.name, earlier.lane, operation.name, operation.lane, buffer.owner)
-                own.accesses.add(operation, operation.stamp, writes=writing)
-
-    def _overlapping(self, buffer: Buffer) -> tuple[_Span, list[_Span]]:
-        """Accesses of exactly these bytes, and of every buffer that shares one: ranges of a bucket are views of it."""
-        start = buffer.data.data_ptr()
-        stop = start + buffer.nbytes
-        spans = self._spans.setdefault(buffer.data.untyped_storage().data_ptr(), [])
-        own = next((s for s in spans if (s.start, s.stop) == (start, stop)), None)
-        if own is None:
-            own = _Span(start, stop, buffer.data)
-            spans.append(own)
-        return own, [s for s in spans if s.start < stop and start < s.stop]
 
     def _advance(self) -> None:
         """Carry out the first operation of one lane whose waits are over."""
@@ -408,9 +361,9 @@ class SimulatedBackend(Backend):
             data.view(torch.uint8).fill_(POISON)
 
 
-def _operation(event: Event) -> _Operation | None:
+def _operation(event: Event) -> Operation | None:
     """None: nothing has been issued yet, and there is nothing to wait for."""
-    if event.native is not None and not isinstance(event.native, _Operation):
+    if event.native is not None and not isinstance(event.native, Operation):
         raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
     return event.native
 

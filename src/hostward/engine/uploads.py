@@ -15,18 +15,26 @@ _MAP_BYTES = 256 * 1024 * 1024
 _ALIGNMENT_BYTES = 256
 
 
+Memory = tuple[torch.Tensor, Sequence[npt.NDArray[Any]]]
+
+
 class Table:
     """A small array that changes from turn to turn: on the device at one address, so that launches stay bound, and on
     the host once for each turn that may be pending.
     """
 
-    __slots__ = ("_hosts", "_last", "data", "nbytes")
+    __slots__ = ("_hosts", "_last", "_spare", "data", "nbytes")
 
-    def __init__(self, data: torch.Tensor, hosts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, data: torch.Tensor, hosts: Sequence[npt.NDArray[Any]], spare: list[Memory]) -> None:
         self.data = data
+        self._spare = spare
         self.nbytes = data.nbytes
-        self._hosts = [host.numpy() for host in hosts]
+        self._hosts = hosts
         self._last: object = None
+
+    def __del__(self) -> None:
+        # On the same lane only, where whatever still reads it comes first.
+        self._spare.append((self.data, self._hosts))
 
     def stage(self, key: object, fill: Callable[[npt.NDArray[Any]], None], slot: int) -> int | None:
         """The host address to copy from in turns of `slot`, or None if the device already holds what `key` stands for.
@@ -55,14 +63,18 @@ class Uploads:
         self._ring = ring
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used_bytes = 0
+        self._spare: dict[tuple[tuple[int, ...], torch.dtype], list[Memory]] = {}
         self._kept: dict[int, tuple[npt.NDArray[Any], torch.Tensor]] = {}
         self._maps: dict[tuple[object, tuple[int, ...]], torch.Tensor] = {}
 
     def table(self, shape: tuple[int, ...], dtype: torch.dtype) -> Table:
         """A new table, of undefined contents."""
+        spare = self._spare.setdefault((shape, dtype), [])
+        if spare:
+            return Table(*spare.pop(), spare)
         data = torch.empty(shape, dtype=dtype, device=self._device)
-        hosts = [self._take(data.nbytes).view(dtype).view(shape) for _ in range(self._ring)]
-        return Table(data, hosts)
+        hosts = [self._take(data.nbytes).view(dtype).view(shape).numpy() for _ in range(self._ring)]
+        return Table(data, hosts, spare)
 
     def kept(self, table: npt.NDArray[Any]) -> torch.Tensor:
         """A long-lived array that nobody changes, on the device: found by identity."""

@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hostward.engine.backend import DTYPES
+from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Tracked
 
@@ -102,12 +102,44 @@ class MovedGradient(torch.Tensor):
             return None
         if name in ("zero_", "_foreach_zero_") and all(m.became is not Where.TAKEN for m in moved):
             return args[0] if name == "zero_" else None
-        where = moved[0].became
-        raise ModelError(
-            f"the gradient of parameter {moved[0].parameter_name!r} is not in .grad any more ({name})",
-            why=_TOLD[where],
-            fix=_FIXES[where],
+        if name == "_to_copy" and moved[0].became is Where.USED:
+            return moved[0]._like(kwargs or {})
+        raise moved[0]._error(name)
+
+    def _like(self, options: Mapping[str, Any]) -> MovedGradient:
+        """For `module.to(...)`, which casts gradients along with weights: there is none to cast, and no harm in it."""
+        made: MovedGradient = torch.Tensor._make_wrapper_subclass(
+            type(self),
+            self.shape,
+            dtype=options.get("dtype") or self.dtype,
+            device=options.get("device") or self.device,
         )
+        made.parameter_name, made.became, made.unscaled = self.parameter_name, self.became, self.unscaled
+        return made
+
+    def _error(self, use: str) -> ModelError:
+        return ModelError(
+            f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
+            why=_TOLD[self.became],
+            fix=_FIXES[self.became],
+        )
+
+    # What torch does in Python or on raw memory, without asking the dispatcher.
+
+    def share_memory_(self) -> NoReturn:
+        raise self._error("share_memory_")
+
+    def numpy(self, **_: object) -> NoReturn:
+        raise self._error("numpy")
+
+    def tolist(self) -> NoReturn:
+        raise self._error("tolist")
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise self._error("__array__")
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise self._error("pickle")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"MovedGradient({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
@@ -175,7 +207,7 @@ class Handover:
         """Autograd has added to the parameter's gradient."""
         t = self._by_name[name]
         self.captured = _capturing(t.parameter)
-        if self.armed and not self.captured:
+        if self.armed and not self.captured and t.parameter.numel():
             self.hand_over(t)
 
     def hand_over(self, t: Tracked) -> None:
@@ -228,6 +260,15 @@ class Handover:
                 fix="clear all of them with optimizer.zero_grad(), or none",
             )
         return found
+
+    def clipping(self, max_norm: float, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> Clipping:
+        """What scales this step's gradients: the limit of the norm, and a gradient scaler's factors and flags."""
+        clipping = Clipping(max_norm, None if grad_scale is None else grad_scale.reciprocal(), found_inf)
+        for flag, inverse in self.unscaled:
+            # The scaler could not look at gradients that were taken: it reads the norm's verdict from its flag.
+            clipping.overflow_out = flag
+            clipping.inv_scale = inverse if clipping.inv_scale is None else clipping.inv_scale * inverse
+        return clipping
 
     def forget(self) -> None:
         """What was taken is cleared."""

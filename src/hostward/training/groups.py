@@ -36,6 +36,18 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}=True is not supported", fix=f"leave {key} out")
 
 
+def check_members(groups: Sequence[Mapping[str, Any]], tracked: Mapping[int, str]) -> None:
+    """Raises ModelError if parameters were put into `param_groups` or taken out by hand; `tracked`: names by id."""
+    held = {id(p) for group in groups for p in group["params"]}
+    gone = [name for key, name in tracked.items() if key not in held]
+    if gone or len(held) != len(tracked):
+        raise ModelError(
+            f"parameter {gone[0]!r} is in no param_group any more" if gone else "param_groups hold a new parameter",
+            why="state is placed when a parameter is added, and stays until the optimizer goes",
+            fix="use add_param_group to add; to freeze a parameter, leave its gradient None",
+        )
+
+
 def checked_norm(value: float | None) -> float:
     """`max_grad_norm` as a float, 0 for no clipping. Raises ConfigError."""
     if value is None:
@@ -79,10 +91,10 @@ def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> N
             )
 
 
-def check_threads(value: object) -> None:
-    """Raises ConfigError unless `host_threads` is None or a count."""
+def check_count(name: str, value: object) -> None:
+    """Raises ConfigError unless the option is None or a positive whole number."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"host_threads must be a whole number >= 1, got {value!r}", fix="None: as the machine has")
+        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}", fix="None: by this machine's means")
 
 
 def is_number(value: object) -> bool:

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from hostward.engine.backend import Backend, Clipping, Tier
+from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
-from hostward.engine.rates import measure_rates
-from hostward.errors import HostwardError, ModelError, NativeError
-from hostward.hardware import Rates
+from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
-from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets, state_bytes_per_element
+from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets
 from hostward.plan import PlacedBucket, Placement, Plan
-from hostward.planner import checked_fraction, place_fraction, streamed_share
-from hostward.schedule import Lane, Schedule
+from hostward.planner import checked_fraction, place_fraction
+from hostward.schedule import Schedule
 
 from .arrival import Arrivals
-from .gradients import Accumulation, Gradient, GradientsClearedError, Handover, Where
+from .binding import Memory
+from .gradients import Gradient, GradientsClearedError, Handover, Where
 from .groups import (
+    check_count,
     check_grad_dtype,
     check_group,
-    check_same_names,
-    check_threads,
+    check_members,
     checked_norm,
-    checked_settings,
     checked_streamed,
-    plain,
-    saved_parts,
 )
+from .mix import Mix
+from .saving import Saving
 from .slots import CudaGauge, Slots
 from .state import (
     BucketState,
@@ -44,18 +42,16 @@ from .state import (
     pieces,
 )
 from .state_io import StateAccess
-from .step import Memory, StepIssuer
-from .tracing import Tracing
+from .step import StepIssuer
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
 
-STATE_FORMAT = 1
 ROOT = "root"
 """Stands for the layer of parameters that the module itself owns."""
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(Saving):
     """AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
 
     The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`.
@@ -81,6 +77,8 @@ class AdamW(torch.optim.Optimizer):
             device share's arithmetic, and slower; for comparison.
         grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several
             microbatches. None leaves the parameters as they are.
+        staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
+            and two buckets besides.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
         module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
             is then watched, so that loading equal weights leaves the masters as they are.
@@ -113,6 +111,7 @@ class AdamW(torch.optim.Optimizer):
         pin_weights: bool = True,
         use_torch_optimizer: bool = False,
         grad_dtype: torch.dtype | None = None,
+        staging_bytes: int | None = None,
         host_threads: int | None = None,
         module: torch.nn.Module | None = None,
         backend: Backend | None = None,
@@ -120,14 +119,15 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.offload_fraction = checked_fraction(offload_fraction)
         self.max_grad_norm = checked_norm(max_grad_norm)
-        self._streamed_fraction = checked_streamed(streamed_fraction, use_torch_optimizer)
-        self._rates: Rates | None = None
+        self._mix = Mix(checked_streamed(streamed_fraction, use_torch_optimizer))
         self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
         self._grad_dtype = grad_dtype
         self._backend = backend
-        check_threads(host_threads)
+        check_count("host_threads", host_threads)
+        check_count("staging_bytes", staging_bytes)
+        self._staging_bytes = staging_bytes
         self._host_threads = host_threads
         self._tracked: list[Tracked] = []
         self._states: list[BucketState] = []
@@ -193,7 +193,9 @@ class AdamW(torch.optim.Optimizer):
             first_index=len(self._states),
             split_master=not self._use_torch_optimizer,
         )
-        plan = place_fraction(buckets, self.offload_fraction, self._streamed_share(backend, buckets))
+        plan = place_fraction(
+            buckets, self.offload_fraction, self._mix.streamed_share(backend, buckets, self.offload_fraction)
+        )
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = self._grad_dtypes(buckets, {t.name: t.parameter for t in new})
         # All of it, before the first byte is taken: slab by slab the last one would fail.
@@ -223,7 +225,7 @@ class AdamW(torch.optim.Optimizer):
         """Schedule, hooks and watches over all buckets that there are now."""
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         memory = Memory(*scalars, *allocate_partials(backend, self._states))
-        cuda = backend.device.type == "cuda"
+        gauge = CudaGauge(backend.device) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
         self._issuer = StepIssuer(
             backend,
@@ -231,7 +233,12 @@ class AdamW(torch.optim.Optimizer):
             self._by_name,
             memory,
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
-            slots=Slots(backend, self._states, gauge=CudaGauge(backend.device) if cuda else None),
+            slots=Slots(
+                backend,
+                self._states,
+                gauge=gauge,
+                staging_bytes=self._staging_bytes,
+            ),
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
         )
@@ -276,26 +283,6 @@ class AdamW(torch.optim.Optimizer):
         """The schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
         return self._issuer.schedule
 
-    @property
-    def grad_norm(self) -> float:
-        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
-        norm, not for the host's part of the step.
-        """
-        self._settle()
-        return float(self._memory.device_scalars.norm.data.item())
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last step found non-finite gradients and left everything as it was. Waits for the norm, not for
-        the host's part of the step.
-        """
-        self._settle()
-        return bool(self._memory.device_scalars.skip.data.item())
-
-    def _settle(self) -> None:
-        """The device scalars are those of the last step."""
-        self.backend.mark("offload/scalars", Lane.COMPUTE).issue()
-
     # ---------------------------------------------------------------- the step
 
     @torch.no_grad()
@@ -314,7 +301,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_groups()
+        check_members(self.param_groups, {id(t.parameter): t.name for t in self._tracked})
         self._follow_weights()
         for group in self.param_groups:
             check_group(group)
@@ -349,7 +336,7 @@ class AdamW(torch.optim.Optimizer):
                 else:
                     self._handover.hand_over(t)
             stepped = [g.name for g in gradients] if stays else list(self._handover.taken)
-            self._issuer.step(self.param_groups, self._clipping())
+            self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
             for name in stepped:
                 torch.autograd.graph.increment_version(self._by_name[name].parameter)
             self._handover.mark(Where.USED)
@@ -361,15 +348,9 @@ class AdamW(torch.optim.Optimizer):
         self._watch.remember(self._tracked)
         self._issuer.torn = False
 
-    def _clipping(self) -> Clipping:
-        """What scales this step's gradients: the limit of the norm, and a gradient scaler's factors and flags."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        clipping = Clipping(self.max_grad_norm, None if scale is None else scale.reciprocal(), found)
-        for flag, inverse in self._handover.unscaled:
-            # The scaler could not look at gradients that were taken: it reads the norm's verdict from its flag.
-            clipping.overflow_out = flag
-            clipping.inv_scale = inverse if clipping.inv_scale is None else clipping.inv_scale * inverse
-        return clipping
+    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a gradient scaler says, if it looked at the gradients."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
     def _require_whole(self) -> None:
         if self._issuer.torn:
@@ -378,74 +359,6 @@ class AdamW(torch.optim.Optimizer):
                 why="some buckets have taken it and others have not, so the state belongs to no step",
                 fix="load the last checkpoint into model and optimizer (load_state_dict makes the optimizer whole)",
             )
-
-    def _require_groups(self) -> None:
-        """Raises ModelError if parameters were put into `param_groups` or taken out by hand."""
-        held = {id(p) for group in self.param_groups for p in group["params"]}
-        tracked = {id(t.parameter): t.name for t in self._tracked}
-        gone = [name for key, name in tracked.items() if key not in held]
-        if gone or len(held) != len(tracked):
-            raise ModelError(
-                f"parameter {gone[0]!r} is in no param_group any more" if gone else "param_groups hold a new parameter",
-                why="state is placed when a parameter is added, and stays until the optimizer goes",
-                fix="use add_param_group to add; to freeze a parameter, leave its gradient None",
-            )
-
-    def accumulate(self, *, last: bool) -> Accumulation:
-        """A context for the forward and backward of one microbatch.
-
-            for i, batch in enumerate(microbatches):
-                with optimizer.accumulate(last=i == len(microbatches) - 1):
-                    loss(model, batch).backward()
-            optimizer.step()
-
-        In the last one gradients are taken as backward makes them: they leave for the host while backward goes on,
-        and their device memory is freed. `.grad` then holds a placeholder that raises ModelError when it is used.
-        Without this context gradients are taken at `step`, with the same result.
-
-        Args:
-            last: whether no further microbatch will add to the gradients of this step.
-        """
-        return Accumulation(self._handover, self._abandon, last=last and self._overlap)
-
-    def _abandon(self) -> None:
-        """Backward was cut short: what was taken is lost."""
-        self._issuer.discard()
-        self._handover.mark(Where.LOST)
-
-    def discard_gradients(self) -> None:
-        """Forget what has been taken of gradients; `zero_grad` does this as well."""
-        self._issuer.discard()
-        self._handover.forget()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, taken ones included."""
-        self.discard_gradients()
-        super().zero_grad(set_to_none)
-
-    def trace(self) -> Tracing:
-        """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
-
-        Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
-        """
-        return Tracing(self.backend, self._issuer)
-
-    def wait(self) -> None:
-        """Return when every weight has its new value. Raises what a host step reported."""
-        self._issuer.use_all()
-        try:
-            self.backend.synchronise()
-        except NativeError:
-            self._issuer.torn = True
-            raise
-
-    def arrive(self) -> None:
-        """Make the current stream wait for every new weight, without waiting on the host.
-
-        Hooks do this by layer where the optimizer knows the module. Call it before reading weights in another way:
-        before deepcopy, an average of weights kept by hand, or the replay of a CUDA graph on another stream.
-        """
-        self._issuer.use_all()
 
     def reseed(self, names: Iterable[str] | None = None) -> None:
         """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
@@ -465,21 +378,6 @@ class AdamW(torch.optim.Optimizer):
         self._watch.remember([self._by_name[name] for name in names])
         self.backend.synchronise()
 
-    def _streamed_share(self, backend: Backend, buckets: Sequence[Bucket]) -> float:
-        """The share of offloaded state to stream. Rates are measured once, before anything else is allocated."""
-        if isinstance(self._streamed_fraction, float):
-            return self._streamed_fraction
-        if backend.device.type != "cuda" or not self.offload_fraction or not buckets:
-            return 0.0  # nothing to overlap
-        if self._rates is None:
-            self._rates = measure_rates(backend)
-        first = buckets[0]
-        return streamed_share(
-            self._rates,
-            state_bytes=state_bytes_per_element(first.kind),
-            weight_bytes=first.dtype.itemsize_bytes,
-        )
-
     def _follow_weights(self) -> None:
         changed = self._watch.changed()
         if changed:
@@ -491,69 +389,6 @@ class AdamW(torch.optim.Optimizer):
                 ", ..." if len(names) > 5 else "",
             )
             self.reseed(names)
-
-    # ---------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, independent of placement; copies on the CPU, tensors and plain values only.
-
-        Returns:
-            {"format": 1, "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq": float32 [shape], "master":
-            float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps",
-            "weight_decay", ...}]}
-        """
-        self._follow_weights()
-        self._require_whole()
-        self.wait()
-        groups = []
-        for group in self.param_groups:
-            settings = {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**settings, "params": list(group["param_names"])})
-        return {
-            "format": STATE_FORMAT,
-            "state": {t.name: self._access.read(t.name) for t in self._tracked},
-            "param_groups": groups,
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of `state_dict`, saved at any placement. Checked as a whole before anything is changed.
-
-        A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may
-        so be loaded in either order.
-
-        Raises:
-            CheckpointError: names, shapes or groups that differ.
-        """
-        self._issuer.use_all()
-        self.backend.drain()
-        state, groups = saved_parts(state_dict, STATE_FORMAT)
-        check_same_names(
-            "parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups]
-        )
-        settings = [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
-        self._access.check(state)
-        self._issuer.torn = True  # until all of it is written
-        set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
-        for mine, theirs in zip(self.param_groups, settings, strict=True):
-            mine.update(theirs)
-        if set_from_master:
-            log.warning(
-                "%d weights were set from the masters of the loaded state: %s",
-                len(set_from_master),
-                ", ".join(set_from_master[:5]) + (", ..." if len(set_from_master) > 5 else ""),
-            )
-        self._issuer.forget_step_bound()
-        self._watch.remember(self._tracked)
-        self._issuer.torn = False
-        self.backend.synchronise()
-
-    def __getstate__(self) -> NoReturn:
-        raise ModelError(
-            "hostward.AdamW cannot be copied or pickled",
-            why="its state lies in page-locked memory that belongs to this process",
-            fix="use state_dict() and load_state_dict()",
-        )
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.plan.explain()}"

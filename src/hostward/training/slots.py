@@ -57,7 +57,7 @@ class Slots:
 
     Args:
         gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
-        most: the largest number of slots.
+        staging_bytes: the most memory that all slots take; one is always there.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Slots:
         states: Sequence[BucketState],
         *,
         gauge: Gauge | None,
-        most: int | None = None,
+        staging_bytes: int | None = None,
     ) -> None:
         self._backend = backend
         self._placements = [s.placement for s in states]
@@ -77,7 +77,8 @@ class Slots:
         self.slot_bytes = max(whole, default=0)
         self._numels = [s.bucket.numel for s in states]
         self._layers = [s.bucket.layer for s in states]
-        self._most = min(len(self._streamed), most or len(self._streamed))
+        most = len(self._streamed) if staging_bytes is None else max(1, staging_bytes // max(1, self.slot_bytes))
+        self._most = min(len(self._streamed), most)
         self.count = min(FEWEST, self._most)
         self.transient = True
         self._slab: list[Buffer] = []

@@ -7,31 +7,15 @@ points.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hostward.engine.backend import (
-    ALL_ZERO,
-    AdamWOperands,
-    Backend,
-    BoundRange,
-    Buffer,
-    Clipping,
-    Constants,
-    Event,
-    Hyper,
-    Partials,
-    Scalars,
-    Work,
-    chunks_of,
-    empty_buffer,
-)
+from hostward.engine.backend import Backend, Clipping
 from hostward.errors import ModelError
-from hostward.host.adamw import FloatTable, bias_tables
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
     GRADIENTS_IN_FLIGHT,
@@ -48,25 +32,14 @@ from hostward.lowering.optimizer import (
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op, Schedule
 
+from .binding import Bindings, Memory
 from .gradients import Gradient
 from .slots import Slots
 from .state import BucketState, allocate_gradients, pieces
 from .targets import Targets
 from .torch_host import TorchHostStep
 
-_FIRST_TABLE_LENGTH = 1024
 _KEPT_SCHEDULES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What all buckets share: scalars on both sides and the partial sums of the norm, by bucket."""
-
-    device_scalars: Scalars
-    host_scalars: Scalars
-    partials: Partials
-    first_chunks: Sequence[Sequence[int]]
-    """By bucket and range: the first chunk in `partials`."""
 
 
 class StepIssuer:
@@ -98,16 +71,12 @@ class StepIssuer:
         self._layers = tuple(layers)
         self._overlap = overlap
         self._torch_host = TorchHostStep() if use_torch_optimizer else None
-        self._events: defaultdict[str, Event] = defaultdict(backend.event)
         self._pieces = pieces(states)
         self._index = {state: b for b, state in enumerate(states)}
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
-        self._gradients = [[empty_buffer("gradients") for _ in s.bucket.ranges] for s in states]
         self._targets = Targets(backend, states, tracked)
-        self._constants: dict[int, Constants] = {}
-        self._clipping = Clipping()
-        self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
-        self._step_bound: int | None = None
+        self._bindings = Bindings(backend, states, memory, slots, self._targets)
+        self._gradients = self._bindings.gradients
         self.torn = False
         """Some buckets may have taken a step that others have not. Set here; cleared by who sees the step through."""
         self._uses = dict.fromkeys(layers)
@@ -134,7 +103,7 @@ class StepIssuer:
         self.schedule = lower_step(self._shape)
         self._schedules: dict[frozenset[int], Schedule] = {frozenset(): self.schedule}
         self._points: Mapping[str, tuple[Op, ...]] = self.schedule.points
-        self._works: dict[tuple[Op, tuple[int, ...]], Work] = {}
+        self._bindings.forget()
 
     def _reset(self) -> None:
         """No turn is on."""
@@ -148,7 +117,7 @@ class StepIssuer:
 
     def forget_step_bound(self) -> None:
         """Step counts were loaded: look them up again before the next step."""
-        self._step_bound = None
+        self._bindings.forget_step_bound()
 
     # ---------------------------------------------------------------- during backward
 
@@ -194,7 +163,7 @@ class StepIssuer:
         """Copy one range of a gradient from its landing place to the device, before whatever comes on compute."""
         backend, state = self._backend, self._states[b]
         made = backend.mark("offload/gradient/wanted", Lane.COMPUTE).issue()
-        waits = [self._events[f"download/{b}"], made]
+        waits = [self._bindings.events[f"download/{b}"], made]
         pairs = [(backend.adopt(target, "gradients"), state.gradients[i])]
         back = backend.copy(Lane.H2D, pairs, name=f"offload/h2d/grad/{state.bucket.name}", waits=waits).issue()
         backend.mark("offload/gradient/back", Lane.COMPUTE, waits=[back]).issue()
@@ -214,6 +183,7 @@ class StepIssuer:
     def _begin(self) -> None:
         for layer in self._uses:
             self.use(layer)
+        self._bindings.trim()
         self._backend.begin_turn()
         self._points = self._schedule(frozenset()).points
         self.turning = True
@@ -270,9 +240,9 @@ class StepIssuer:
         """Step every range whose gradient was taken. `clipping` is this step's."""
         if not self.turning:
             self._begin()
-        self._set_constants(groups)
+        self._bindings.set_constants(groups)
         for name in ("max_norm", "inv_scale", "found_inf", "overflow_out"):
-            setattr(self._clipping, name, getattr(clipping, name))
+            setattr(self._bindings.clipping, name, getattr(clipping, name))
         ranges = [s.bucket.ranges for s in self._states]
         stepped = dict.fromkeys(ranges[b][i].name for b, chosen in enumerate(self._chosen) for i in chosen)
         scattered = self._targets.refresh(stepped)
@@ -327,8 +297,7 @@ class StepIssuer:
     def _schedule(self, absent: frozenset[int]) -> Schedule:
         found = self._schedules.get(absent)
         if found is None:
-            shape = self._shape
-            found = self._schedules[absent] = lower(replace(shape, absent=absent))
+            found = self._schedules[absent] = lower(replace(self._shape, absent=absent))
             if len(self._schedules) > _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
         return found
@@ -342,115 +311,25 @@ class StepIssuer:
                 if op.lane is Lane.HOST and op.bucket is not None and self._torch_host is not None:
                     self._step_by_torch(op.bucket)
                     continue
-            self._work(op).issue()
-
-    def _work(self, op: Op) -> Work:
-        chosen = () if op.bucket is None else tuple(sorted(self._chosen_of(op, op.bucket)))
-        key = (op, chosen)
-        found = self._works.get(key)
-        if found is None:
-            found = self._works[key] = self._bind(op, chosen)
-        return found
+            chosen = () if op.bucket is None else self._chosen_of(op, op.bucket)
+            self._bindings.work(op, chosen).issue()
 
     def _chosen_of(self, op: Op, b: int) -> set[int]:
         if op.kind is Kind.PARTIALS or op.name.startswith("download/"):
             return self._fresh[b]
         return self._chosen[b] or self._last_chosen[b]
 
-    def _bind(self, op: Op, chosen: tuple[int, ...]) -> Work:
-        backend, memory = self._backend, self._memory
-        waits = [self._events[name] for name in (*op.waits, *op.prior)]
-        rest: dict[str, Any] = {"waits": waits, "done": self._events[op.name]}
-        if op.bucket is not None:
-            return self._bind_bucket(op, op.bucket, chosen, rest)
-        if op.kind is Kind.NORM:
-            return backend.norm(memory.partials, memory.device_scalars, self._clipping, **rest)
-        if op.kind is Kind.COPY:
-            pairs = list(zip(memory.host_scalars.all(), memory.device_scalars.all(), strict=True))
-            return backend.copy(op.lane, pairs, name="offload/d2h/scalars", **rest)
-        if op.kind is Kind.RETIRE:
-            return backend.retire(self._slots.buffers(), op.lane, **rest)
-        if op.kind is Kind.ACQUIRE:
-            return backend.mark("offload/slots", op.lane, **rest)
-        name = op.name.removeprefix("arrive/")
-        return backend.mark(f"offload/{'wait/' if name != op.name else ''}{name}", op.lane, **rest)
-
-    def _bind_bucket(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
-        backend, state = self._backend, self._states[b]
-        gradients = [self._gradients[b][i] for i in chosen]
-        name = state.bucket.name
-        if op.kind is Kind.PARTIALS:
-            if b not in self._reported:  # absent
-                return self._bind_clear(b, range(len(self._gradients[b])), rest)
-            first = self._memory.first_chunks[b]
-            lengths = [state.bucket.ranges[i].numel for i in chosen]
-            firsts = [first[i] for i in chosen]
-            return backend.partials(f"offload/norm/{name}", gradients, lengths, firsts, self._memory.partials, **rest)
-        if op.kind is Kind.RETIRE:
-            landing = op.name.startswith("retire/")
-            return backend.retire([state.gradients[i] for i in chosen] if landing else gradients, op.lane, **rest)
-        if op.kind is Kind.COPY:
-            return self._bind_copy(op, b, chosen, rest)
-        host = op.lane is Lane.HOST
-        targets = [state.weights[i] for i in chosen] if host else [self._targets.weights[b][i] for i in chosen]
-        sources = [state.gradients[i] for i in chosen] if host else gradients
-        scalars = self._memory.host_scalars if host else self._memory.device_scalars
-        operands = self._operands(b, chosen, sources, targets)
-        return backend.adamw(op.lane, f"offload/{state.placement.value}/adamw/{name}", operands, scalars, **rest)
-
-    def _bind_copy(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
-        state, down = self._states[b], op.lane is Lane.D2H
-        if state.placement is Placement.STREAMED:
-            what = "state"
-            there, here = self._slots.of(b), state.streamed()
-        elif down:
-            what = "grad"
-            there, here = [self._gradients[b][i] for i in chosen], [state.gradients[i] for i in chosen]
-        else:
-            what = "weight"
-            there, here = [self._targets.weights[b][i] for i in chosen], [state.weights[i] for i in chosen]
-        pairs = list(zip(here, there, strict=True) if down else zip(there, here, strict=True))
-        return self._backend.copy(op.lane, pairs, name=f"offload/{op.lane.value}/{what}/{state.bucket.name}", **rest)
-
-    def _operands(
-        self, b: int, chosen: tuple[int, ...], gradients: Sequence[Buffer], weights: Sequence[Buffer]
-    ) -> AdamWOperands:
-        state = self._states[b]
-        if state.placement is Placement.STREAMED:
-            exp_avg, exp_avg_sq, *rest = self._slots.of(b)
-            low = rest[0] if rest else None
-        else:
-            exp_avg, exp_avg_sq, low = state.exp_avg, state.exp_avg_sq, state.low
-        ranges = [
-            BoundRange(state.bucket.offsets[i], gradient, weight, state.count_of(i))
-            for i, gradient, weight in zip(chosen, gradients, weights, strict=True)
-        ]
-        return AdamWOperands(ranges, state.bucket.kind, exp_avg, exp_avg_sq, low, self._constants[state.bucket.group])
-
-    def _bind_clear(self, b: int, missing: Iterable[int], rest: Mapping[str, Any]) -> Work:
-        """Ranges without a gradient count as all zero."""
-        first, ranges = self._memory.first_chunks[b], self._states[b].bucket.ranges
-        parts = [self._memory.partials.part(first[i], chunks_of(ranges[i].numel)) for i in missing]
-
-        def run() -> None:
-            for part in parts:
-                part.sums.data.zero_()
-                part.exponents.data.fill_(ALL_ZERO)
-
-        writes = [buffer for part in parts for buffer in part.all()]
-        return self._backend.launch("offload/norm/clear", run, reads=[], writes=writes, **rest)
-
     def _clear_missing(self, b: int) -> None:
         missing = set(range(len(self._gradients[b]))) - self._chosen[b]
         if missing:
-            self._bind_clear(b, sorted(missing), {}).issue()
+            self._bindings.clear(b, sorted(missing)).issue()
 
     def _step_by_torch(self, b: int) -> None:
         """On this thread, between empty lanes."""
         state, chosen = self._states[b], sorted(self._chosen[b])
         self._backend.synchronise()
         sources, targets = [state.gradients[i] for i in chosen], [state.weights[i] for i in chosen]
-        operands = self._operands(b, tuple(chosen), sources, targets)
+        operands = self._bindings.operands(b, tuple(chosen), sources, targets)
         if self._torch_host is not None:
             self._torch_host.step(operands, self._memory.host_scalars)
 
@@ -465,38 +344,7 @@ class StepIssuer:
             if state.gradient is None or state.gradient.data.dtype is not dtype:
                 pinned = state.gradient is None or state.gradient.pinned
                 allocate_gradients(self._backend, [state], [dtype], pinned=pinned)
-                self._works = {key: work for key, work in self._works.items() if key[0].bucket != b}
-
-    # ---------------------------------------------------------------- hyper-parameters
-
-    def _set_constants(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        # A schedule that changes betas at every step would otherwise leave a table behind at every step.
-        betas = {(float(g["betas"][0]), float(g["betas"][1])) for g in groups}
-        self._tables = {key: tables for key, tables in self._tables.items() if key in betas}
-        if self._step_bound is None:
-            self._backend.synchronise()
-            self._step_bound = max((int(s.counts.data.max().item()) for s in self._states), default=0)
-        # An upper bound of all step counts without reading them: they advance by at most one a step.
-        self._step_bound += 1
-        for i, group in enumerate(groups):
-            beta1, beta2 = group["betas"]
-            hyper = Hyper(
-                float(group["lr"]), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"])
-            )
-            constants, tables = self._constants.get(i), self._bias_tables(hyper)
-            if constants is None:
-                self._constants[i] = Constants(hyper, tables)
-            else:
-                constants.hyper, constants.tables = hyper, tables
-
-    def _bias_tables(self, hyper: Hyper) -> tuple[FloatTable, FloatTable]:
-        """Bias corrections that reach the step about to be taken."""
-        key = (hyper.beta1, hyper.beta2)
-        need = (self._step_bound or 0) + 1
-        tables = self._tables.get(key)
-        if tables is None or (len(tables[0]) <= need and not (tables[0][-1] == 1.0 and tables[1][-1] == 1.0)):
-            tables = self._tables[key] = bias_tables(*key, max(_FIRST_TABLE_LENGTH, 2 * need))
-        return tables
+                self._bindings.forget(b)
 
 
 def _mixed(state: BucketState, found: Sequence[str]) -> ModelError:

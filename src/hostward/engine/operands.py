@@ -1,0 +1,164 @@
+"""What operations work on: memory of a tier, and what kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostward.host.adamw import FloatTable
+from hostward.inventory import Dtype, MasterKind
+
+TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
+DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
+
+
+class Tier(StrEnum):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """Bytes of one tier with an owner: what an operation reads or writes, and what the memory report counts.
+
+    `data` is a flat contiguous tensor. `pinned` says that the host pages are locked, or would be on a machine with a
+    GPU.
+    """
+
+    tier: Tier
+    data: torch.Tensor
+    owner: str
+    pinned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """What every step reads through memory, one element each: float32 scale, int32 skip, float32 norm."""
+
+    scale: Buffer
+    skip: Buffer
+    norm: Buffer
+
+    def all(self) -> tuple[Buffer, Buffer, Buffer]:
+        return self.scale, self.skip, self.norm
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyper-parameters of one parameter group at one step, as the kernels read them."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def as_array(self) -> npt.NDArray[np.float64]:
+        """float64 [5], in the order of the kernels' interface."""
+        return np.array([self.lr, self.weight_decay, self.beta1, self.beta2, self.eps], dtype=np.float64)
+
+
+@dataclass(slots=True, eq=False)
+class Constants:
+    """What all buckets of a parameter group read at a step; replaced from step to step, never changed in place.
+
+    `tables` are the bias corrections by step count.
+    """
+
+    hyper: Hyper
+    tables: tuple[FloatTable, FloatTable]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRange:
+    """One range of a bucket: its first element in the state, and its buffers. `count` is int64 [1]."""
+
+    offset: int
+    gradient: Buffer
+    weight: Buffer
+    count: Buffer
+
+    @property
+    def length(self) -> int:
+        return self.weight.data.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWOperands:
+    """One bucket's state as an AdamW kernel takes it.
+
+    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `low` is the remainder (int16, split masters) or the master
+    (float32, plain ones), or None. All gradients have one dtype.
+    """
+
+    ranges: Sequence[BoundRange]
+    kind: MasterKind
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    low: Buffer | None
+    constants: Constants
+
+    def read(self) -> list[Buffer]:
+        return [r.gradient for r in self.ranges]
+
+    def written(self) -> list[Buffer]:
+        state = [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
+        return [*state, *(r.weight for r in self.ranges), *(r.count for r in self.ranges)]
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on the device."""
+
+    sums: Buffer
+    exponents: Buffer
+
+    def all(self) -> tuple[Buffer, Buffer]:
+        return self.sums, self.exponents
+
+    def part(self, first: int, chunks: int) -> Partials:
+        """Those of a run of chunks."""
+        span = slice(first, first + chunks)
+        sums, exponents = self.sums, self.exponents
+        return Partials(
+            Buffer(Tier.DEVICE, sums.data[span], sums.owner), Buffer(Tier.DEVICE, exponents.data[span], exponents.owner)
+        )
+
+
+CHUNK_ELEMENTS = 4096
+ALL_ZERO = -(2**31)
+"""Exponent of a chunk without any value but zero."""
+
+
+def chunks_of(elements: int) -> int:
+    """Chunks of the norm in that many elements."""
+    return -(-elements // CHUNK_ELEMENTS)
+
+
+def empty_buffer(owner: str, tier: Tier = Tier.DEVICE) -> Buffer:
+    """A buffer over nothing yet."""
+    return Buffer(tier, torch.empty(0, device="cpu"), owner)
+
+
+@dataclass(slots=True, eq=False)
+class Clipping:
+    """What the norm takes besides the gradients: the limit (0: none), float32 [1] factors and flags, or None.
+
+    `overflow_out` gets the skip flag added: a gradient scaler that could not look at the gradients itself reads it.
+    """
+
+    max_norm: float = 0.0
+    inv_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    overflow_out: torch.Tensor | None = None

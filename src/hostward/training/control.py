@@ -1,0 +1,110 @@
+"""What a training loop tells the optimizer between steps: microbatches, waits, traces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hostward.errors import NativeError
+from hostward.schedule import Lane
+
+from .gradients import Accumulation, Where
+from .tracing import Tracing
+
+if TYPE_CHECKING:
+    from hostward.engine.backend import Backend
+
+    from .binding import Memory
+    from .gradients import Handover
+    from .step import StepIssuer
+
+
+class Control(torch.optim.Optimizer):
+    """The part of `hostward.AdamW` that a loop calls besides `step`."""
+
+    _issuer: StepIssuer
+    _handover: Handover
+    _overlap: bool
+    _memory: Memory
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
+        raise NotImplementedError
+
+    def accumulate(self, *, last: bool) -> Accumulation:
+        """A context for the forward and backward of one microbatch.
+
+            for i, batch in enumerate(microbatches):
+                with optimizer.accumulate(last=i == len(microbatches) - 1):
+                    loss(model, batch).backward()
+            optimizer.step()
+
+        In the last one gradients are taken as backward makes them: they leave for the host while backward goes on,
+        and their device memory is freed. `.grad` then holds a placeholder that raises ModelError when it is used.
+        Without this context gradients are taken at `step`, with the same result.
+
+        Args:
+            last: whether no further microbatch will add to the gradients of this step.
+        """
+        return Accumulation(self._handover, self._abandon, last=last and self._overlap)
+
+    def _abandon(self) -> None:
+        """Backward was cut short: what was taken is lost."""
+        self._issuer.discard()
+        self._handover.mark(Where.LOST)
+
+    def discard_gradients(self) -> None:
+        """Forget what has been taken of gradients; `zero_grad` does this as well."""
+        self._issuer.discard()
+        self._handover.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, taken ones included."""
+        self.discard_gradients()
+        super().zero_grad(set_to_none)
+
+    def trace(self) -> Tracing:
+        """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
+
+        Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
+        """
+        return Tracing(self.backend, self._issuer)
+
+    def wait(self) -> None:
+        """Return when every weight has its new value. Raises what a host step reported."""
+        self._issuer.use_all()
+        try:
+            self.backend.synchronise()
+        except NativeError:
+            self._issuer.torn = True
+            raise
+
+    def arrive(self) -> None:
+        """Make the current stream wait for every new weight, without waiting on the host.
+
+        Hooks do this by layer where the optimizer knows the module. Call it before reading weights in another way:
+        before deepcopy, an average of weights kept by hand, or the replay of a CUDA graph on another stream.
+        """
+        self._issuer.use_all()
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
+        norm, not for the host's part of the step.
+        """
+        self._settle()
+        return float(self._memory.device_scalars.norm.data.item())
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step found non-finite gradients and left everything as it was. Waits for the norm, not for
+        the host's part of the step.
+        """
+        self._settle()
+        return bool(self._memory.device_scalars.skip.data.item())
+
+    def _settle(self) -> None:
+        """The device scalars are those of the last step."""
+        self.backend.mark("offload/scalars", Lane.COMPUTE).issue()
