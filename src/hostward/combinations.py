@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hostward.rule_table import (
+    DECAY_ONLY,
     DENSE,
     EXPERTS_ONLY,
     FROM_FOLDER,
@@ -18,6 +19,7 @@ from hostward.rule_table import (
 )
 
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
+STATES = "optimizer.offload_optimizer_states"
 
 MODEL_RULES = (
     Rule(
@@ -208,19 +210,43 @@ OFFLOADING_RULES = (
 )
 
 OPTIMIZER_RULES = (
+    # Megatron refuses optimizer_cpu_offload with offload_optimizer_states; here they add up (rule_table.DIFFERENCES).
     Rule(
-        "both-optimizer-modes",
-        UNTIL_BUILT,
-        ("optimizer.optimizer_cpu_offload", "optimizer.offload_optimizer_states"),
-        lambda c, _: c.optimizer.optimizer_cpu_offload and c.optimizer.offload_optimizer_states,
-        "offload_optimizer_states can not be used with optimizer_cpu_offload.",
-        "set one of the two to false",
-        shared_with_megatron=True,
+        "mix-with-states",
+        PERMANENT,
+        ("optimizer.offload_mix", STATES),
+        lambda c, _: c.optimizer.offload_mix is not None and c.optimizer.offload_optimizer_states,
+        "optimizer.offload_mix={optimizer.offload_mix} with optimizer.offload_optimizer_states=true: both say how much"
+        " is streamed",
+        "leave optimizer.offload_mix out, or set optimizer.offload_optimizer_states=false",
+    ),
+    Rule(
+        "torch-optimizer-streamed",
+        PERMANENT,
+        ("optimizer.use_torch_optimizer_for_cpu_offload", "optimizer.offload_mix", STATES),
+        lambda c, _: (
+            c.optimizer.use_torch_optimizer_for_cpu_offload
+            and (c.optimizer.offload_mix is not None or c.optimizer.offload_optimizer_states)
+        ),
+        "optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps",
+        "leave out optimizer.offload_mix and optimizer.offload_optimizer_states, or the torch optimizer",
+    ),
+    Rule(
+        "overlap-of-nothing",
+        PERMANENT,
+        ("optimizer.overlap_cpu_optimizer_d2h_h2d", "optimizer.optimizer_cpu_offload", STATES),
+        lambda c, _: (
+            not c.optimizer.overlap_cpu_optimizer_d2h_h2d
+            and not c.optimizer.optimizer_cpu_offload
+            and not c.optimizer.offload_optimizer_states
+        ),
+        "optimizer.overlap_cpu_optimizer_d2h_h2d=false has no effect while nothing is offloaded",
+        "set optimizer.optimizer_cpu_offload or optimizer.offload_optimizer_states too, or leave it at true",
     ),
     Rule(
         "states-adam-only",
         UNTIL_BUILT,
-        ("optimizer.optimizer", "optimizer.offload_optimizer_states"),
+        ("optimizer.optimizer", STATES),
         lambda c, _: c.optimizer.offload_optimizer_states and c.optimizer.optimizer != "adam",
         "offload_optimizer_states is only supported with adam optimizer",
         "set optimizer.optimizer=adam",
@@ -260,6 +286,23 @@ OPTIMIZER_RULES = (
         lambda c, _: c.scheduler.lr_decay_style != "constant" and c.scheduler.lr_decay_iters is None,
         "scheduler.lr_decay_style={scheduler.lr_decay_style} needs scheduler.lr_decay_iters",
         "set scheduler.lr_decay_iters, or scheduler.lr_decay_style=constant",
+    ),
+    Rule(
+        "end-without-decay",
+        PERMANENT,
+        ("scheduler.lr_decay_style", "optimizer.min_lr", "scheduler.lr_decay_iters"),
+        lambda c, _: c.scheduler.lr_decay_style == "constant" and bool(changed(c, DECAY_ONLY)),
+        lambda c, _: f"{', '.join(changed(c, DECAY_ONLY))} set, but scheduler.lr_decay_style=constant does not decay",
+        "set scheduler.lr_decay_style=cosine or linear, or optimizer.min_lr=0 and scheduler.lr_decay_iters=null",
+        documented="... set, but scheduler.lr_decay_style=constant does not decay",
+    ),
+    Rule(
+        "start-without-warmup",
+        PERMANENT,
+        ("scheduler.lr_warmup_iters", "scheduler.lr_warmup_init"),
+        lambda c, _: c.scheduler.lr_warmup_iters == 0 and c.scheduler.lr_warmup_init != 0,
+        "scheduler.lr_warmup_init={scheduler.lr_warmup_init} has no effect while scheduler.lr_warmup_iters=0",
+        "set scheduler.lr_warmup_iters too, or leave scheduler.lr_warmup_init out",
     ),
     Rule(
         "warmup-before-decay",
@@ -311,6 +354,18 @@ RUN_RULES = (
         lambda c, _: c.dataset.path is not None and c.dataset.format in ("stdlib", "mock"),
         "dataset.path has no effect with dataset.format={dataset.format}",
         "leave out dataset.path, or set dataset.format=auto",
+    ),
+    Rule(
+        "text-key-unused",
+        PERMANENT,
+        ("dataset.path", "dataset.format", "dataset.text_key"),
+        lambda c, _: (
+            bool(changed(c, ("dataset.text_key",)))
+            and c.dataset.format not in ("jsonl", "parquet")
+            and (c.dataset.format != "auto" or c.dataset.path is None)
+        ),
+        "dataset.text_key={dataset.text_key} has no effect: dataset.format={dataset.format} reads no key or column",
+        "leave dataset.text_key out, or name JSON lines or parquet with dataset.path",
     ),
     Rule(
         "tokenizer-folder",

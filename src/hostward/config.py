@@ -30,10 +30,15 @@ DTYPE_ALIASES = {
 
 
 def describe(
-    help_text: str, *, unit: str = "", choices: tuple[str, ...] = (), aliases: Mapping[str, str] | None = None
+    help_text: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    aliases: Mapping[str, str] | None = None,
+    words: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """What documentation and parser know of an option. `aliases` maps other spellings to the stored one."""
-    return {"help": help_text, "unit": unit, "choices": choices, "aliases": dict(aliases or {})}
+    """What documentation and parser know of an option. `aliases`: other spellings; `words`: values beside numbers."""
+    return {"help": help_text, "unit": unit, "choices": choices, "aliases": dict(aliases or {}), "words": words}
 
 
 def option(
@@ -43,12 +48,12 @@ def option(
     unit: str = "",
     choices: tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
+    words: tuple[str, ...] = (),
 ) -> T:
     """A dataclass field with its one default and its description."""
     # A type checker takes the right-hand side of a field for its default, hence the type of `default`.
-    field: Any = dataclasses.field(
-        default=default, metadata=describe(help_text, unit=unit, choices=choices, aliases=aliases)
-    )
+    metadata = describe(help_text, unit=unit, choices=choices, aliases=aliases, words=words)
+    field: Any = dataclasses.field(default=default, metadata=metadata)
     return field  # type: ignore[no-any-return]
 
 
@@ -167,14 +172,30 @@ class OptimizerConfig(Options):
 
     optimizer_cpu_offload: bool = option(False, "Keep and step a share of the optimizer state on the host.")
     optimizer_offload_fraction: float = option(0.0, "That share of the state bytes, in [0, 1].")
-    overlap_cpu_optimizer_d2h_h2d: bool = option(False, "Overlap the copies of the host step with compute.")
-    use_torch_optimizer_for_cpu_offload: bool = option(False, "Step the host share with torch.optim.AdamW.")
-    pin_cpu_grads: bool = option(True, "Pinned host memory for gradients.")
-    pin_cpu_params: bool = option(True, "Pinned host memory for weights on their way back.")
-    offload_optimizer_states: bool = option(False, "Keep state on the host between steps and step on the device.")
+    overlap_cpu_optimizer_d2h_h2d: bool = option(
+        True,
+        "Hide the step: gradients leave during backward, weights arrive during the next forward. false: everything "
+        "happens between them, for comparison. Megatron's default is false.",
+    )
+    use_torch_optimizer_for_cpu_offload: bool = option(
+        False, "Step the host share with torch.optim.AdamW, always between backward and forward."
+    )
+    pin_cpu_grads: bool = option(True, "Pinned host memory for gradients of the host share.")
+    pin_cpu_params: bool = option(True, "Pinned host memory for weights of the host share on their way back.")
+    offload_mix: float | str | None = option(
+        None,
+        "Share of the offloaded state that is streamed, in [0, 1]; auto: by measured rates. None: the host steps all.",
+        words=("auto",),
+    )
+    offload_optimizer_states: bool = option(
+        False,
+        "Stream state that lives on the host through the device. With optimizer_cpu_offload: of what that leaves.",
+    )
     optimizer_state_offload_fraction: float = option(1.0, "Share of offload_optimizer_states, in [0, 1].")
     optimizer_state_offload_chunk_size_mb: int = option(
-        0, "Device window of offload_optimizer_states. 0: one window for all.", unit="MiB"
+        0,
+        "Most device memory of streamed state, at least a bucket. 0: what backward frees and two buckets.",
+        unit="MiB",
     )
     host_threads: int | None = option(
         None, "Threads of the host step. None: the CPUs of this process over the local ranks, less two."
@@ -312,6 +333,7 @@ class OptionInfo:
     unit: str
     choices: tuple[str, ...]
     aliases: Mapping[str, str]
+    words: tuple[str, ...]
 
     @property
     def dotted(self) -> str:
@@ -322,7 +344,7 @@ class OptionInfo:
     def type_text(self) -> str:
         """The type as the documentation and the errors write it."""
         kind = "list of str" if self.kind is list else self.kind.__name__
-        return f"{kind} or None" if self.optional else kind
+        return " or ".join((kind, *self.words, *(("None",) if self.optional else ())))
 
 
 @functools.cache
@@ -336,9 +358,8 @@ def options() -> Mapping[str, OptionInfo]:
             optional = type(None) in arguments
             kind = next(a for a in arguments if a is not type(None)) if optional else hints[field.name]
             default = [] if field.default is dataclasses.MISSING else field.default
-            info = OptionInfo(
-                namespace, field.name, typing.get_origin(kind) or kind, optional, default, **field.metadata
-            )
+            kind = typing.get_origin(kind) or kind
+            info = OptionInfo(namespace, field.name, kind, optional, default, **field.metadata)
             found[info.dotted] = info
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hostward.combinations import COMBINATIONS
 from hostward.config import NAMESPACES, OptionInfo, options
 from hostward.overrides import DROPPED
-from hostward.rule_table import DEPENDENT, NOT_BUILT, RANGES, Kind, Rule
+from hostward.rule_table import DEPENDENT, DIFFERENCES, NOT_BUILT, RANGES, Kind, Rule
 from hostward.rules import shown
 
 HEAD = """# Options
@@ -43,6 +43,8 @@ def render() -> str:
         parts.append("| Option | Type | Default | Status | Meaning |\n|---|---|---|---|---|\n")
         parts.extend(option_row(info) for info in options().values() if info.namespace == namespace)
     parts.append(rules_section())
+    parts.append("\n## Where hostward differs from Megatron\n\n| Megatron | hostward |\n|---|---|\n")
+    parts.extend(f"| {megatron} | {here} |\n" for megatron, here in DIFFERENCES.items())
     parts.append("\n## Options of Megatron without a counterpart\n\n")
     parts.append("They are never checked; naming one on the command line is an error that gives the reason.\n\n")
     parts.append("| Option | Why there is none |\n|---|---|\n")

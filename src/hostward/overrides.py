@@ -160,6 +160,8 @@ def parse_value(info: OptionInfo, text: str) -> Any:
         if info.optional:
             return None
         raise bad_value(info, text, "it always has a value")
+    if text in info.words:
+        return text
     if info.kind is str:
         return info.aliases.get(text, text)
     if info.kind is list:

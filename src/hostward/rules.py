@@ -64,7 +64,7 @@ def check(config: Config, *, world_size: int = 1) -> None:
 
 def value_violation(info: OptionInfo, value: Any) -> Violation | None:
     """What is wrong with the value of one option by itself: its type, its choice or its range."""
-    if value is None and info.optional:
+    if (value is None and info.optional) or (isinstance(value, str) and value in info.words):
         return None
     example = f"set {info.dotted} to {shown(info.choices[0] if info.choices else info.default)}"
     if not has_type(value, info.kind):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available() and not (interpreted and item.path.name.startswith("test_kernels")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def no_host_waits() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """A context in which torch raises where it would wait for the device."""
+
+    @contextmanager
+    def forbidden() -> Iterator[None]:
+        gc.collect()  # optimizers of other tests drain their lanes when they go
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    yield forbidden
+    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

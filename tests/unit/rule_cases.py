@@ -122,11 +122,26 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             "output of core_attn, which is needed in core_attn.backward()."
         ),
     ),
-    "both-optimizer-modes": (
+    "mix-with-states": (
         TINY,
-        "optimizer.optimizer_cpu_offload=true optimizer.offload_optimizer_states=true",
+        "optimizer.optimizer_cpu_offload=true optimizer.offload_optimizer_states=true optimizer.offload_mix=auto",
         1,
-        "offload_optimizer_states can not be used with optimizer_cpu_offload.",
+        ("optimizer.offload_mix=auto with optimizer.offload_optimizer_states=true: both say how much is streamed"),
+    ),
+    "torch-optimizer-streamed": (
+        TINY,
+        (
+            "optimizer.optimizer_cpu_offload=true optimizer.use_torch_optimizer_for_cpu_offload=true "
+            "optimizer.offload_mix=0.5"
+        ),
+        1,
+        ("optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps"),
+    ),
+    "overlap-of-nothing": (
+        TINY,
+        "optimizer.overlap_cpu_optimizer_d2h_h2d=false",
+        1,
+        "optimizer.overlap_cpu_optimizer_d2h_h2d=false has no effect while nothing is offloaded",
     ),
     "states-adam-only": (
         TINY,
@@ -158,6 +173,18 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "scheduler.lr_decay_style=cosine needs scheduler.lr_decay_iters",
     ),
+    "end-without-decay": (
+        TINY,
+        "scheduler.lr_decay_style=constant",
+        1,
+        ("optimizer.min_lr, scheduler.lr_decay_iters set, but scheduler.lr_decay_style=constant does not decay"),
+    ),
+    "start-without-warmup": (
+        TINY,
+        "scheduler.lr_warmup_iters=0 scheduler.lr_warmup_init=1e-6",
+        1,
+        "scheduler.lr_warmup_init=1e-06 has no effect while scheduler.lr_warmup_iters=0",
+    ),
     "warmup-before-decay": (
         TINY,
         "scheduler.lr_warmup_iters=50",
@@ -176,6 +203,12 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         "dataset.format=mock dataset.path=/text",
         1,
         "dataset.path has no effect with dataset.format=mock",
+    ),
+    "text-key-unused": (
+        TINY,
+        "dataset.text_key=body",
+        1,
+        "dataset.text_key=body has no effect: dataset.format=auto reads no key or column",
     ),
     "tokenizer-folder": (
         TINY,

@@ -33,7 +33,7 @@ OPTION_NAMES = {
     "optimizer": (
         "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad decoupled_weight_decay "
         "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
-        "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params offload_optimizer_states "
+        "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params offload_mix offload_optimizer_states "
         "optimizer_state_offload_fraction optimizer_state_offload_chunk_size_mb host_threads"
     ),
     "scheduler": "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_init",
@@ -59,10 +59,29 @@ def test_megatron_defaults_of_the_offloading_options() -> None:
     assert config.optimizer.pin_cpu_grads is True
     assert config.optimizer.pin_cpu_params is True
     assert config.optimizer.optimizer_state_offload_fraction == 1.0
+    assert config.optimizer.optimizer_state_offload_chunk_size_mb == 0
     assert config.model.cpu_offloading_activations is True
     assert config.model.cpu_offloading_weights is False
     assert config.model.min_offloaded_tensor_size == 1048576
     assert config.optimizer.clip_grad == 1.0
+
+
+def test_defaults_that_differ_from_megatron_on_purpose() -> None:
+    assert Config().optimizer.overlap_cpu_optimizer_d2h_h2d is True
+    assert Config().optimizer.offload_mix is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0.25", 0.25), ("1", 1.0), ("null", None)])
+def test_a_number_that_may_be_a_word(text: str, value: object) -> None:
+    found = apply_overrides(Config(), [f"optimizer.offload_mix={text}"]).optimizer.offload_mix
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["Auto", "half", "'auto'", "nan", ""])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.offload_mix=.* is not a value of type float or auto or None"):
+        apply_overrides(Config(), [f"optimizer.offload_mix={text}"])
 
 
 def test_every_option_has_a_help_text_and_a_default_of_its_type() -> None:

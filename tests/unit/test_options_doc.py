@@ -8,6 +8,7 @@ from hostward.combinations import COMBINATIONS
 from hostward.config import options
 from hostward.options_doc import render, rule_row, status
 from hostward.overrides import DROPPED
+from hostward.rule_table import DIFFERENCES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
@@ -24,6 +25,8 @@ def test_every_option_rule_and_dropped_name_is_listed() -> None:
         assert f"| {rule.id} |" in page
     for name in DROPPED:
         assert f"| `{name}` |" in page
+    for megatron in DIFFERENCES:
+        assert f"| {megatron} |" in page
 
 
 def test_every_rule_shows_a_text() -> None:
@@ -35,6 +38,7 @@ def test_every_rule_shows_a_text() -> None:
 
 def test_status() -> None:
     assert status("optimizer.optimizer_cpu_offload") == "works"
+    assert status("optimizer.offload_optimizer_states") == status("optimizer.pin_cpu_grads") == "works"
     assert status("model.cpu_offloading") == "only `false`"
     assert status("model.cpu_offloading_num_layers") == "with `cpu_offloading`"
     assert status("checkpoint.save_interval") == "works"

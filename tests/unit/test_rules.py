@@ -163,6 +163,45 @@ def test_switch_with_fraction_zero_is_allowed() -> None:
     check(tiny("optimizer.optimizer_cpu_offload=true"))
 
 
+HOST = "optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=0.5 "
+STATES = "optimizer.offload_optimizer_states=true "
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        HOST + "optimizer.pin_cpu_grads=false optimizer.pin_cpu_params=false",
+        HOST + "optimizer.overlap_cpu_optimizer_d2h_h2d=false",
+        HOST + "optimizer.offload_mix=auto",
+        HOST + "optimizer.offload_mix=0",
+        HOST + STATES + "optimizer.optimizer_state_offload_fraction=0.5",
+        STATES + "optimizer.optimizer_state_offload_chunk_size_mb=64 optimizer.overlap_cpu_optimizer_d2h_h2d=false",
+        "dataset.path=/data.jsonl dataset.text_key=body",
+        "dataset.path=/data dataset.format=parquet dataset.text_key=body",
+        "scheduler.lr_decay_style=constant optimizer.min_lr=0 scheduler.lr_decay_iters=null",
+        "scheduler.lr_warmup_init=1e-6",
+    ],
+)
+def test_settings_that_mean_something_pass(words: str) -> None:
+    """What Megatron refuses as well: host-stepped and streamed state in one run."""
+    check(tiny(words))
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
+def test_t15_mix_names_its_range(value: float) -> None:
+    config = tiny(HOST)
+    config.optimizer.offload_mix = value
+    assert found(config) == {"range:optimizer.offload_mix": f"optimizer.offload_mix must be in [0.0, 1.0], not {value}"}
+
+
+def test_the_mix_takes_one_word() -> None:
+    config = tiny(HOST)
+    config.optimizer.offload_mix = "half"
+    assert list(found(config).values()) == [
+        "optimizer.offload_mix must be of type float or auto or None, not 'half' (str)"
+    ]
+
+
 def test_all_violations_come_at_once_with_their_fixes() -> None:
     config = tiny(
         "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 model.cpu_offloading=true"
@@ -183,7 +222,7 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
 
 def test_only_unbuilt_options_raise_not_built() -> None:
     with pytest.raises(NotBuiltError, match=r"^2 settings cannot be carried out:"):
-        check(tiny("optimizer.overlap_cpu_optimizer_d2h_h2d=true optimizer.pin_cpu_grads=false"))
+        check(tiny("ddp.overlap_grad_reduce=true model.sequence_parallel=true"))
 
 
 def test_nothing_is_edited() -> None:

@@ -12,7 +12,9 @@ import math
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -42,6 +44,10 @@ Overrides = Annotated[
 ]
 Recipe = Annotated[str, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
+]
 DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
 
 
@@ -57,22 +63,31 @@ def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:
 
 @app.command()
 @_deferred
-def train(overrides: Overrides = None, recipe: Recipe = DEFAULT_RECIPE, json_file: JsonFile = None) -> None:
+def train(
+    overrides: Overrides = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+    json_file: JsonFile = None,
+    trace_file: TraceFile = None,
+) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
     config = _configured(recipe, overrides)
-    _require_writable(json_file)
+    _require_writable("--json", json_file)
+    _require_replaceable(trace_file, json_file)
     _seed_environment(config.model.deterministic_mode)
     from hostward.train import loop
     from hostward.train.report import render
 
     run = loop.prepare(recipe, config)
-    loop.train(run, progress=_progress)
+    timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
+    loop.train(run, progress=_progress, metered=loop.METERED_ITERATIONS if timed else 0)
     report = loop.report(run)
-    if _is_first_rank():
-        try:
-            _print(render(report))
-        finally:  # also where nobody reads the table to its end, as in `hostward train | head`
-            _write(json_file, report.to_dict())
+    if not _is_first_rank():
+        return
+    with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
+        if trace_file is not None and run.trace is not None:
+            stack.callback(run.trace.write, trace_file)
+        stack.callback(_write, json_file, report.to_dict())
+        _print(render(report))
 
 
 @app.command()
@@ -82,30 +97,35 @@ def verify(
     recipe: Recipe = DEFAULT_RECIPE,
     fraction: Annotated[
         list[str] | None,
-        typer.Option(
-            "--fraction",
-            metavar="FRACTION",
-            help="Fractions to verify; may be given several times. Default 0.25, 0.5 and 1.",
-        ),
+        typer.Option("--fraction", metavar="FRACTION", help="Share of the state to offload; may be given repeatedly."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option("--placement", metavar="host|streamed|mixed", help="Where that share is stepped; repeatable."),
+    ] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option("--schedule", metavar="hidden|serial", help="When it is stepped; repeatable."),
+    ] = None,
+    microbatches: Annotated[
+        list[int] | None,
+        typer.Option("--microbatches", metavar="COUNT", help="Microbatches per step, each compared; repeatable."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Train without and with offloading on the same data, and compare every loss, weight and moment, bit for bit."""
+    """Train without and with offloading on the same data, and compare every loss, weight and moment, bit for bit.
+
+    Without options: 0.25 of the state on the host with the serial schedule, 0.5 half streamed, all on the host, and
+    all streamed. Options are combined with each other.
+    """
     config = _configured(recipe, overrides)
-    _require_writable(json_file)
+    _require_writable("--json", json_file)
     _seed_environment(True)
     from hostward.train import verify as verification
+    from hostward.train.cases import choose
 
-    chosen = [_number("--fraction", text) for text in fraction or []]
-    asked = config.optimizer.optimizer_offload_fraction
-    if chosen and config.optimizer.optimizer_cpu_offload:
-        raise ConfigError(
-            "verify was given fractions twice",
-            why="--fraction and optimizer.optimizer_cpu_offload both choose what is compared",
-            fix="use one of them",
-        )
-    if not chosen:
-        chosen = [asked] if config.optimizer.optimizer_cpu_offload and asked else [0.25, 0.5, 1.0]
+    fractions = [_number("--fraction", text) for text in fraction or []]
+    chosen = choose(config, fractions, placement or [], schedule or [], microbatches or [])
     verdict = verification.verify(recipe, config, chosen)
     try:
         _print(verification.render(verdict))
@@ -196,39 +216,55 @@ def _number(option: str, text: str) -> float:
         raise ConfigError(f"{option} {text} is no number", fix=f"write, for example, {option} 0.5") from error
 
 
-def _require_writable(json_file: Path | None) -> None:
+def _require_writable(option: str, file: Path | None) -> None:
     """Raises ConfigError now rather than after the run. Leaves no file behind, and one that is there as it was."""
-    if json_file is None:
+    if file is None:
         return
-    if not json_file.resolve().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: its folder does not exist", fix=f"mkdir -p {json_file.parent}")
-    if json_file.is_dir():
-        raise ConfigError(f"--json {json_file} is a folder", fix=f"name a file, as in {json_file / 'report.json'}")
-    existed = json_file.exists()
+    if not file.resolve().parent.is_dir():
+        raise ConfigError(f"{option} {file}: its folder does not exist", fix=f"mkdir -p {file.parent}")
+    if file.is_dir():
+        raise ConfigError(f"{option} {file} is a folder", fix=f"name a file, as in {file / 'report.json'}")
+    existed = file.exists()
     try:
-        json_file.open("a").close()
+        file.open("a").close()
         if not existed:
-            json_file.unlink()
+            file.unlink()
     except OSError as error:
-        raise _unwritable(json_file, error) from error
+        raise _unwritable(option, file, error) from error
 
 
-def _unwritable(json_file: Path, error: OSError) -> ConfigError:
+def _require_replaceable(trace_file: Path | None, json_file: Path | None) -> None:
+    """The same for a trace, which comes as a new file in place of the old one."""
+    _require_writable("--trace", trace_file)
+    if trace_file is None:
+        return
+    if trace_file.exists() and not trace_file.is_file():
+        raise ConfigError(f"--trace {trace_file} is no plain file", why="it would be replaced", fix="name another file")
+    if json_file is not None and json_file.resolve() == trace_file.resolve():
+        raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+    try:
+        tempfile.TemporaryFile(dir=trace_file.resolve().parent).close()
+    except OSError as error:
+        raise _unwritable("--trace", trace_file, error) from error
+
+
+def _unwritable(option: str, file: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"--json {json_file} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
+        f"{option} {file} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
     )
 
 
 def _progress(run: Any) -> None:
-    interval = run.config.logger.log_interval
-    if _is_first_rank() and (run.iteration == 1 or run.iteration % interval == 0):
+    """The newest iteration whose numbers have arrived; later ones may be on their way already."""
+    interval, iteration = run.config.logger.log_interval, run.first_iteration + len(run.losses)
+    if _is_first_rank() and (iteration == 1 or iteration % interval == 0):
         logging.getLogger("hostward").info(
             "iteration %d/%d  loss %.6f  grad norm %.4f  %.3f s",
-            run.iteration,
+            iteration,
             run.config.train.train_iters,
             run.losses[-1],
             run.grad_norms[-1],
-            run.iteration_s[-1] if run.iteration_s else float("nan"),
+            run.iteration_s[-1],
         )
 
 
@@ -267,7 +303,7 @@ def _write(json_file: Path | None, content: dict[str, Any]) -> None:
     try:
         json_file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise _unwritable(json_file, error) from error
+        raise _unwritable("--json", json_file, error) from error
 
 
 def _finite(content: Any) -> Any:

@@ -39,6 +39,7 @@ from .driver import (
     event_query,
     event_synchronize,
     lock_pages,
+    stream_synchronize,
     unlock_pages,
 )
 from .host_task import isa_name, own_threads
@@ -371,7 +372,7 @@ class CudaBackend(Backend):
 
 def _drain(streams: Sequence[torch.cuda.Stream], events: Sequence[int]) -> None:
     for stream in streams:
-        stream.synchronize()
+        stream_synchronize(stream.cuda_stream)
     for event in events:
         event_destroy(event)
 

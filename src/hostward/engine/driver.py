@@ -36,6 +36,7 @@ def _library() -> ctypes.CDLL:
     library.cuEventDestroy_v2.argtypes = [pointer]
     library.cuEventQuery.argtypes = [pointer]
     library.cuEventSynchronize.argtypes = [pointer]
+    library.cuStreamSynchronize.argtypes = [pointer]
     return library
 
 
@@ -108,6 +109,11 @@ def event_synchronize(handle: int) -> None:
     `event_query` does.
     """
     _require(_library().cuEventSynchronize(handle), "cuEventSynchronize", "an event could not be waited for")
+
+
+def stream_synchronize(handle: int) -> None:
+    """Block this thread, without the GIL, until the stream is empty. Raises DeviceError as `event_query` does."""
+    _require(_library().cuStreamSynchronize(handle), "cuStreamSynchronize", "a stream could not be waited for")
 
 
 def event_elapsed_ms(start: int, end: int) -> float:

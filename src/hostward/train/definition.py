@@ -7,6 +7,7 @@ import torch
 
 from hostward.host import reference
 from hostward.host.adamw import bias_tables
+from hostward.plan import Placement
 from hostward.training.optimizer import AdamW
 from hostward.training.state import same_bits
 
@@ -14,10 +15,10 @@ _ELEMENTS = 100_003
 _STEPS = 3
 
 
-def differing_role(device: torch.device, dtype: torch.dtype, fraction: float) -> str | None:
+def differing_role(device: torch.device, dtype: torch.dtype, placement: Placement) -> str | None:
     """The first of exp_avg, exp_avg_sq, master and weight that numpy makes differently of the same gradients, or None.
 
-    Three clipped steps of one tensor of `dtype` on `device`, its state at `fraction`.
+    Three clipped steps of one tensor of `dtype` on `device`, all its buckets at `placement`.
     """
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(_ELEMENTS, generator=generator).to(dtype)
@@ -30,7 +31,8 @@ def differing_role(device: torch.device, dtype: torch.dtype, fraction: float) ->
         eps=hyper.eps,
         weight_decay=hyper.weight_decay,
         max_grad_norm=1.0,
-        offload_fraction=fraction,
+        offload_fraction=1.0 if placement.offloaded else 0.0,
+        streamed_fraction=1.0 if placement is Placement.STREAMED else 0.0,
     )
     tables = bias_tables(hyper.beta1, hyper.beta2, 16)
     master = start.float().numpy().copy()
@@ -43,6 +45,7 @@ def differing_role(device: torch.device, dtype: torch.dtype, fraction: float) ->
         norm, _ = reference.norm_from_partials(*reference.norm_partials(flat))
         scale = float(reference.clip_scale(float(norm), 1.0))
         master, exp_avg, exp_avg_sq = reference.adamw(master, exp_avg, exp_avg_sq, flat, step, hyper, tables, scale)
+    optimizer.wait()
     state = optimizer.state_dict()["state"]["w"]
     expected = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     for role, value in expected.items():

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
+from hostward.engine.trace import Trace
 from hostward.errors import ConfigError, DataError, DeviceError
 from hostward.hardware import resident_bytes
 from hostward.inventory import Dtype
@@ -29,15 +31,26 @@ from . import resume
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import build_model, training_loss
-from .report import MemoryReport, RunReport
+from .placing import gradient_bytes, make_optimizer
+from .readback import Readback
+from .report import MemoryReport, RunReport, measured
 from .schedule_lr import learning_rate
 
 log = logging.getLogger("hostward")
 
+METERED_ITERATIONS = 3
+"""Iterations at the end of a run that are timed, operation by operation."""
+
+_SLOTS = "staging slots"
+
 
 @dataclass(slots=True)
 class Run:
-    """Everything that one training run holds."""
+    """Everything that one training run holds.
+
+    `losses`, `grad_norms`, `skipped` and `iteration_s` lag behind `iteration` by those numbers that are still on their
+    way from the device; `collect` brings them up to date.
+    """
 
     recipe: str
     config: Config
@@ -51,9 +64,18 @@ class Run:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     iteration_s: list[float] = field(default_factory=list)
-    gradient_bytes: int = 0
+    slot_bytes: int = 0
+    """Most device memory of streamed state seen between a step and the next forward."""
     saved: Path | None = None
     first_iteration: int = 0
+    trace: Trace | None = None
+    """Of the metered iterations, once they are over."""
+    readback: Readback = field(init=False)
+    clock_s: float = 0.0
+    """When the newest collected iteration ended."""
+
+    def __post_init__(self) -> None:
+        self.readback = Readback(self.device)
 
     @property
     def microbatches(self) -> int:
@@ -132,85 +154,109 @@ def prepare(recipe: str, config: Config) -> Run:
     return run
 
 
-def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
-    """The optimizer that the options describe."""
-    options, train = config.optimizer, config.train
-    fraction = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
-    accumulates = train.global_batch_size > train.micro_batch_size and config.model.params_dtype != "fp32"
-    return AdamW(
-        model,
-        lr=options.lr,
-        **resume.group_settings(config),
-        max_grad_norm=options.clip_grad,
-        offload_fraction=fraction,
-        use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
-        grad_dtype=torch.float32 if accumulates else None,
-        host_threads=options.host_threads,
-    )
+def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: int = 0) -> None:
+    """Train to `train.train_iters`, saving on the way and after the last iteration.
 
-
-def train(run: Run, *, progress: Callable[[Run], None] | None = None) -> None:
-    """Train to `train.train_iters`, saving on the way and after the last iteration."""
-    config = run.config
-    if run.iteration >= config.train.train_iters:
+    Args:
+        progress: called once per iteration, when its numbers have arrived.
+        metered: how many of the last iterations are timed, operation by operation, into `run.trace`. All lanes are
+            emptied before the first of them.
+    """
+    until = run.config.train.train_iters
+    if run.iteration >= until:
         log.warning(
             "the checkpoint is at iteration %d and train.train_iters is %d: nothing to do; raise the latter to go on",
             run.iteration,
-            config.train.train_iters,
+            until,
         )
-    with deterministic(config.model.deterministic_mode):
-        while run.iteration < config.train.train_iters:
-            started = time.perf_counter()
-            train_iteration(run)
-            run.iteration_s.append(time.perf_counter() - started)
-            if progress is not None:
-                progress(run)
-            interval, last = config.checkpoint.save_interval, run.iteration == config.train.train_iters
-            if config.checkpoint.save is not None and not last and interval and run.iteration % interval == 0:
-                run.saved = resume.save(run)
-    if config.checkpoint.save is not None:
+    with deterministic(run.config.model.deterministic_mode):
+        run.clock_s = time.perf_counter()
+        _iterate(run, max(run.iteration, until - metered), progress)
+        if run.iteration < until:
+            run.optimizer.wait()
+            with run.optimizer.trace() as trace:
+                _iterate(run, until, progress)
+            run.trace = trace
+        run.optimizer.wait()
+        collect(run, progress, everything=True)
+    if run.config.checkpoint.save is not None:
         run.saved = resume.save(run)
 
 
+def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> None:
+    config = run.config
+    interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
+    while run.iteration < until:
+        train_iteration(run)
+        due = interval is not None and run.iteration % interval == 0 and run.iteration < config.train.train_iters
+        collect(run, progress, everything=due)
+        if due:
+            run.saved = resume.save(run)
+            run.clock_s = time.perf_counter()
+
+
 def train_iteration(run: Run) -> None:
-    """One optimizer step over the microbatches of one global batch."""
-    backward(run)
-    step(run)
+    """One optimizer step over the microbatches of one global batch. Enqueued, not waited for."""
+    loss = backward(run)
+    step(run, loss)
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def backward(run: Run) -> None:
-    """Forward and backward of every microbatch; the mean loss goes to `run.losses`."""
+def backward(run: Run, *, taken: bool = True) -> torch.Tensor:
+    """Forward and backward of every microbatch; returns the mean loss, float32 on the device.
+
+    Args:
+        taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
+    """
     config = run.config
     size = config.train.micro_batch_size
     first = run.iteration * config.train.global_batch_size
     total = torch.zeros((), dtype=torch.float32, device=run.device)
     for microbatch in range(run.microbatches):
-        inputs, labels = run.dataset.batch(first + microbatch * size, size)
-        loss = training_loss(
-            run.model, torch.from_numpy(inputs).to(run.device), torch.from_numpy(labels).to(run.device)
-        )
-        share = loss / run.microbatches
-        total += share.detach().float()
-        (share if run.scaler is None else run.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-    run.losses.append(float(total.item()))
-    run.gradient_bytes = sum(p.grad.nbytes for p in run.model.parameters() if p.grad is not None)
+        inputs, labels = (_to_device(a, run.device) for a in run.dataset.batch(first + microbatch * size, size))
+        with run.optimizer.accumulate(last=taken and microbatch == run.microbatches - 1):
+            share = training_loss(run.model, inputs, labels) / run.microbatches
+            total += share.detach().float()
+            (share if run.scaler is None else run.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+    return total
 
 
-def step(run: Run) -> None:
-    """The optimizer step of the iteration, at the learning rate of the schedule."""
+def step(run: Run, loss: torch.Tensor) -> None:
+    """The optimizer step of the iteration, at the learning rate of the schedule. Its numbers are sent to the host."""
+    optimizer = run.optimizer
     lr = learning_rate(run.iteration, run.config.optimizer, run.config.scheduler)
-    for group in run.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = lr
     if run.scaler is None:
-        run.optimizer.step()
+        optimizer.step()
     else:
-        run.scaler.step(run.optimizer)
+        run.scaler.step(optimizer)
         run.scaler.update()
-    run.grad_norms.append(run.optimizer.grad_norm)
-    if run.optimizer.last_step_skipped:
-        run.skipped.append(run.iteration)
+    run.slot_bytes = max(run.slot_bytes, optimizer.backend.ledger.by_owner(Tier.DEVICE).get(_SLOTS, 0))
+    optimizer._settle()
+    scalars = optimizer._memory.device_scalars
+    run.readback.send(run.iteration, loss, scalars.norm.data, scalars.skip.data)
     run.iteration += 1
+
+
+def collect(run: Run, progress: Callable[[Run], None] | None = None, *, everything: bool = False) -> None:
+    """Take over the numbers that have arrived, or wait for everything."""
+    for numbers in run.readback.arrived(everything=everything):
+        run.losses.append(numbers.loss)
+        run.grad_norms.append(numbers.grad_norm)
+        if numbers.skipped:
+            run.skipped.append(numbers.iteration)
+        now_s = time.perf_counter()
+        run.iteration_s.append(now_s - run.clock_s)
+        run.clock_s = now_s
+        if progress is not None:
+            progress(run)
+
+
+def _to_device(tokens: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for: from pinned memory, which torch keeps until the copy is done."""
+    tensor = torch.from_numpy(tokens)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def report(run: Run) -> RunReport:
@@ -219,8 +265,10 @@ def report(run: Run) -> RunReport:
     cuda = run.device.type == "cuda"
     tokens = run.config.train.global_batch_size * run.dataset.seq_length
     steady = run.iteration_s[1:] or run.iteration_s
+    at_most = {"gradients": gradient_bytes(run.config, run.optimizer.inventory, plan)}
+    at_most |= {_SLOTS: run.slot_bytes} if run.slot_bytes else {}
     memory = MemoryReport(
-        device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), "gradients": run.gradient_bytes},
+        device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
         host_by_owner_bytes=ledger.by_owner(Tier.HOST),
         pinned_bytes=ledger.pinned_bytes,
         resident_bytes=resident_bytes(),
@@ -241,7 +289,10 @@ def report(run: Run) -> RunReport:
         state_bytes=plan.state_bytes,
         offloaded_bytes=plan.offloaded_bytes,
         buckets=len(plan.buckets),
-        host_buckets=sum(b.placement is Placement.HOST for b in plan.buckets),
+        host_buckets=plan.count(Placement.HOST),
+        streamed_buckets=plan.count(Placement.STREAMED),
+        placements=plan.explain(),
+        offload=None if run.trace is None else measured(run.trace, run.iteration),
         memory=memory,
         moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
         moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],

@@ -13,6 +13,7 @@ from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
 from .models import parameter_count
+from .placing import accumulates, gradients_leave, shares
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
@@ -36,10 +37,8 @@ def need(config: Config, parameters: int) -> Need:
     """What a model of so many parameters needs, wherever it lies."""
     dtype = Dtype(config.model.params_dtype)
     weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
-    accumulates = config.train.global_batch_size > config.train.micro_batch_size
-    return Need(
-        parameters, weight_bytes, parameters * 4 if accumulates else weight_bytes, parameters * STATE_BYTES[dtype]
-    )
+    gradient_bytes = parameters * 4 if accumulates(config) else weight_bytes
+    return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 
 def require_memory(config: Config, device: torch.device, vocab_size: int) -> None:
@@ -48,19 +47,22 @@ def require_memory(config: Config, device: torch.device, vocab_size: int) -> Non
     On a GPU the offloaded share is asked of the host; on a CPU everything is.
     """
     least = need(config, parameter_count(config, vocab_size))
-    options = config.optimizer
-    fraction = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
-    offloaded_bytes = int(fraction * least.state_bytes)
+    asked = shares(config)
+    offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
+    least_share, most_share = asked.host_share
+    landing_bytes = int(least_share * least.gradient_bytes)
+    leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
     on_gpu = device.type == "cuda"
     host = host_memory()
-    host_bytes = offloaded_bytes if on_gpu else least.total_bytes
+    host_bytes = offloaded_bytes + landing_bytes if on_gpu else least.total_bytes
     if host_bytes > host.available_bytes:
         raise _too_large(least, host_bytes, "host", host.available_bytes, "shrink the model, as in model.num_layers=2")
     if on_gpu:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
-        if least.total_bytes - offloaded_bytes > free_bytes:
-            raise _too_large(least, least.total_bytes - offloaded_bytes, "device", free_bytes, fix)
+        device_bytes = least.total_bytes - offloaded_bytes - leaving_bytes
+        if device_bytes > free_bytes:
+            raise _too_large(least, device_bytes, "device", free_bytes, fix)
 
 
 def _too_large(least: Need, needed_bytes: int, where: str, available_bytes: int, fix: str) -> MemoryLimitError:

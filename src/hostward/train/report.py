@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hostward.engine.trace import Trace
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes in steady state, by owner, and what the system counts beside them."""
+    """Bytes in steady state, by owner, and what the system counts beside them. Device bytes of gradients and of staging
+    slots come and go: these are the most at any time.
+    """
 
     device_by_owner_bytes: Mapping[str, int]
     host_by_owner_bytes: Mapping[str, int]
@@ -22,6 +26,50 @@ class MemoryReport:
     device_allocated_bytes: int | None
     """What torch's CUDA allocator holds between steps; None without a GPU."""
     device_peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """What moving and stepping cost per step, measured over the iterations [first, last), and what of it was hidden.
+
+    `exposed_s`: seconds in which the device stood still for an arrival; `hidden_s`: the rest of the offload work.
+    Transfers by direction, "d2h" and "h2d".
+    """
+
+    first_iteration: int
+    last_iteration: int
+    hidden_s: float
+    exposed_s: float
+    offload_s: float
+    host_step_s: float
+    transfer_s: Mapping[str, float]
+    transfer_bytes: Mapping[str, float]
+    lines: list[str]
+    """The same for people."""
+
+
+def measured(trace: Trace, iterations: int) -> OffloadReport | None:
+    """Averages over the steps of a trace that ends with iteration `iterations` - 1; None for a trace of nothing.
+
+    The last step is left out where there are others: no forward follows, so there is nothing for it to hide behind.
+    """
+    steps = trace.steps()
+    if not steps:
+        return None
+    chosen = steps[:-1] or steps
+    summary, n = trace.summary(chosen), len(chosen)
+    first = iterations - len(steps)
+    return OffloadReport(
+        first_iteration=first,
+        last_iteration=first + n,
+        hidden_s=summary.hidden_s / n,
+        exposed_s=summary.exposed_s / n,
+        offload_s=summary.offload_s / n,
+        host_step_s=summary.host_step_s / n,
+        transfer_s={direction: seconds / n for direction, seconds in summary.transfer_s.items()},
+        transfer_bytes={direction: count / n for direction, count in summary.transfer_bytes.items()},
+        lines=summary.explain().splitlines(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +90,11 @@ class RunReport:
     offloaded_bytes: int
     buckets: int
     host_buckets: int
+    streamed_buckets: int
+    placements: str
+    """Of the optimizer state, in words."""
+    offload: OffloadReport | None
+    """None where nothing was offloaded and no trace was asked for."""
     memory: MemoryReport
     moved_d2h_bytes: int
     moved_h2d_bytes: int
@@ -71,13 +124,18 @@ def render(report: RunReport) -> list[Table]:
         "state offloaded, asked": f"{report.asked_fraction:.4f}",
         "state offloaded, placed": f"{report.placed_fraction:.4f}",
         "state offloaded, bytes": f"{report.offloaded_bytes:,} of {report.state_bytes:,}",
-        "buckets on the host": f"{report.host_buckets} of {report.buckets}",
+        "buckets stepped on the host": f"{report.host_buckets} of {report.buckets}",
+        "buckets streamed": f"{report.streamed_buckets} of {report.buckets}",
+        "placements": report.placements,
         "moved device to host, bytes": f"{report.moved_d2h_bytes:,}",
         "moved host to device, bytes": f"{report.moved_h2d_bytes:,}",
         "skipped steps": str(len(report.skipped_iterations)),
         "data": report.data,
         "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
     }
+    if report.offload is not None:
+        span = f"iterations {report.offload.first_iteration} to {report.offload.last_iteration}"
+        rows |= {f"measured, {span}": "\n".join(report.offload.lines)}
     if report.checkpoint:
         rows["checkpoint"] = report.checkpoint
     for name, value in rows.items():

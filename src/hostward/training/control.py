@@ -11,13 +11,21 @@ from hostward.schedule import Lane
 
 from .gradients import Accumulation, Where
 from .tracing import Tracing
+from .unfenced import UnfencedReads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hostward.engine.backend import Backend
+    from hostward.inspect import Tracked
 
     from .binding import Memory
     from .gradients import Handover
     from .step import StepIssuer
+
+
+ROOT = "root"
+"""Stands for the layer of parameters that the module itself owns."""
 
 
 class Control(torch.optim.Optimizer):
@@ -27,6 +35,7 @@ class Control(torch.optim.Optimizer):
     _handover: Handover
     _overlap: bool
     _memory: Memory
+    _tracked: Sequence[Tracked]
 
     @property
     def backend(self) -> Backend:
@@ -71,6 +80,10 @@ class Control(torch.optim.Optimizer):
         Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
         """
         return Tracing(self.backend, self._issuer)
+
+    def find_unfenced_reads(self) -> UnfencedReads:
+        """A context, for debugging, in which a use of a weight that has not arrived raises OrderingError."""
+        return UnfencedReads(self._issuer, self._tracked, {t.name: t.layer or ROOT for t in self._tracked})
 
     def wait(self) -> None:
         """Return when every weight has its new value. Raises what a host step reported."""

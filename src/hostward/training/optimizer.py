@@ -20,6 +20,7 @@ from hostward.schedule import Schedule
 
 from .arrival import Arrivals
 from .binding import Memory
+from .control import ROOT
 from .gradients import Gradient, GradientsClearedError, Handover, Where
 from .groups import (
     check_count,
@@ -46,9 +47,6 @@ from .step import StepIssuer
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
-
-ROOT = "root"
-"""Stands for the layer of parameters that the module itself owns."""
 
 
 class AdamW(Saving):

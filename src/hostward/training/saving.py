@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,8 +14,6 @@ from .control import Control
 from .groups import check_same_names, checked_settings, plain, saved_parts
 
 if TYPE_CHECKING:
-    from hostward.inspect import Tracked
-
     from .state_io import StateAccess
     from .weights import WeightWatch
 
@@ -27,7 +25,6 @@ STATE_FORMAT = 1
 class Saving(Control):
     """The part of `hostward.AdamW` that goes to checkpoints and comes from them."""
 
-    _tracked: Sequence[Tracked]
     _access: StateAccess
     _watch: WeightWatch
 

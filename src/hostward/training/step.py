@@ -79,6 +79,8 @@ class StepIssuer:
         self._gradients = self._bindings.gradients
         self.torn = False
         """Some buckets may have taken a step that others have not. Set here; cleared by who sees the step through."""
+        self.issuing = False
+        """Operations of the step itself are being issued; on the simulated backend some of them run now."""
         self._uses = dict.fromkeys(layers)
         self._streamed_of: dict[str, list[int]] = {}
         for b, state in enumerate(states):
@@ -142,6 +144,10 @@ class StepIssuer:
         """Return a taken gradient, flat, because more will be added to it; `take` will be called for it again."""
         parameter = self._tracked[name].parameter
         held = self._held.pop(name, None)
+        # Autograd adds in place: not while a copy still reads.
+        leaving = [b for b in (self._index[s] for s, _, _ in self._pieces[name]) if b in self._reported]
+        waits = [self._bindings.events[f"download/{b}"] for b in leaving]
+        self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
         if held is None:
             dtype = next(s.gradients[i].data.dtype for s, i, _ in self._pieces[name] if s.gradients)
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
@@ -162,9 +168,9 @@ class StepIssuer:
     def _fetch_back(self, b: int, i: int, target: torch.Tensor) -> None:
         """Copy one range of a gradient from its landing place to the device, before whatever comes on compute."""
         backend, state = self._backend, self._states[b]
+        pairs = [(backend.adopt(target, "gradients"), state.gradients[i])]
         made = backend.mark("offload/gradient/wanted", Lane.COMPUTE).issue()
         waits = [self._bindings.events[f"download/{b}"], made]
-        pairs = [(backend.adopt(target, "gradients"), state.gradients[i])]
         back = backend.copy(Lane.H2D, pairs, name=f"offload/h2d/grad/{state.bucket.name}", waits=waits).issue()
         backend.mark("offload/gradient/back", Lane.COMPUTE, waits=[back]).issue()
 
@@ -303,6 +309,13 @@ class StepIssuer:
         return found
 
     def _issue_point(self, point: str) -> None:
+        self.issuing = True
+        try:
+            self._issue(point)
+        finally:
+            self.issuing = False
+
+    def _issue(self, point: str) -> None:
         for op in self._points.get(point, ()):
             if op.kind is Kind.MODEL:
                 continue

@@ -1,0 +1,161 @@
+"""What `hostward verify` compares: configurations with offloading, each beside the same one without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hostward.config import Config, options
+from hostward.errors import ConfigError
+from hostward.plan import Placement, Plan
+from hostward.planner import checked_fraction
+
+from .placing import shares
+
+PLACEMENTS = ("host", "streamed", "mixed")
+SCHEDULES = ("hidden", "serial")
+FRACTIONS = (0.25, 0.5, 1.0)
+
+MIX = 0.5
+"""Share of the offloaded state that a mixed case streams."""
+
+_DEFAULT = ((0.25, "host", "serial"), (0.5, "mixed", "hidden"), (1.0, "host", "hidden"), (1.0, "streamed", "hidden"))
+"""Each placement and each schedule once, in as few runs as that takes."""
+
+_OFFLOADING = (
+    "optimizer.optimizer_cpu_offload",
+    "optimizer.optimizer_offload_fraction",
+    "optimizer.overlap_cpu_optimizer_d2h_h2d",
+    "optimizer.pin_cpu_grads",
+    "optimizer.pin_cpu_params",
+    "optimizer.offload_mix",
+    "optimizer.offload_optimizer_states",
+    "optimizer.optimizer_state_offload_fraction",
+    "optimizer.optimizer_state_offload_chunk_size_mb",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A share of the state, where and when it is stepped, and how many microbatches make a step.
+
+    `config` is the whole configuration. A placement or schedule of "as given" is that of the options.
+    """
+
+    fraction: float
+    placement: str
+    schedule: str
+    microbatches: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """In words, for tables."""
+        count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
+        how = self.placement if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
+        return f"{self.fraction:g} {how}, {count}"
+
+    def require_placed(self, plan: Plan) -> None:
+        """Raises ConfigError for a plan that would prove nothing about this case."""
+        wanted = {
+            "host": (Placement.HOST,),
+            "streamed": (Placement.STREAMED,),
+            "mixed": (Placement.HOST, Placement.STREAMED),
+        }
+        buckets = f"the state has {len(plan.buckets)} buckets"
+        if not plan.offloaded_bytes:
+            raise ConfigError(
+                f"--fraction {self.fraction:g} offloads no bucket",
+                why=f"{buckets}, and this share is less than half of the last one",
+                fix="give a larger fraction",
+            )
+        missing = [p.value for p in wanted.get(self.placement, ()) if not plan.count(p)]
+        if missing:
+            raise ConfigError(
+                f"--placement {self.placement} at --fraction {self.fraction:g} makes no bucket {missing[0]}",
+                why=f"{buckets}: {plan.count(Placement.HOST)} host, {plan.count(Placement.STREAMED)} streamed",
+                fix="give a larger fraction",
+            )
+
+
+def without_offloading(config: Config) -> Config:
+    """The same configuration with all state on the device."""
+    changed = copy.deepcopy(config)
+    for name in _OFFLOADING:
+        namespace, _, option = name.partition(".")
+        setattr(getattr(changed, namespace), option, options()[name].default)
+    return changed
+
+
+def choose(
+    config: Config,
+    fractions: Sequence[float],
+    placements: Sequence[str],
+    schedules: Sequence[str],
+    microbatches: Sequence[int],
+) -> list[Case]:
+    """Every combination of what is given. Where neither fraction, placement nor schedule is: the options' own, if they
+    offload anything, else four cases that cover all placements and schedules.
+
+    Raises:
+        ConfigError: an unknown word, a number out of range, or a choice made twice.
+    """
+    _require_known("--placement", placements, PLACEMENTS)
+    _require_known("--schedule", schedules, SCHEDULES)
+    for fraction in fractions:
+        if checked_fraction(fraction, "--fraction") == 0:
+            raise ConfigError("--fraction 0 is the run that the others are compared with", fix="give fractions above 0")
+    given = bool(fractions or placements or schedules)
+    offloads = config.optimizer.optimizer_cpu_offload or config.optimizer.offload_optimizer_states
+    if given and offloads:
+        raise ConfigError(
+            "verify was given twice what to compare",
+            why="--fraction, --placement and --schedule choose it, and so do the options that offload optimizer state",
+            fix="use one of them",
+        )
+    counts = [_with_microbatches(config, count) for count in microbatches] or [config]
+    own = shares(config).offload_fraction
+    if not given and own:
+        return [Case(own, "as given", "as given", _microbatches(c), c) for c in counts]
+    wanted = list(product(fractions or FRACTIONS, placements or PLACEMENTS[:1], schedules or SCHEDULES[:1]))
+    return [_case(c, *choice) for c in counts for choice in (wanted if given else _DEFAULT)]
+
+
+def _case(config: Config, fraction: float, placement: str, schedule: str) -> Case:
+    changed = without_offloading(config)
+    optimizer = changed.optimizer
+    if placement == "streamed":
+        optimizer.offload_optimizer_states = True
+        optimizer.optimizer_state_offload_fraction = fraction
+    else:
+        optimizer.optimizer_cpu_offload = True
+        optimizer.optimizer_offload_fraction = fraction
+        optimizer.offload_mix = MIX if placement == "mixed" else None
+    optimizer.overlap_cpu_optimizer_d2h_h2d = schedule == "hidden"
+    return Case(fraction, placement, schedule, _microbatches(changed), changed)
+
+
+def _microbatches(config: Config) -> int:
+    return config.train.global_batch_size // max(1, config.train.micro_batch_size)
+
+
+def _with_microbatches(config: Config, count: int) -> Config:
+    size, rest = divmod(config.train.global_batch_size, count) if count > 0 else (0, 1)
+    if rest or not size:
+        raise ConfigError(
+            f"--microbatches {count} does not divide train.global_batch_size={config.train.global_batch_size}",
+            fix="give a count that does, or set train.global_batch_size",
+        )
+    changed = copy.deepcopy(config)
+    changed.train = replace(changed.train, micro_batch_size=size)
+    return changed
+
+
+def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for word in given:
+        if word not in known:
+            raise ConfigError(
+                f"{option} {word} is unknown", fix=f"write {option} {', '.join(known[:-1])} or {known[-1]}"
+            )

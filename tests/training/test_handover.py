@@ -1,0 +1,387 @@
+"""What a gradient that has been taken leaves behind, and every way in which somebody may trip over it.
+
+Seen red: a placeholder that lets an operation through; nothing marked as lost after an interrupted backward; the
+context left armed by an exception; replaced or cleared gradients not looked for; a scaler's factor applied twice, or
+not at all, to gradients that were taken; its flag not raised; gradients of zero size taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch
+from optimizer_cases import Model, adamw, assert_equal, set_gradients, snapshot
+
+import hostward
+from hostward.engine.simulated import Order
+from hostward.errors import ModelError
+from hostward.training.gradients import MovedGradient
+
+every_mix = pytest.mark.parametrize("mix", MIXES)
+ORDERS = {"eager": None, "late": Order(seed=5, late=LATE[0])}
+every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+
+
+def taken(mix: str = "host", order: Order | None = None, **options: Any) -> tuple[Net, hostward.AdamW]:
+    model, optimizer = make(mix, order=order, **options)
+    with optimizer.accumulate(last=True):
+        loss_of(model, 0).backward()
+    return model, optimizer
+
+
+USES: dict[str, Callable[[torch.Tensor], object]] = {
+    "norm": torch.linalg.vector_norm,
+    "norm of a list": lambda g: torch._foreach_norm([g]),
+    "clip_grad_norm_": lambda g: torch.nn.utils.clip_grad_norm_([_with(g)], 1.0),
+    "clip_grad_value_": lambda g: torch.nn.utils.clip_grad_value_([_with(g)], 1.0),
+    "isfinite": torch.isfinite,
+    "isnan": lambda g: g.isnan().any(),
+    "item": lambda g: g.sum().item(),
+    "in place": lambda g: g.mul_(2.0),
+    "add": lambda g: g + 1.0,
+    "zero_": lambda g: g.zero_(),
+    "clone": torch.clone,
+    "detach": torch.detach,
+    "view": lambda g: g.view(-1),
+    "index": lambda g: g[0],
+    "iterate": list,
+    "copy_": lambda g: torch.zeros_like(g, dtype=torch.float32, device="cpu").copy_(g),
+    "cast": lambda g: g.to(torch.float64),
+    "equal": lambda g: torch.equal(g, g),
+    "stack": lambda g: torch.stack([g]),
+    "numpy": lambda g: g.numpy(),
+    "tolist": lambda g: g.tolist(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda g: torch.save(g, io.BytesIO()),
+    "share": lambda g: g.share_memory_(),
+    "data": lambda g: g.data,
+}
+
+
+def _with(gradient: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(gradient.shape))
+    parameter.grad = gradient
+    return parameter
+
+
+@pytest.mark.parametrize("use", USES)
+def test_h64_any_use_of_a_gradient_that_was_taken_is_a_typed_error(use: str) -> None:
+    model, optimizer = taken()
+    with pytest.raises(ModelError) as caught:
+        USES[use](model.head.weight.grad)
+    assert caught.value.what.startswith("the gradient of parameter 'head.weight' is not in .grad any more (")
+    assert caught.value.why == "the optimizer took it during backward, and its bytes may be on the host by now"
+    assert "max_grad_norm" in caught.value.fix
+    assert "optimizer.grad_norm" in caught.value.fix
+    optimizer.step()
+    with pytest.raises(ModelError) as caught:
+        torch.linalg.vector_norm(model.head.weight.grad)
+    assert caught.value.why == "the last step used it up"
+    assert "overlap=False" in caught.value.fix
+
+
+def test_a_placeholder_tells_what_it_stands_for_and_prints() -> None:
+    model, optimizer = taken()
+    gradient = model.head.weight.grad
+    assert (gradient.shape, gradient.dtype, gradient.device) == ((10, 32), torch.float32, torch.device("cpu"))
+    assert repr(gradient) == f"{gradient}" == "MovedGradient('head.weight', taken, (10, 32), torch.float32)"
+    optimizer.step()
+    assert repr(gradient) == "MovedGradient('head.weight', used, (10, 32), torch.float32)"
+    model16, _ = taken(dtype=torch.bfloat16)
+    assert model16.head.weight.grad.dtype is torch.bfloat16
+
+
+@every_order
+def test_h64_clipping_by_torch_after_the_gradients_left_is_refused_and_the_step_is_as_before(order: Order) -> None:
+    model, optimizer = taken(order=order)
+    with pytest.raises(ModelError, match=r"parameter 'scale' is not in \.grad any more"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    other_model, other = taken("device")
+    other.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+def test_clipping_by_torch_inside_the_context_of_earlier_microbatches_is_legal() -> None:
+    model, optimizer = make("host")
+    with optimizer.accumulate(last=False):
+        loss_of(model, 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm > 0.1
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(0.1, rel=1e-5)
+
+
+# ---------------------------------------------------------------- zeroed, cleared, replaced
+
+
+@pytest.mark.parametrize("by", ["optimizer", "module", "module to zero", "optimizer to zero"])
+@every_order
+@every_mix
+def test_gradients_cleared_before_the_step_are_as_if_there_were_none(mix: str, order: Order, by: str) -> None:
+    model, optimizer = taken(mix, order)
+    before = snapshot(model, optimizer)
+    if by == "module to zero":
+        with pytest.raises(ModelError, match="zero_"):  # they are not here to be zeroed
+            model.zero_grad(set_to_none=False)
+        return
+    if by == "optimizer":
+        optimizer.zero_grad()
+    elif by == "optimizer to zero":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        model.zero_grad()
+    optimizer.step()
+    assert optimizer.grad_norm == 0.0
+    assert not optimizer.last_step_skipped
+    assert_equal(before, snapshot(model, optimizer))
+    assert all(p.grad is None for p in model.parameters())
+    goes_on_as_if_nothing_had_been(model, optimizer)
+
+
+def goes_on_as_if_nothing_had_been(model: Net, optimizer: hostward.AdamW) -> None:
+    """Two more steps with the context give what a new optimizer gives that never saw what came before."""
+    results = []
+    for m, o in ((model, optimizer), make("device")):
+        for step in range(2):
+            o.zero_grad()
+            with o.accumulate(last=True):
+                loss_of(m, 50 + step).backward()
+            o.step()
+        results.append(snapshot(m, o))
+    assert_equal(*results)
+
+
+def test_some_gradients_cleared_by_hand_are_refused() -> None:
+    model, optimizer = taken()
+    model.head.weight.grad = None
+    with pytest.raises(ModelError, match=r"'head\.weight' was cleared after the optimizer had taken it") as caught:
+        optimizer.step()
+    assert "optimizer.zero_grad()" in caught.value.fix
+    optimizer.zero_grad()
+    goes_on_as_if_nothing_had_been(model, optimizer)
+
+
+def test_a_gradient_replaced_by_hand_is_refused() -> None:
+    model, optimizer = taken()
+    model.head.weight.grad = torch.ones(10, 32)
+    with pytest.raises(ModelError, match=r"'head\.weight' was replaced after the optimizer had taken it") as caught:
+        optimizer.step()
+    assert "accumulate(last=True)" in caught.value.fix
+    optimizer.zero_grad()
+    goes_on_as_if_nothing_had_been(model, optimizer)
+
+
+@every_mix
+def test_a_second_step_without_a_new_gradient_is_refused(mix: str) -> None:
+    model, optimizer = taken(mix)
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ModelError, match=r"step\(\) without a new gradient") as caught:
+        optimizer.step()
+    assert "run a backward pass between two steps" in caught.value.fix
+    assert_equal(before, snapshot(model, optimizer))
+
+
+@every_mix
+def test_a_backward_after_a_step_starts_anew_without_zero_grad(mix: str) -> None:
+    """The gradients of the step before are used up: nothing is added to them."""
+    results = []
+    for clears in (True, False):
+        model, optimizer = make(mix)
+        for step in range(3):
+            if clears:
+                optimizer.zero_grad()
+            with optimizer.accumulate(last=True):
+                loss_of(model, step).backward()
+            optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
+# ---------------------------------------------------------------- interrupted
+
+
+class BrokenDataError(Exception):
+    pass
+
+
+def interrupt() -> None:
+    raise BrokenDataError
+
+
+def raise_in_backward(model: Net, block: int) -> torch.utils.hooks.RemovableHandle:
+    return model.blocks[block].down.weight.register_hook(lambda _: interrupt())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("block", [0, 1, 2])
+@every_order
+@every_mix
+def test_t42_h41_after_an_exception_zero_grad_makes_everything_whole(
+    mix: str, order: Order, block: int, where: str
+) -> None:
+    model, optimizer = make(mix, order=order)
+    with optimizer.accumulate(last=False):
+        loss_of(model, 0).backward()
+    if where == "forward":
+        model.blocks[block].fail = interrupt
+        with pytest.raises(BrokenDataError), optimizer.accumulate(last=True):
+            loss_of(model, 1).backward()
+        model.blocks[block].fail = None
+    else:
+        handle = raise_in_backward(model, block)
+        with pytest.raises(BrokenDataError), optimizer.accumulate(last=True):
+            loss_of(model, 1).backward()
+        handle.remove()
+        with pytest.raises(ModelError, match="is incomplete") as caught:
+            optimizer.step()
+        assert caught.value.why == "the backward pass that made it was interrupted"
+        assert caught.value.fix == "call optimizer.zero_grad() and run the microbatches again"
+        with pytest.raises(ModelError, match="is incomplete"):
+            loss_of(model, 2).backward()
+    optimizer.zero_grad()
+    goes_on_as_if_nothing_had_been(model, optimizer)
+
+
+@every_mix
+def test_t42_an_exception_in_an_earlier_microbatch_loses_nothing(mix: str) -> None:
+    """Gradients are in `.grad` until the last microbatch, and belong to the loop: it may go on, as with torch."""
+    results = []
+    for each in (mix, "device"):
+        model, optimizer = make(each)
+        with optimizer.accumulate(last=False):
+            loss_of(model, 0).backward()
+        model.blocks[1].fail = interrupt
+        with pytest.raises(BrokenDataError), optimizer.accumulate(last=False):
+            loss_of(model, 1).backward()
+        model.blocks[1].fail = None
+        with microbatch(optimizer, each == mix, True):
+            loss_of(model, 2).backward()
+        optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
+def test_contexts_do_not_nest() -> None:
+    model, optimizer = make("host")
+    with optimizer.accumulate(last=True):
+        with pytest.raises(ModelError, match=r"accumulate\(\) inside accumulate\(\)"), optimizer.accumulate(last=True):
+            pass
+        loss_of(model, 0).backward()
+    optimizer.step()
+    other_model, other = taken("device")
+    other.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+@pytest.mark.parametrize("fault", ["sparse", "two dtypes"])
+@every_mix
+def test_a_gradient_that_cannot_be_stepped_is_refused_in_the_context_too(mix: str, fault: str) -> None:
+    model, optimizer = make(mix, torch.bfloat16)
+    if fault == "two dtypes":
+        model.blocks[1].up.bias.grad_dtype = torch.float32
+    else:
+        model.embed.sparse = True
+    before = snapshot(model, optimizer)
+
+    def one_step() -> None:
+        with optimizer.accumulate(last=True):
+            loss_of(model, 0).backward()
+        optimizer.step()
+
+    with pytest.raises(ModelError, match="sparse_coo" if fault == "sparse" else "have dtypes"):
+        one_step()
+    optimizer.zero_grad()
+    assert_equal(before, snapshot(model, optimizer))
+    model.blocks[1].up.bias.grad_dtype = None
+    model.embed.sparse = False
+    one_step()
+    assert {int(e["step"]) for e in optimizer.state_dict()["state"].values()} == {1}
+
+
+def test_zero_size_parameters_take_part_in_nothing() -> None:
+    model = Model()
+    optimizer = adamw(model, offload_fraction=1.0)
+    with optimizer.accumulate(last=True):
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert int(snapshot(model, optimizer)["step layers.1.weight"]) == 1
+    assert int(snapshot(model, optimizer)["step layers.1.empty"]) == 0
+
+
+# ---------------------------------------------------------------- around the step
+
+
+@every_mix
+def test_h68_a_closure_with_the_context_equals_a_plain_loop(mix: str) -> None:
+    results = []
+    for closed in (True, False):
+        model, optimizer = make(mix)
+
+        def closure(model: Net = model, optimizer: hostward.AdamW = optimizer, seed: int = 0) -> torch.Tensor:
+            optimizer.zero_grad()
+            for i in range(2):
+                with optimizer.accumulate(last=i == 1):
+                    loss = loss_of(model, 10 * seed + i)
+                    loss.backward()
+            return loss
+
+        for step in range(3):
+            if closed:
+                assert optimizer.step(lambda step=step: closure(seed=step)) > 0  # type: ignore[misc]
+            else:
+                closure(seed=step)
+                optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_a_module_may_be_cast_after_a_step(mix: str) -> None:
+    """`module.to` casts gradients along with weights; one that is used up is no obstacle, one still needed is."""
+    with pytest.raises(ModelError, match="_to_copy"):
+        taken(mix)[0].double()
+    model, optimizer = taken(mix)
+    optimizer.step()
+    optimizer.wait()
+    model.to(torch.float64)
+    assert model.head.weight.grad.dtype is torch.float64
+    with pytest.raises(ModelError, match="when the optimizer was made"):
+        optimizer.step()
+    assert model.to("meta").head.weight.grad.device.type == "meta"
+
+
+def test_another_optimizer_may_take_over_a_model_with_placeholders() -> None:
+    model, first = taken()
+    first.step()
+    first.wait()
+    del first
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    fresh.zero_grad()
+    loss_of(model, 1).backward()
+    fresh.step()
+    ours = hostward.AdamW(model)
+    assert not isinstance(model.head.weight.grad, MovedGradient)
+    ours.step()
+    loss_of(model, 2).backward()
+    ours.step()
+    assert {int(e["step"]) for e in ours.state_dict()["state"].values()} == {2}
+
+
+def test_gradients_set_by_hand_after_others_were_given_up() -> None:
+    model, optimizer = taken("mixed")
+    optimizer.zero_grad()
+    set_gradients(model, 0)
+    optimizer.step()
+    other_model, other = make("device")
+    set_gradients(other_model, 0)
+    other.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))

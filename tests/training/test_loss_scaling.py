@@ -1,0 +1,83 @@
+"""A gradient scaler and gradients that were taken: it cannot look at them, so the norm does, with the same outcome.
+
+Seen red: the factor applied twice, or not at all; the scaler's flag not raised by an overflow that the norm found; its
+look at gradients forgotten with the step, or kept for the next one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from networks import MIXES, loss_of, make, microbatch
+from optimizer_cases import assert_equal, snapshot
+
+from hostward.engine.simulated import Order
+
+every_mix = pytest.mark.parametrize("mix", MIXES)
+
+
+def scaled(
+    mix: str, dtype: torch.dtype, *, context: bool, unscale: str, init_scale: float = 2.0**15
+) -> tuple[dict[str, torch.Tensor], list[object]]:
+    """Steps with a gradient scaler; in some of them a microbatch overflows. `unscale`: where it is asked for."""
+    model, optimizer = make(mix, dtype, order=Order(seed=1) if context else None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    seen: list[object] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        before = snapshot(model, optimizer) if step == 4 else None
+        for i in range(2):
+            with microbatch(optimizer, context, i == 1):
+                loss = loss_of(model, 10 * step + i, without=2 if i else None) * (float("inf") if step == 4 else 1.0)
+                scaler.scale(loss).backward()
+                if unscale == "inside" and i == 1:
+                    scaler.unscale_(optimizer)
+        if unscale == "outside":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        # Read first: a lane as late as `order` has it writes the scaler's flag when somebody waits for the norm.
+        seen += [optimizer.last_step_skipped, optimizer.grad_norm]
+        scaler.update()
+        seen.append(scaler.get_scale())
+        if before is not None:
+            assert optimizer.last_step_skipped
+            assert_equal(before, snapshot(model, optimizer))
+    return snapshot(model, optimizer), seen
+
+
+@pytest.mark.parametrize("unscale", ["never", "inside", "outside"])
+@every_mix
+def test_t37_a_scaler_folds_its_factor_into_gradients_that_were_taken(mix: str, unscale: str) -> None:
+    """fp32 gradients and a scale of a power of two: unscaling is exact, so all ways give the same bits."""
+    expected = scaled("device", torch.float32, context=False, unscale="never")
+    found = scaled(mix, torch.float32, context=True, unscale=unscale)
+    assert found[1] == expected[1]
+    assert_equal(found[0], expected[0])
+    assert found[1][0::3].count(True) == 1
+
+
+@every_mix
+def test_t37_overflow_of_fp16_gradients_lowers_the_scale_as_without_the_context(mix: str) -> None:
+    plain = scaled("device", torch.float16, context=False, unscale="never", init_scale=2.0**22)
+    found = scaled(mix, torch.float16, context=True, unscale="never", init_scale=2.0**22)
+    assert found[1] == plain[1]
+    assert_equal(found[0], plain[0])
+    assert 1 < found[1][0::3].count(True) < 8
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_a_scaler_and_gradients_set_by_hand(context: bool) -> None:
+    """Some gradients taken in backward, one put into `.grad` of a parameter that had none."""
+    results = []
+    for mix in ("device", "mixed"):
+        model, optimizer = make(mix)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with microbatch(optimizer, context and mix == "mixed", True):
+            scaler.scale(loss_of(model, 0, without=0)).backward()
+        for p in model.blocks[0].parameters():
+            p.grad = torch.full_like(p, 2.0**10)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not optimizer.last_step_skipped
+        results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
+    assert_equal(*results)
