@@ -201,6 +201,9 @@ DIFFERENCES: Mapping[str, str] = {
     "overlap_cpu_optimizer_d2h_h2d is false unless it is set": (
         "It is true: the overlapped schedule gives the same bits, sooner. false is there for comparison."
     ),
+    "There is no optimizer.offload_mix": (
+        "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
+    ),
     "pin_cpu_params is accepted and not read": "It decides whether the memory that weights come back from is pinned.",
     "optimizer_state_offload_chunk_size_mb bounds the moments alone": "It bounds all streamed state, masters included.",
 }

@@ -135,6 +135,7 @@ def test_h65_nothing_waits_on_the_host_from_backward_to_forward(
             activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         ) as p,
         no_host_waits(),
+        torch.profiler.record_function("region"),
     ):
         for x in batches[:3]:
             with optimizer.accumulate(last=True):

@@ -13,7 +13,7 @@ from cli_runs import SMALL, Outcome
 from conftest import Cli
 
 from hostward.engine import simulated
-from hostward.engine.backend import AdamWOperands, Tier
+from hostward.engine.backend import AdamWOperands, Buffer, Tier
 from hostward.host.adamw import AdamWTask
 from hostward.train import loop
 
@@ -38,12 +38,17 @@ def broken_claims(outcome: Outcome) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_s14_every_claim_holds_at_the_default_fractions(verify: Cli, dtype: str) -> None:
+def test_s14_every_claim_holds_at_the_default_cases(verify: Cli, dtype: str) -> None:
     outcome = verify(f"model.params_dtype={dtype}", "model.experts_implementation=eager")
     assert outcome.code == 0, outcome.out + outcome.err
     assert broken_claims(outcome) == set()
     report = outcome.report
-    assert [c["asked_fraction"] for c in report["comparisons"]] == [0.25, 0.5, 1.0]
+    assert cases_of(outcome) == [
+        (0.25, "host", "serial", 2),
+        (0.5, "mixed", "hidden", 2),
+        (1.0, "host", "hidden", 2),
+        (1.0, "streamed", "hidden", 2),
+    ]
     assert all(c["placed_fraction"] > 0 for c in report["comparisons"])
     names = {claim["name"] for claim in report["comparisons"][0]["claims"]}
     master = set() if dtype == "fp32" else {"final master equal"}
@@ -59,6 +64,10 @@ def test_s14_every_claim_holds_at_the_default_fractions(verify: Cli, dtype: str)
         "final step equal",
         "device bytes fell as promised",
     }
+    details = [c["claims"][1]["detail"] for c in report["comparisons"]]
+    assert details[1:] == [
+        f"{p}, against numpy" for p in ("device, streamed, host", "device, host", "device, streamed")
+    ]
     assert len(report["losses"]) == report["iterations"] == 3
     assert report["same_gradients"] is False
     assert report["settings"]["torch threads"] == 1
@@ -66,29 +75,63 @@ def test_s14_every_claim_holds_at_the_default_fractions(verify: Cli, dtype: str)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def cases_of(outcome: Outcome) -> list[tuple[float, str, str, int]]:
+    keys = ("asked_fraction", "placement", "schedule", "microbatches")
+    return [tuple(c[key] for key in keys) for c in outcome.report["comparisons"]]
+
+
+def test_cases_are_all_combinations_of_what_is_given(verify: Cli) -> None:
+    words = ["--fraction", "0.5", "--placement", "mixed", "--placement", "streamed", "--microbatches", "1"]
+    outcome = verify(*words, "--microbatches", "4", "--schedule", "serial")
+    assert outcome.code == 0, outcome.out + outcome.err
+    placements = ("mixed", "streamed")
+    assert cases_of(outcome) == [(0.5, p, "serial", k) for k in (1, 4) for p in placements]
+    sentence = "identical in every bit over 3 iterations: 0.5 mixed, serial, 1 microbatch; 0.5 streamed, serial, "
+    assert sentence in outcome.out
+
+
+def test_microbatches_have_a_base_of_their_own(verify: Cli) -> None:
+    """Four microbatches add up in another order than one: the losses of the two bases differ in their bits."""
+    one, four = (verify("--fraction", "1", "--microbatches", count).report["losses"] for count in (1, 4))
+    assert one != four
+    assert one == pytest.approx(four, rel=1e-4)
+
+
 def test_fractions_are_those_of_the_command_line(verify: Cli) -> None:
     outcome = verify("--fraction", "0.5", "--fraction", "0.75")
-    assert [c["asked_fraction"] for c in outcome.report["comparisons"]] == [0.5, 0.75]
+    assert cases_of(outcome) == [(0.5, "host", "hidden", 2), (0.75, "host", "hidden", 2)]
     words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.6"]
-    assert [c["asked_fraction"] for c in verify(*words).report["comparisons"]] == [0.6]
+    assert cases_of(verify(*words)) == [(0.6, "as given", "as given", 2)]
+
+
+def test_options_that_offload_are_what_is_compared(verify: Cli) -> None:
+    """Host-stepped and streamed state in one run, unpinned, and a bounded window: against none of it."""
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.4"]
+    words += ["optimizer.offload_optimizer_states=True", "optimizer.optimizer_state_offload_fraction=0.5"]
+    words += ["optimizer.optimizer_state_offload_chunk_size_mb=1", "optimizer.pin_cpu_grads=False"]
+    outcome = verify(*words)
+    assert outcome.code == 0, outcome.out + outcome.err
+    (comparison,) = outcome.report["comparisons"]
+    assert comparison["asked_fraction"] == pytest.approx(0.7)
+    assert comparison["claims"][1]["detail"] == "device, streamed, host, against numpy"
 
 
 # -------------------------------------------------------------------- it can fail
 
-HostAdamW = Callable[..., Any]
 
-
-class BrokenHostStep:
-    """The real host step, after which one bit of one bucket is flipped, once, at the last step of a run.
+class BrokenStep:
+    """The real step, after which one bit of one bucket is flipped, once.
 
     Args:
         spoil: gets the operands of the step.
-        step: which host step of the process is spoilt, from 1.
+        number: which step of a bucket on that side is spoilt, from 1.
+        side: where the step runs; streamed buckets are stepped on the device.
     """
 
-    def __init__(self, spoil: Callable[[AdamWOperands], None], step: int) -> None:
+    def __init__(self, spoil: Callable[[AdamWOperands], None], number: int, side: Tier = Tier.HOST) -> None:
         self._spoil = spoil
-        self._step = step
+        self._number = number
+        self._side = side
         self._seen = 0
         self._real_task = simulated.host_task
         self._real_step = simulated.adamw_step
@@ -97,22 +140,10 @@ class BrokenHostStep:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(simulated, "host_task", self.task)
         monkeypatch.setattr(simulated, "adamw_step", self.step)
-        self._real_host = simulated.SimulatedBackend.host_adamw
-        broken = self
-
-        def host_adamw(backend: simulated.SimulatedBackend, *arguments: Any, **options: Any) -> Any:
-            broken._on_host = True
-            try:
-                return broken._real_host(backend, *arguments, **options)
-            finally:
-                broken._on_host = False
-
-        self._on_host = False
-        monkeypatch.setattr(simulated.SimulatedBackend, "host_adamw", host_adamw)
 
     def task(self, operands: AdamWOperands, *arguments: Any) -> AdamWTask:
         task = self._real_task(operands, *arguments)
-        if self._on_host:
+        if operands.exp_avg.tier is self._side:
             self._operands[id(task)] = operands
         return task
 
@@ -121,18 +152,19 @@ class BrokenHostStep:
         operands = self._operands.pop(id(task), None)
         if operands is not None:
             self._seen += 1
-            if self._seen == self._step:
+            if self._seen == self._number:
                 self._spoil(operands)
 
 
-def flip_lowest_bit(tensor: Any) -> None:
+def flip_lowest_bit(buffer: Buffer) -> None:
     """Change the first element by one unit in the last place."""
+    tensor = buffer.data
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     tensor.reshape(-1)[:1].view(integers).bitwise_xor_(1)
 
 
 def test_one_flipped_bit_of_a_weight_fails(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    BrokenHostStep(lambda operands: flip_lowest_bit(operands.ranges[0].weight), 1).install(monkeypatch)
+    BrokenStep(lambda operands: flip_lowest_bit(operands.ranges[0].weight), 1).install(monkeypatch)
     outcome = verify("--fraction", "0.5")
     assert outcome.code == 1
     assert "final weights equal" in broken_claims(outcome)
@@ -144,10 +176,32 @@ def test_one_flipped_bit_of_the_second_moment_in_the_last_step_fails_its_claim_a
 ) -> None:
     """No loss and no weight has seen it, and the verdict says no all the same."""
     steps = 3 * 7  # iterations times buckets, all on the host
-    BrokenHostStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), steps).install(monkeypatch)
+    BrokenStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), steps).install(monkeypatch)
     outcome = verify("--fraction", "1")
     assert outcome.code == 1
     assert broken_claims(outcome) == {"final exp_avg_sq equal"}
+
+
+@pytest.mark.parametrize("schedule", ["hidden", "serial"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_flipped_bit_of_a_streamed_bucket_fails(
+    verify: Cli, monkeypatch: pytest.MonkeyPatch, schedule: str, count: int
+) -> None:
+    """The base steps 3 * 7 buckets on the device first."""
+    BrokenStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), 2 * 3 * 7, Tier.DEVICE).install(monkeypatch)
+    outcome = verify("--fraction", "1", "--placement", "streamed", "--schedule", schedule, "--microbatches", count)
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"final exp_avg_sq equal"}
+
+
+def test_a_wrong_kernel_of_one_placement_is_named(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training is right; of the six steps that are compared with the definition, the last is not."""
+    last = 3 * 7
+    BrokenStep(lambda operands: flip_lowest_bit(operands.exp_avg), last + 6).install(monkeypatch)
+    outcome = verify("--fraction", "1")
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"kernels equal the definition"}
+    assert "exp_avg of a host bucket differs from numpy" in outcome.out
 
 
 def test_leaked_device_bytes_fail(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +238,7 @@ def test_without_a_deterministic_form_both_get_the_same_gradients(
     assert outcome.report["same_gradients"] is True
     assert "same gradients fed to both" in outcome.out
     last = 3 * 4  # iterations times host buckets
-    BrokenHostStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), last).install(monkeypatch)
+    BrokenStep(lambda operands: flip_lowest_bit(operands.exp_avg_sq), last).install(monkeypatch)
     outcome = verify(*words)
     assert outcome.code == 1
     assert broken_claims(outcome) == {"final exp_avg_sq equal"}
@@ -199,6 +253,14 @@ def test_without_a_deterministic_form_both_get_the_same_gradients(
         (["--fraction", "0"], ["--fraction 0 is the run that the others are compared with", "fractions above 0"]),
         (["--fraction", "0.5", "--fraction", "1.5"], ["--fraction must be a number in [0.0, 1.0], got 1.5"]),
         (["--fraction", "half"], ["--fraction half is no number", "--fraction 0.5"]),
+        (["--placement", "gpu"], ["--placement gpu is unknown", "write --placement host, streamed or mixed"]),
+        (["--schedule", "late"], ["--schedule late is unknown", "write --schedule hidden or serial"]),
+        (["--microbatches", "3"], ["--microbatches 3 does not divide train.global_batch_size=4"]),
+        (["--microbatches", "0"], ["--microbatches 0 does not divide train.global_batch_size=4"]),
+        (
+            ["--placement", "streamed", "optimizer.offload_optimizer_states=True"],
+            ["verify was given twice what to compare", "use one of them"],
+        ),
         (["--fraction", "nan"], ["--fraction must be a number in [0.0, 1.0], got nan"]),
         (
             [
@@ -223,6 +285,10 @@ def test_a_fraction_that_places_nothing_is_refused(verify: Cli) -> None:
     outcome = verify("--fraction", "0.001")
     assert outcome.code == 2
     assert "--fraction 0.001 offloads no bucket" in outcome.err
+    mixed = verify("--fraction", "0.08", "--placement", "mixed")
+    assert mixed.code == 2
+    assert "--placement mixed at --fraction 0.08 makes no bucket host" in mixed.err
+    assert "the state has 7 buckets: 0 host, 1 streamed" in mixed.err
 
 
 def test_a_run_without_iterations_is_refused(verify: Cli, train: Cli, tmp_path: Path) -> None:
@@ -269,4 +335,4 @@ def test_fractions_are_given_once(verify: Cli) -> None:
         "--fraction", "0.3", "optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=0.7"
     )
     assert outcome.code == 2
-    assert "verify was given fractions twice" in outcome.err
+    assert "verify was given twice what to compare" in outcome.err

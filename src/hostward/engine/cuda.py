@@ -81,7 +81,7 @@ class CudaBackend(Backend):
         self._fence_lists: dict[int, CommandList] = {}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self._noted: list[list[CudaWork]] = [[] for _ in range(RING)]
-        self._turns = [0] * RING
+        self._turns, self._based = [0] * RING, [-1] * RING
         self._bases = [self.timed_event() for _ in range(RING)]
         self._first_base, self._has_base = self.timed_event(), False
         self._kernels = KernelTables(self.device, self._upload_arena)
@@ -305,8 +305,12 @@ class CudaBackend(Backend):
         self._kept[self.turn % RING].append(memory)
 
     def note(self, work: CudaWork) -> None:
-        """The work has been issued in this turn with its timed events."""
-        self._noted[self.turn % RING].append(work)
+        """The work has been issued in this turn with its timed events. They mean nothing in a turn that began before
+        the meter was there: it has no base.
+        """
+        slot = self.turn % RING
+        if self._based[slot] == self.turn:
+            self._noted[slot].append(work)
 
     def timed_event(self) -> int:
         handle = event_create(timing=True)
@@ -326,6 +330,7 @@ class CudaBackend(Backend):
         for base in [self._bases[self.turn % RING], *([self._first_base] if not self._has_base else [])]:
             CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], base)], self.driver).issue(self.streams)
         self._has_base = True
+        self._based[self.turn % RING] = self.turn
 
     def _read_timings(self, slot: int) -> None:
         noted, self._noted[slot] = self._noted[slot], []

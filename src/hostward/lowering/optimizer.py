@@ -187,8 +187,8 @@ def _device_bucket(b: int) -> list[Op]:
 def _host_bucket(b: int, *, first: bool) -> list[Op]:
     landing, source, weight = f"landing/{b}", f"source/{b}", f"weight/{b}"
     # All downloads come before `fetch` on their lane, and the first host step before the others on theirs. That is not
-    # for beauty: of host functions that each wait for an event the driver lets only 56 be pending, and then blocks the
-    # caller; of those that follow one another, at least 600 (H200, CUDA 13.0).
+    # for beauty: of host functions that each wait for an event the driver lets only a few dozen be pending, and then
+    # blocks the caller; of those that follow one another, hundreds.
     reads, writes, waits = (landing, HOST_SCALARS), (f"state/{b}", source), ("fetch",) if first else ()
     return [
         Op(f"step/{b}", Kind.ADAMW, Lane.HOST, STEP, b, reads, writes, waits),

@@ -31,6 +31,7 @@ from hostward.train.indexed import IndexedTokens, is_indexed
 from hostward.train.tokenizer import Document, Tokenizer, load_tokenizer
 
 DATA_FORMATS = ("auto", "text", "jsonl", "parquet", "indexed", "stdlib", "mock")
+DEFAULT_TEXT_KEY = "text"
 MOCK_TOKENS = 2**24
 
 # Documents handed to the tokenizer at once: a fast tokenizer works on many, and memory stays bounded.
@@ -218,6 +219,11 @@ def build_dataset(
         DataError: anything about the data that is missing, empty, unreadable, malformed or contradictory.
     """
     data_format = _resolve_format(path, data_format)
+    if text_key != DEFAULT_TEXT_KEY and data_format not in ("jsonl", "parquet"):
+        raise DataError(
+            f"dataset.text_key={text_key} has no effect: {path} is read as {data_format}, which has no keys.",
+            fix="Leave dataset.text_key out, or set dataset.format.",
+        )
     tokenizer = load_tokenizer(tokenizer_type, tokenizer_model)
     if tokenizer is not None and vocab_size is not None and vocab_size < tokenizer.n_ids:
         raise DataError(

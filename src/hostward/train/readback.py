@@ -65,5 +65,6 @@ class Readback:
         cuda = self._device.type == "cuda"
         return _Place(
             torch.empty(3, dtype=torch.float32, pin_memory=cuda),
-            torch.cuda.Event() if cuda else None,  # type: ignore[no-untyped-call]
+            # Blocking: a thread that spins takes a core from the host step.
+            torch.cuda.Event(blocking=True) if cuda else None,  # type: ignore[no-untyped-call]
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.inspect import Tracked
@@ -116,12 +117,10 @@ class _StateHook:
         return _StateHook, ()
 
 
+# A compiled caller breaks its graph here and goes on behind the wait; nothing inside is compiled. As
+# torch.compiler.disable, which would import the compiler for those who do not compile.
+@_disable_dynamo
 def _report(arrivals: Any, layers: tuple[str, ...]) -> None:
     alive = None if arrivals is None else arrivals()
     if alive is not None:
         alive.use(layers)
-
-
-# A compiled caller breaks its graph here and goes on behind the wait. Same effect as torch.compiler.disable, without
-# importing the compiler for those who do not compile.
-_report._torchdynamo_disable = True  # type: ignore[attr-defined]

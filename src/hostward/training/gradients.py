@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
@@ -326,6 +327,7 @@ class _Before:
         self._handover = handover
         self._name = name
 
+    @_disable_dynamo
     def __call__(self, _: torch.Tensor) -> None:
         handover = self._handover()
         if handover is not None:
@@ -340,6 +342,7 @@ class _After:
         self._handover = handover
         self._name = name
 
+    @_disable_dynamo
     def __call__(self, _: torch.Tensor) -> None:
         handover = self._handover()
         if handover is not None:
@@ -354,6 +357,7 @@ class Accumulation:
         self._abandon = abandon
         self._last = last
 
+    @_disable_dynamo
     def __enter__(self) -> None:
         if self._handover.armed:
             raise ModelError(
@@ -361,6 +365,7 @@ class Accumulation:
             )
         self._handover.armed = self._last
 
+    @_disable_dynamo
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._handover.armed = False
         if not self._last:

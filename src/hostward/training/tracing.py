@@ -30,6 +30,7 @@ class Tracing:
         self._trace = Trace()
 
     def __enter__(self) -> Trace:
+        self._issuer.use_all()
         self._backend.synchronise()
         self._backend.meter = self._note
         return self._trace

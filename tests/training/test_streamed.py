@@ -1,0 +1,359 @@
+"""Streamed state: on the host between steps, on the device for its step, through a bounded number of slots.
+
+Seen red: state not written back, or written back before the step; a slot read into before its last bucket was written;
+slots kept after the forward, taken twice, or smaller than a bucket; counts on the host; what was staged before a load
+or a reseed stepped with all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from networks import Net, loss_of, make
+from optimizer_cases import (
+    DTYPES,
+    LATE_SUBSETS,
+    MIXED,
+    MIXES,
+    NEVER,
+    Model,
+    NumpyOptimizer,
+    adamw,
+    assert_equal,
+    backend,
+    set_gradients,
+    snapshot,
+)
+
+import hostward
+from hostward.engine.backend import Tier
+from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import ConfigError
+from hostward.inventory import state_bytes_per_element
+from hostward.plan import Placement
+from hostward.schedule import Lane
+from hostward.training import optimizer as building
+from hostward.training.slots import Slots
+
+STEPS = 4
+SLOTS = "staging slots"
+with_streamed = pytest.mark.parametrize("mix", ["streamed", "half streamed", "both", "mixed"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def in_numpy(model: torch.nn.Module, max_norm: float | None) -> dict[str, torch.Tensor]:
+    expected = NumpyOptimizer.over(model.named_parameters())
+    for step in range(STEPS):
+        gradients(model, step)
+        expected.step({n: p.grad for n, p in model.named_parameters()}, max_norm=max_norm)
+    return expected.snapshot()
+
+
+def gradients(model: torch.nn.Module, step: int) -> None:
+    """In every other step some are missing: one range of a bucket, then a whole bucket. Some norms are small."""
+    skip = {1: [NEVER], 3: ["layers.2.weight", "layers.2.after", NEVER]}.get(step, [])
+    set_gradients(model, step, skip=skip, factor=1e-3 if step % 2 else 1.0)
+
+
+def trained(
+    mix: Mapping[str, float], dtype: torch.dtype, on: SimulatedBackend | None = None, **options: Any
+) -> tuple[Model, hostward.AdamW]:
+    model = Model(dtype)
+    optimizer = adamw(model, **mix, **({} if on is None else {"backend": on}), **options)
+    for step in range(STEPS):
+        gradients(model, step)
+        optimizer.step()
+        assert not optimizer.last_step_skipped
+    return model, optimizer
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@every_dtype
+@with_streamed
+def test_t28_streamed_state_equals_the_numpy_reference(mix: str, dtype: torch.dtype, max_norm: float | None) -> None:
+    expected = in_numpy(Model(dtype), max_norm)
+    for on in (None, backend(seed=1), backend(seed=2, late=LATE_SUBSETS[-1])):
+        assert_equal(snapshot(*trained(MIXES[mix], dtype, on, max_grad_norm=max_norm)), expected)
+
+
+@pytest.mark.parametrize("late", LATE_SUBSETS, ids=lambda late: "+".join(sorted(late)) or "none")
+def test_h6_every_subset_of_late_lanes_gives_the_same_bits(late: frozenset[Lane]) -> None:
+    found = snapshot(*trained(MIXED, torch.bfloat16, backend(late=late), max_grad_norm=0.5))
+    assert_equal(found, in_numpy(Model(torch.bfloat16), 0.5))
+
+
+# ---------------------------------------------------------------- slots
+
+
+class Profile:
+    """A gauge that has seen so much memory freed by the middle of backward that `slots` slots fit there."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.freed_bytes = max(0, slots - 2) * slot_bytes
+        self.restarted = 0
+
+    def allocated_bytes(self) -> int:
+        return 1_000_000
+
+    def peak_bytes(self) -> int:
+        return 1_000_000 + self.freed_bytes
+
+    def restart(self) -> None:
+        self.restarted += 1
+
+
+def with_profile(monkeypatch: pytest.MonkeyPatch, slots: int) -> list[Profile]:
+    """Optimizers made from here on choose `slots` slots after their third step."""
+    made: list[Profile] = []
+
+    def build(*arguments: Any, **options: Any) -> Slots:
+        slot_bytes = Slots(*arguments, **options).slot_bytes
+        made.append(Profile(slots, slot_bytes))
+        return Slots(*arguments, **{**options, "gauge": made[-1]})
+
+    monkeypatch.setattr(building, "Slots", build)
+    return made
+
+
+def slots_of(optimizer: hostward.AdamW) -> int:
+    return len({name for op in optimizer.schedule.ops for name in op.writes if name.startswith("slot/")})
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 100])
+@with_streamed
+def test_h21_any_number_of_slots_and_a_change_of_it_give_the_same_bits(
+    mix: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles = with_profile(monkeypatch, slots)
+    for on in (backend(seed=3), backend(late=[Lane.H2D, Lane.UPDATE])):
+        model = Model(torch.bfloat16)
+        optimizer = adamw(model, **MIXES[mix], backend=on, max_grad_norm=0.5)
+        expected = NumpyOptimizer.over(model.named_parameters())
+        counts = []
+        for step in range(6):
+            gradients(model, step)
+            expected.step({n: p.grad for n, p in model.named_parameters()}, max_norm=0.5)
+            optimizer.step()
+            counts.append(slots_of(optimizer))
+        streamed = optimizer.plan.count(Placement.STREAMED)
+        assert counts[:2] == [min(2, streamed)] * 2
+        assert counts[-1] == min(slots, streamed)
+        assert_equal(snapshot(model, optimizer), expected.snapshot())
+        assert profiles[-1].restarted == 1
+
+
+@with_streamed
+def test_staging_bytes_bound_the_slots_and_one_is_always_there(mix: str) -> None:
+    sizes = []
+    for staging_bytes in (1, 1_500_000, None):
+        model, optimizer = trained(MIXES[mix], torch.bfloat16, backend(seed=1), staging_bytes=staging_bytes)
+        sizes.append(slots_of(optimizer))
+        assert_equal(snapshot(model, optimizer), in_numpy(Model(torch.bfloat16), None))
+    assert sizes[0] == 1
+    assert sizes[2] == 2
+    for wrong in (0, -1, 1.5, "1", True):
+        with pytest.raises(ConfigError, match="staging_bytes"):
+            adamw(Model(), staging_bytes=wrong)
+
+
+class Watermark(SimulatedBackend):
+    """Remembers the most bytes of staging slots that were ever held."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1, order=Order(seed=2))
+        self.most = 0
+
+    def allocate(self, *arguments: Any, **options: Any) -> Any:
+        made = super().allocate(*arguments, **options)
+        self.most = max(self.most, self.ledger.held_bytes[Tier.DEVICE, SLOTS])
+        return made
+
+
+@with_streamed
+def test_slots_are_there_for_the_step_alone(mix: str) -> None:
+    on = Watermark()
+    model = Net(torch.bfloat16)
+    optimizer = adamw(model, **MIXES[mix], backend=on)
+    held = dict(on.ledger.held_bytes)
+    streamed = [s.bucket for s in optimizer._states if s.placement is Placement.STREAMED]
+    largest = max(b.offsets[-1] * state_bytes_per_element(b.kind) for b in streamed)
+    for step in range(3):
+        with optimizer.accumulate(last=True):
+            loss_of(model, step).backward()
+        optimizer.step()
+        assert on.ledger.held_bytes[Tier.DEVICE, SLOTS] == on.most
+        loss_of(model, step)
+        assert on.ledger.held_bytes[Tier.DEVICE, SLOTS] == 0
+        optimizer.wait()
+        assert {k: n for k, n in on.ledger.held_bytes.items() if n} == {k: n for k, n in held.items() if n}
+    assert 2 * largest <= on.most <= 2 * (largest + 3 * 256)
+
+
+@every_dtype
+@with_streamed
+def test_s7_state_moves_once_each_way_and_nothing_else_does(mix: str, dtype: torch.dtype) -> None:
+    model = Model(dtype)
+    optimizer = adamw(model, **MIXES[mix])
+    ledger = optimizer.backend.ledger
+    streamed = [s for s in optimizer._states if s.placement is Placement.STREAMED]
+    state_bytes = sum(s.bucket.offsets[-1] * state_bytes_per_element(s.bucket.kind) for s in streamed)
+    host = [s for s in optimizer._states if s.placement is Placement.HOST]
+    weight_bytes = sum(s.bucket.numel for s in host) * dtype.itemsize
+    for step in range(3):
+        set_gradients(model, step)
+        before = dict(ledger.copied_bytes)
+        optimizer.step()
+        moved = {lane: n - before.get(lane, 0) for lane, n in ledger.copied_bytes.items()}
+        assert moved == {Lane.H2D: state_bytes + weight_bytes, Lane.D2H: state_bytes + weight_bytes + 12 * bool(host)}
+    owners = ledger.by_owner(Tier.DEVICE)
+    on_device = sum(s.bucket.offsets[-1] for s in optimizer._states if s.placement is Placement.DEVICE)
+    assert owners.get("exp_avg", 0) == 4 * on_device
+    # Counts lie where the step runs, and streamed buckets are stepped on the device.
+    assert owners["step counts"] == 8 * sum(
+        len(s.bucket.ranges) for s in optimizer._states if s.placement is not Placement.HOST
+    )
+
+
+# ---------------------------------------------------------------- saved, loaded, added to
+
+
+@every_dtype
+@pytest.mark.parametrize(("saved_at", "loaded_at"), list(itertools.permutations(MIXES, 2)))
+def test_t48_t51_saved_at_one_mix_goes_on_at_another(saved_at: str, loaded_at: str, dtype: torch.dtype) -> None:
+    source, first = trained(MIXES[saved_at], dtype, max_grad_norm=0.5)
+    model = Model(dtype, seed=9)
+    second = adamw(model, **MIXES[loaded_at], max_grad_norm=0.5, backend=backend(seed=1))
+    weights = {name: value.clone() for name, value in source.state_dict().items()}
+    model.load_state_dict(weights)
+    second.load_state_dict(first.state_dict())
+    assert_equal(snapshot(model, second), snapshot(source, first))
+    for m, o in ((source, first), (model, second)):
+        for step in range(STEPS, STEPS + 2):
+            gradients(m, step)
+            o.step()
+    assert_equal(snapshot(model, second), snapshot(source, first))
+
+
+@with_streamed
+def test_t48_a_load_while_weights_are_still_on_their_way(mix: str) -> None:
+    """Back to the state before, from the middle of a step's drain: nothing of that step comes after it."""
+    late = backend(late=[lane for lane in Lane if lane is not Lane.COMPUTE])
+    model, optimizer = trained(MIXES[mix], torch.bfloat16, late)
+    state, weights = optimizer.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    before = snapshot(model, optimizer)
+    gradients(model, 9)
+    optimizer.step()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert_equal(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_hdo_h9_groups_added_later_are_streamed_too(fraction: float) -> None:
+    model = Model(torch.bfloat16)
+    named = list(model.named_parameters())
+    mix = {"offload_fraction": 1.0, "streamed_fraction": fraction}
+    optimizer = adamw([{"params": named[:4]}], **mix, backend=backend(seed=1))
+    expected = NumpyOptimizer.over(named)
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": named[4:]})
+        set_gradients(model, step, skip=[] if step >= 2 else [n for n, _ in named[4:]])
+        expected.step({n: p.grad for n, p in named})
+        optimizer.step()
+    assert_equal(snapshot(model, optimizer), expected.snapshot())
+    assert optimizer.backend.ledger.by_owner(Tier.DEVICE).get(SLOTS, 0) == 0
+    assert (optimizer.plan.count(Placement.STREAMED) > 0) is (fraction > 0)
+
+
+@with_streamed
+def test_a_group_added_while_weights_are_on_their_way_leaves_no_slot_behind(mix: str) -> None:
+    model = Net(torch.bfloat16)
+    head = list(model.head.named_parameters(prefix="head"))
+    rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("head.")]
+    optimizer = adamw([{"params": rest}], module=model, **MIXES[mix], backend=backend(seed=2))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": head})
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert optimizer.backend.ledger.by_owner(Tier.DEVICE).get(SLOTS, 0) == 0
+    state = optimizer.state_dict()["state"]
+    assert int(state["embed.weight"]["step"]) == 2
+    assert int(state["head.weight"]["step"]) == 1
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("change", ["in place", "reseed", "load"])
+@pytest.mark.parametrize("mix", ["host", "streamed", "mixed"])
+def test_state_that_was_staged_follows_what_changes_before_the_step(mix: str, change: str, given_up: bool) -> None:
+    """Backward has brought state into slots already when weights are written, re-seeded, or loaded."""
+    results = []
+    for each in (mix, "device"):
+        model, optimizer = make(each, torch.bfloat16)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        state = optimizer.state_dict()
+        for seed in range(2):
+            optimizer.zero_grad()
+            with optimizer.accumulate(last=True):
+                loss_of(model, seed).backward()
+            optimizer.step()
+        with optimizer.accumulate(last=True):
+            loss_of(model, 2).backward()
+        if given_up:
+            optimizer.zero_grad()
+        if change == "in place":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.5)
+        elif change == "reseed":
+            optimizer.reseed()
+        else:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        if given_up or change == "load":
+            optimizer.zero_grad()
+            with optimizer.accumulate(last=True):
+                loss_of(model, 3).backward()
+        optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf"), True, "half", "0.5", [1.0], "AUTO"])
+def test_t15_streamed_fractions_outside_the_range(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^streamed_fraction must be a number in \[0\.0, 1\.0\]"):
+        adamw(Model(), offload_fraction=1.0, streamed_fraction=value)
+
+
+def test_streamed_state_is_not_stepped_by_torch() -> None:
+    with pytest.raises(ConfigError, match=r"streamed_fraction=0\.5 with use_torch_optimizer") as caught:
+        adamw(Model(), offload_fraction=1.0, streamed_fraction=0.5, use_torch_optimizer=True)
+    assert caught.value.fix == "leave one of them out"
+    for value in ("auto", 0.0, 0):
+        plan = adamw(Model(), offload_fraction=1.0, streamed_fraction=value, use_torch_optimizer=True).plan
+        assert plan.count(Placement.STREAMED) == 0
+
+
+def test_auto_streams_nothing_where_rates_cannot_be_measured() -> None:
+    plan = adamw(Model(), offload_fraction=1.0, streamed_fraction="auto").plan
+    assert plan.count(Placement.HOST) == len(plan.buckets)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_plan_tells_what_is_streamed(share: float) -> None:
+    optimizer = adamw(Model(), offload_fraction=1.0, streamed_fraction=share)
+    streamed = optimizer.plan.count(Placement.STREAMED)
+    assert (f"{streamed} streamed" in repr(optimizer)) is (share > 0)
+    held = optimizer.backend.ledger.by_owner(Tier.HOST)
+    assert ("weights for upload" in held) is (share < 1.0)
+    assert ("gradients" in held) is (share < 1.0)
