@@ -42,14 +42,21 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
     count = min(range(len(cumulative)), key=lambda k: (abs(cumulative[k] - fraction * total), k))
     on_device = len(buckets) - count
     placements = [Placement.DEVICE] * on_device
+    offloaded = buckets[on_device:]
     # A staging slot holds the largest streamed bucket: a few large ones would make every slot as large.
-    sizes = sorted(b.state_bytes for b in buckets[on_device:])
-    largest = max(sizes, default=0) if share == 1 else LARGEST_STREAMED * sizes[len(sizes) // 2] if sizes else 0
+    middle = sorted(b.state_bytes for b in offloaded)[len(offloaded) // 2] if offloaded else 0
+    small_bytes = sum(b.state_bytes for b in offloaded if b.state_bytes <= LARGEST_STREAMED * middle)
+    asked_bytes = share * sum(b.state_bytes for b in offloaded)
+    among_small = asked_bytes <= small_bytes
+    if among_small and small_bytes:
+        share = asked_bytes / small_bytes
     seen = streamed = 0
-    for bucket in buckets[on_device:]:
+    for bucket in offloaded:
+        if among_small and bucket.state_bytes > LARGEST_STREAMED * middle:
+            placements.append(Placement.HOST)
+            continue
         seen += bucket.state_bytes
-        lag = share * seen - streamed
-        if share and bucket.state_bytes <= largest and lag >= min(share, 1 - share) * bucket.state_bytes:
+        if share and share * seen - streamed >= min(share, 1 - share) * bucket.state_bytes:
             placements.append(Placement.STREAMED)
             streamed += bucket.state_bytes
         else:

@@ -176,6 +176,7 @@ def test_a_step_count_beyond_the_bias_tables_is_an_error_and_no_wrong_step(
 
         with pytest.raises(NativeError):
             two_steps()
+        training.on.drain()  # each of the steps that are still queued would tell it again
     with pytest.raises(ModelError, match="interrupted half way"):
         training.optimizer.state_dict()
     training.optimizer._issuer._bindings.forget_step_bound()
@@ -291,18 +292,19 @@ def outcome(mix: str, order: Order, at: int, without: int | None, *, in_step: bo
     return found
 
 
-@pytest.mark.parametrize("without", [None, 1])
 @pytest.mark.parametrize("order", [EAGER, LATEST], ids=["eager", "late"])
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "backward"])
 @every_mix
 def test_t62_ctrl_c_at_any_operation_is_noticed_or_leaves_everything_whole(
-    mix: str, in_step: bool, order: Order, without: int | None
+    mix: str, in_step: bool, order: Order
 ) -> None:
+    """At every operation of a mixed step as issued, at every second or third of the others."""
+    without = 1 if order is LATEST else None
+    every = 3 if mix != "mixed" else 2 if order is LATEST else 1
     found = set()
-    for at in range(400):
+    for at in range(0, 400, every):
         result = outcome(mix, order, at, without, in_step=in_step)
         found.add(result)
         if result == "done":
             break
-    assert "done" in found
-    assert {"torn", "whole, before the step"} <= found
+    assert {"done", "torn", "whole, before the step"} <= found

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hostward.engine.backend import AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.engine.byte_rule import ByteRule
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.host import reference
 from hostward.host.adamw import bias_tables
@@ -30,11 +31,17 @@ HYPER = Hyper(lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
 TABLES = bias_tables(HYPER.beta1, HYPER.beta2, STEPS + 2)
 
 
+class NoRule(ByteRule):
+    def check(self, *_: object) -> None:
+        pass
+
+
 class UncheckedBackend(SimulatedBackend):
     """A simulated backend without the detector: a missing wait shows only in the numbers, if at all."""
 
-    def _check(self, *_: object) -> None:
-        pass
+    def __init__(self, *, order: Order | None = None, threads: int | None = None) -> None:
+        super().__init__(order=order, threads=threads)
+        self._bytes = NoRule()
 
 
 @dataclass(frozen=True)

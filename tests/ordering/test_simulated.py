@@ -82,7 +82,7 @@ def test_order_through_a_third_lane_counts() -> None:
     filled = fill(backend, device, 1.0)
     down = copy(backend, Lane.D2H, host, device, "down", [filled])
     retire(backend, [host], Lane.HOST, [down])
-    with pytest.raises(OrderingError, match="'retire' on lane h2d and 'retire' on lane host both use 'on host'"):
+    with pytest.raises(OrderingError, match="retire' on lane h2d and 'offload/retire' on lane host both use 'on host'"):
         retire(backend, [host], Lane.H2D, [down])
     fill(backend, device, 2.0, waits=[down])
     backend.synchronise()
@@ -210,9 +210,9 @@ def test_an_eager_turn_forgets_the_accesses_of_the_one_before() -> None:
     backend = backend_with(Order(eager=True))
     device, host = pair(backend)
     filled = fill(backend, device, 1.0)
-    assert backend._spans
+    assert backend._bytes._spans
     backend.begin_turn()
-    assert not backend._spans
+    assert not backend._bytes._spans
     copy(backend, Lane.D2H, host, device, "copy")  # everything before the turn has run
     backend.end_turn()
     assert filled.native is not None
@@ -290,6 +290,7 @@ def test_an_event_of_another_backend_is_refused() -> None:
 
 
 def test_a_meter_hears_of_every_operation_of_the_other_lanes() -> None:
+    """And of how long the caller's own code stood still for them, on the compute lane."""
     heard: list[tuple[str, Lane, int, int]] = []
 
     def meter(name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None:
@@ -303,4 +304,19 @@ def test_a_meter_hears_of_every_operation_of_the_other_lanes() -> None:
         backend.begin_turn()
         copy(backend, Lane.D2H, host, device, f"copy {turn}", [fill(backend, device, 1.0)])
         backend.synchronise()
-    assert heard == [("copy 1", Lane.D2H, 32, 1), ("copy 2", Lane.D2H, 32, 2)]
+    copies = [(f"copy {turn}", Lane.D2H, 32, turn) for turn in (1, 2)]
+    waits = [("offload/wait/d2h", Lane.COMPUTE, 0, turn) for turn in (1, 2)]
+    assert heard == [copies[0], waits[0], copies[1], waits[1]]
+
+
+def test_the_host_may_wait_for_one_event() -> None:
+    backend = backend_with(Order(late=frozenset({Lane.D2H})))
+    device, host = pair(backend)
+    _, other = pair(backend)
+    copied = copy(backend, Lane.D2H, host, device, "copy", [fill(backend, device, 4.0)])
+    retire(backend, [other], Lane.D2H)
+    backend.wait(backend.event())  # of nothing
+    assert not host.data.any()
+    backend.wait(copied)
+    assert host.data.eq(4.0).all()
+    assert not other.data.isnan().any()

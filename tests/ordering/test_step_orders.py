@@ -114,7 +114,7 @@ def test_each_wait_deleted_is_reported_or_gives_wrong_bits_or_was_redundant(
     broken_at(name, wait, monkeypatch)
     needed = bool(races(repeated(the_schedule().without_wait(name, wait), 3)))
     reported = wrong = False
-    for order in ORDERS:
+    for order in ORDERS if needed else ORDERS[:3]:
         try:
             wrong |= differing(train(MIX, simulated(order), norms=False), base(torch.bfloat16, 1)) != []
         except OrderingError:

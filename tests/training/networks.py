@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +23,8 @@ MIXES: Mapping[str, Mapping[str, float]] = {
 }
 """In `mixed` the split embedding lies on two sides, and what follows is streamed and on the host in turn."""
 OFFLOADED = [mix for mix in MIXES if mix != "device"]
+LATEST = Order(late=frozenset(lane for lane in Lane if lane is not Lane.COMPUTE))
+"""What nobody waits for does not run."""
 LATE = (frozenset({Lane.D2H, Lane.HOST}), frozenset({Lane.H2D}), frozenset({Lane.UPDATE, Lane.D2H}))
 
 
@@ -115,3 +118,50 @@ def train(
         optimizer.step()
         norms.append(optimizer.grad_norm)
     return snapshot(model, optimizer) | {"norms": torch.tensor(norms)}
+
+
+class Heard:
+    """A meter that remembers the names of what has run."""
+
+    def __init__(self, backend: SimulatedBackend) -> None:
+        self.names: list[str] = []
+        backend.meter = self
+
+    def __call__(self, name: str, *_: object) -> None:
+        self.names.append(name)
+
+    def arrived(self) -> list[str]:
+        """Buckets whose weights have been uploaded, or stepped on the device, in that order."""
+        own = ("offload/h2d/weight/", "offload/streamed/adamw/")
+        return [name.removeprefix(start) for name in self.names for start in own if name.startswith(start)]
+
+
+def stepped(mix: str, **options: Any) -> tuple[Net, hostward.AdamW, Heard]:
+    """A network one step further, of which nothing has arrived."""
+    model, optimizer = make(mix, order=LATEST, **options)
+    with optimizer.accumulate(last=True):
+        loss_of(model, 0).backward()
+    optimizer.wait()
+    heard = Heard(optimizer.backend)  # type: ignore[arg-type]
+    optimizer.step()
+    assert heard.arrived() == []
+    return model, optimizer, heard
+
+
+@functools.cache
+def expected() -> tuple[Net, dict[str, torch.Tensor]]:
+    """The same step without offloading, and the weights after it."""
+    model, optimizer = make("device")
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.wait()
+    return model, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def part_of(weights: dict[str, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+    start = f"{path}." if path else ""
+    return {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}

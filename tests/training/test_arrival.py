@@ -11,71 +11,21 @@ not known left to its hooks; a state dict or a load that waits for nothing; a ho
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from networks import MIXES, OFFLOADED, Net, loss_of, make, tokens
+from networks import LATEST, MIXES, OFFLOADED, Heard, Net, expected, loss_of, make, part_of, stepped, tokens, weights_of
 from optimizer_cases import adamw, assert_equal, set_gradients, snapshot
 
 import hostward
 from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.schedule import Lane
 from hostward.training.state import same_bits
 
-LATEST = Order(late=frozenset(lane for lane in Lane if lane is not Lane.COMPUTE))
 every_mix = pytest.mark.parametrize("mix", MIXES)
 offloaded = pytest.mark.parametrize("mix", OFFLOADED)
-
-
-class Heard:
-    """A meter that remembers the names of what has run."""
-
-    def __init__(self, backend: SimulatedBackend) -> None:
-        self.names: list[str] = []
-        backend.meter = self
-
-    def __call__(self, name: str, *_: object) -> None:
-        self.names.append(name)
-
-    def arrived(self) -> list[str]:
-        """Buckets whose weights have been uploaded, or stepped on the device, in that order."""
-        own = ("offload/h2d/weight/", "offload/streamed/adamw/")
-        return [name.removeprefix(start) for name in self.names for start in own if name.startswith(start)]
-
-
-def stepped(mix: str, **options: Any) -> tuple[Net, hostward.AdamW, Heard]:
-    """A network one step further, of which nothing has arrived."""
-    model, optimizer = make(mix, order=LATEST, **options)
-    with optimizer.accumulate(last=True):
-        loss_of(model, 0).backward()
-    optimizer.wait()
-    heard = Heard(optimizer.backend)  # type: ignore[arg-type]
-    optimizer.step()
-    assert heard.arrived() == []
-    return model, optimizer, heard
-
-
-@functools.cache
-def expected() -> tuple[Net, dict[str, torch.Tensor]]:
-    """The same step without offloading, and the weights after it."""
-    model, optimizer = make("device")
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.wait()
-    return model, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def part_of(weights: dict[str, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
-    start = f"{path}." if path else ""
-    return {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}
 
 
 # ---------------------------------------------------------------- by layer

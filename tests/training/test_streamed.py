@@ -32,7 +32,7 @@ from optimizer_cases import (
 import hostward
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, ModelError
 from hostward.inventory import state_bytes_per_element
 from hostward.plan import Placement
 from hostward.schedule import Lane
@@ -221,8 +221,11 @@ def test_s7_state_moves_once_each_way_and_nothing_else_does(mix: str, dtype: tor
 # ---------------------------------------------------------------- saved, loaded, added to
 
 
-@every_dtype
-@pytest.mark.parametrize(("saved_at", "loaded_at"), list(itertools.permutations(MIXES, 2)))
+PAIRS = [(*pair, torch.bfloat16) for pair in itertools.permutations(MIXES, 2)]
+PAIRS += [("streamed", "mixed", dtype) for dtype in DTYPES] + [("mixed", "host", dtype) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at", "dtype"), PAIRS, ids=str)
 def test_t48_t51_saved_at_one_mix_goes_on_at_another(saved_at: str, loaded_at: str, dtype: torch.dtype) -> None:
     source, first = trained(MIXES[saved_at], dtype, max_grad_norm=0.5)
     model = Model(dtype, seed=9)
@@ -287,6 +290,25 @@ def test_a_group_added_while_weights_are_on_their_way_leaves_no_slot_behind(mix:
     state = optimizer.state_dict()["state"]
     assert int(state["embed.weight"]["step"]) == 2
     assert int(state["head.weight"]["step"]) == 1
+
+
+@with_streamed
+def test_a_group_added_between_backward_and_step_is_refused_and_loses_no_gradient(mix: str) -> None:
+    results = []
+    for each in (mix, None):
+        model = Net(torch.bfloat16)
+        rest = [(n, p) for n, p in model.named_parameters() if not n.startswith("head.")]
+        optimizer = adamw([{"params": rest}], module=model, **(MIXES[each] if each else {}))
+        with optimizer.accumulate(last=True):
+            loss_of(model, 0).backward()
+        if each:
+            with pytest.raises(ModelError, match="between backward and step") as caught:
+                optimizer.add_param_group({"params": list(model.head.named_parameters(prefix="head"))})
+            assert "after step()" in caught.value.fix
+        assert len(optimizer.param_groups) == 1
+        optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("given_up", [False, True])

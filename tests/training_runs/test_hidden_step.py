@@ -348,7 +348,7 @@ def test_a_trace_replaces_plain_files_only(refused: Cli, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "said"),
     [
         (
             ["optimizer.optimizer_state_offload_chunk_size_mb=1"],
@@ -358,9 +358,9 @@ def test_a_trace_replaces_plain_files_only(refused: Cli, tmp_path: Path) -> None
         ([*STREAMED, "optimizer.pin_cpu_grads=False"], "has no effect while optimizer.optimizer_cpu_offload=false"),
         ([*offloaded(1), *STREAMED, "optimizer.offload_mix=auto"], "both say how much is streamed"),
         (SERIAL, "has no effect while nothing is offloaded"),
-        (["dataset.text_key=body"], "dataset.text_key=body has no effect"),
+        (["dataset.text_key=body"], "words.txt is read as text, which has no keys"),
         (["scheduler.lr_decay_style=constant"], "scheduler.lr_decay_style=constant does not decay"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(refused: Cli, words: list[str], text: str) -> None:
-    assert text in refused(*words).err
+def test_settings_that_would_do_nothing_are_refused(refused: Cli, words: list[str], said: str) -> None:
+    assert said in refused(*words).err

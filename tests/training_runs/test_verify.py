@@ -12,10 +12,14 @@ import torch
 from cli_runs import SMALL, Outcome
 from conftest import Cli
 
+from hostward import recipes
 from hostward.engine import simulated
 from hostward.engine.backend import AdamWOperands, Buffer, Tier
 from hostward.host.adamw import AdamWTask
+from hostward.rules import check
 from hostward.train import loop
+from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
+from hostward.train.placing import Shares, shares
 
 
 @pytest.fixture
@@ -88,6 +92,17 @@ def test_cases_are_all_combinations_of_what_is_given(verify: Cli) -> None:
     assert cases_of(outcome) == [(0.5, p, "serial", k) for k in (1, 4) for p in placements]
     sentence = "identical in every bit over 3 iterations: 0.5 mixed, serial, 1 microbatch; 0.5 streamed, serial, "
     assert sentence in outcome.out
+
+
+def test_cases_are_what_their_names_say() -> None:
+    config = recipes.load("qwen3_moe_tiny_pretrain_config")
+    for case in choose(config, [0.25], PLACEMENTS, SCHEDULES, [1, 4]):
+        assert case.config.optimizer.overlap_cpu_optimizer_d2h_h2d == (case.schedule == "hidden")
+        streamed = {"host": 0.0, "mixed": 0.5, "streamed": 1.0}[case.placement]
+        assert shares(case.config) == Shares(0.25, streamed)
+        assert case.config.train.global_batch_size == case.microbatches * case.config.train.micro_batch_size
+        assert shares(without_offloading(case.config)) == Shares(0.0, 0.0)
+        assert check(case.config) is check(without_offloading(case.config)) is None
 
 
 def test_microbatches_have_a_base_of_their_own(verify: Cli) -> None:

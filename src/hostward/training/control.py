@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hostward.errors import NativeError
 from hostward.schedule import Lane
 
 from .gradients import Accumulation, Where
@@ -88,11 +87,7 @@ class Control(torch.optim.Optimizer):
     def wait(self) -> None:
         """Return when every weight has its new value. Raises what a host step reported."""
         self._issuer.use_all()
-        try:
-            self.backend.synchronise()
-        except NativeError:
-            self._issuer.torn = True
-            raise
+        self._issuer.synchronise()
 
     def arrive(self) -> None:
         """Make the current stream wait for every new weight, without waiting on the host.

@@ -150,8 +150,15 @@ class AdamW(Saving):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters; its state is placed by the same `offload_fraction`."""
         if not self._building:
+            if self._handover.taken:
+                raise ModelError(
+                    "a parameter group added between backward and step()",
+                    why="the optimizer has taken the gradients of the parameters that it has",
+                    fix="add it after step() or after zero_grad()",
+                )
             groups, _ = named_groups([param_group])
             param_group = groups[0]
+            self.wait()
             self._follow_weights()
         super().add_param_group(param_group)
         try:
@@ -371,6 +378,7 @@ class AdamW(Saving):
         names = [t.name for t in self._tracked] if names is None else list(names)
         for name in names:
             self._access.require(name)
+        self._issuer.state_changed()
         for name in names:
             self._access.reseed(name)
         self._watch.remember([self._by_name[name] for name in names])

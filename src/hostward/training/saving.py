@@ -65,7 +65,8 @@ class Saving(Control):
         Raises:
             CheckpointError: names, shapes or groups that differ.
         """
-        self._issuer.use_all()
+        if not self._issuer.torn:
+            self._issuer.use_all()
         self.backend.drain()
         state, groups = saved_parts(state_dict, STATE_FORMAT)
         check_same_names(
@@ -73,6 +74,10 @@ class Saving(Control):
         )
         settings = [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
         self._access.check(state)
+        if self._issuer.torn:
+            # What was taken for the step that was cut short must not be stepped with.
+            self._issuer.abort()
+            self._handover.forget()
         self._issuer.torn = True  # until all of it is written
         set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
         for mine, theirs in zip(self.param_groups, settings, strict=True):
@@ -84,6 +89,7 @@ class Saving(Control):
                 ", ".join(set_from_master[:5]) + (", ..." if len(set_from_master) > 5 else ""),
             )
         self._issuer.forget_step_bound()
+        self._issuer.state_changed()
         self._watch.remember(self._tracked)
         self._issuer.torn = False
         self.backend.synchronise()

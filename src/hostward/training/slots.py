@@ -102,10 +102,11 @@ class Slots:
         return self._slab
 
     def acquire(self) -> None:
-        """Take the memory, on the compute lane. Raises MemoryLimitError."""
-        self._slab += self._backend.allocate(
-            Tier.DEVICE, [self.slot_bytes] * self.count, torch.uint8, "staging slots", zero=False
-        )
+        """Take the memory, on the compute lane, unless it is taken. Raises MemoryLimitError."""
+        if not self._slab:
+            self._slab += self._backend.allocate(
+                Tier.DEVICE, [self.slot_bytes] * self.count, torch.uint8, "staging slots", zero=False
+            )
         for b in self._streamed:
             data, start = self._slab[slot_of(self._placements, b, self.count)].data, 0
             for view, size, dtype in zip(self._views[b], self._sizes[b], self._dtypes[b], strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hostward.engine.backend import Backend, Clipping
-from hostward.errors import ModelError
+from hostward.errors import ModelError, NativeError
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
     GRADIENTS_IN_FLIGHT,
@@ -190,7 +190,11 @@ class StepIssuer:
         for layer in self._uses:
             self.use(layer)
         self._bindings.trim()
-        self._backend.begin_turn()
+        try:
+            self._backend.begin_turn()
+        except NativeError:
+            self.torn = True
+            raise
         self._points = self._schedule(frozenset()).points
         self.turning = True
 
@@ -225,11 +229,11 @@ class StepIssuer:
                 self._held.pop(name, None)
 
     def _stage(self) -> None:
-        self._staged = True
-        self._unstaged = False
         if self._shape.transient:
             self._slots.acquire()
+        self._unstaged = False
         self._issue_point(STAGE)
+        self._staged = True  # all of it: what was cut short is read again
 
     # ---------------------------------------------------------------- the step
 
@@ -289,8 +293,8 @@ class StepIssuer:
             self._issue_point(UNSTAGE)
             self._slots.give_back()
             self._unstaged = True
-        self.pending.discard(layer)
         self._issue_point(use_point(layer))
+        self.pending.discard(layer)
         self._drop(self._streamed_of.get(layer, ()))
 
     def use_all(self) -> None:
@@ -312,8 +316,33 @@ class StepIssuer:
         self.issuing = True
         try:
             self._issue(point)
+        except NativeError:
+            self.torn = True  # of some earlier step: its host function has reported now
+            raise
         finally:
             self.issuing = False
+
+    def synchronise(self) -> None:
+        """Return when all lanes are empty. Raises NativeError for a host step that failed; the state is torn then."""
+        try:
+            self._backend.synchronise()
+        except NativeError:
+            self.torn = True
+            raise
+
+    def state_changed(self) -> None:
+        """State on the host was written between empty lanes: what has been staged of it is read again."""
+        self._staged = False
+
+    def abort(self) -> None:
+        """Forget the turn that was cut short. All lanes are empty, and the state is about to be replaced."""
+        self.pending.clear()
+        if not self._unstaged:
+            self._slots.give_back()
+            self._unstaged = True
+        self._drop(range(len(self._states)))
+        self._reset()
+        self._points = self.schedule.points
 
     def _issue(self, point: str) -> None:
         for op in self._points.get(point, ()):
