@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch._compile import _disable_dynamo
 
 from hostward.schedule import Lane
 
@@ -68,6 +69,7 @@ class Control(torch.optim.Optimizer):
         self._issuer.discard()
         self._handover.forget()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, taken ones included."""
         self.discard_gradients()

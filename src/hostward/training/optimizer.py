@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
@@ -290,6 +291,7 @@ class AdamW(Saving):
 
     # ---------------------------------------------------------------- the step
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; a parameter without one keeps its state and its step count.
