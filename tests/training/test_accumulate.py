@@ -21,6 +21,7 @@ from optimizer_cases import DTYPES, assert_equal, snapshot
 from torch.utils.checkpoint import checkpoint
 
 from hostward.engine.simulated import Order
+from hostward.training.gradients import MovedGradient
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 Backward = Callable[[Net, int, int], None]
@@ -146,6 +147,11 @@ def test_parameters_that_no_microbatch_uses(mix: str) -> None:
 def test_parameters_that_only_an_earlier_microbatch_uses(mix: str) -> None:
     """Their gradients are final all the same when the last microbatch ends."""
     agrees(mix, lambda model, step, i: loss_of(model, 10 * step + i, without=1 if i else None).backward())
+    model, optimizer = make(mix)
+    for i in range(2):
+        with optimizer.accumulate(last=i == 1):
+            loss_of(model, i, without=1 if i else None).backward()
+    assert all(isinstance(p.grad, MovedGradient) for p in model.parameters())
 
 
 @every_mix

@@ -238,6 +238,31 @@ class FunctionalHead(Net):
         return torch.nn.functional.linear(self.norm(x), self.head.weight, self.head.bias)
 
 
+class FunctionalBlock(torch.nn.Module):
+    """A numbered layer whose own modules are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.up.weight + self.up.bias)
+
+
+class FunctionalBlocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(2000, 16)
+        self.blocks = torch.nn.ModuleList(FunctionalBlock() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Tied(torch.nn.Module):
     """The head's weight is that of the embedding."""
 
@@ -295,6 +320,7 @@ class Experts(torch.nn.Module):
 
 SHAPES: dict[str, Callable[[], torch.nn.Module]] = {
     "functional head": FunctionalHead,
+    "functional blocks": FunctionalBlocks,
     "tied, called": lambda: Tied(functional=False),
     "tied, functional": lambda: Tied(functional=True),
     "root only": RootOnly,

@@ -42,6 +42,17 @@ def test_unfenced_reads_are_found(mix: str, use: str) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_view_alone_reads_nothing() -> None:
+    model, optimizer, heard = stepped("host")
+    with optimizer.find_unfenced_reads():
+        flat = model.head.weight.detach().view(-1)[3:]
+        with pytest.raises(OrderingError):
+            flat.sum()
+        optimizer.arrive()
+        assert flat.sum().isfinite()
+    assert heard.arrived()
+
+
 @offloaded
 def test_a_loop_that_waits_where_it_must_has_no_unfenced_read(mix: str) -> None:
     model, optimizer = make(mix, order=LATEST)

@@ -23,6 +23,7 @@ from hostward.engine.backend import (
     chunks_of,
     empty_buffer,
 )
+from hostward.errors import ModelError
 from hostward.host.adamw import FloatTable, bias_tables
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op
@@ -206,3 +207,12 @@ class Bindings:
         if tables is None or (len(tables[0]) <= need and not (tables[0][-1] == 1.0 and tables[1][-1] == 1.0)):
             tables = self._tables[key] = bias_tables(*key, max(_FIRST_TABLE_LENGTH, 2 * need))
         return tables
+
+
+def mixed_gradients(state: BucketState, found: Sequence[str]) -> ModelError:
+    """The error for a bucket whose gradients differ in dtype."""
+    return ModelError(
+        f"gradients of bucket {state.bucket.name} have dtypes {', '.join(found)}",
+        why="one kernel steps a bucket, and takes gradients of one dtype",
+        fix="give all parameters of a layer the same grad_dtype",
+    )

@@ -303,7 +303,7 @@ class AdamW(Saving):
             ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
                 then.
         """
-        self._require_whole()
+        self._issuer.require_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -358,14 +358,6 @@ class AdamW(Saving):
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What a gradient scaler says, if it looked at the gradients."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-
-    def _require_whole(self) -> None:
-        if self._issuer.torn:
-            raise ModelError(
-                "a step was interrupted half way",
-                why="some buckets have taken it and others have not, so the state belongs to no step",
-                fix="load the last checkpoint into model and optimizer (load_state_dict makes the optimizer whole)",
-            )
 
     def reseed(self, names: Iterable[str] | None = None) -> None:
         """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.

@@ -31,9 +31,6 @@ class Saving(Control):
     def _follow_weights(self) -> None:
         raise NotImplementedError
 
-    def _require_whole(self) -> None:
-        raise NotImplementedError
-
     def state_dict(self) -> dict[str, Any]:
         """State by parameter name, independent of placement; copies on the CPU, tensors and plain values only.
 
@@ -43,7 +40,7 @@ class Saving(Control):
             "weight_decay", ...}]}
         """
         self._follow_weights()
-        self._require_whole()
+        self._issuer.require_whole()
         self.wait()
         groups = []
         for group in self.param_groups:

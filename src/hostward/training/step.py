@@ -32,7 +32,7 @@ from hostward.lowering.optimizer import (
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op, Schedule
 
-from .binding import Bindings, Memory
+from .binding import Bindings, Memory, mixed_gradients
 from .gradients import Gradient
 from .slots import Slots
 from .state import BucketState, allocate_gradients, pieces
@@ -244,7 +244,7 @@ class StepIssuer:
             taken = {str(self._gradients[b][i].data.dtype) for i in self._chosen[b] if b not in self._reported}
             found = sorted(taken | {str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
             if len(found) > 1:
-                raise _mixed(state, found)
+                raise mixed_gradients(state, found)
 
     def step(self, groups: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         """Step every range whose gradient was taken. `clipping` is this step's."""
@@ -322,6 +322,15 @@ class StepIssuer:
         finally:
             self.issuing = False
 
+    def require_whole(self) -> None:
+        """Raises ModelError while the state is torn."""
+        if self.torn:
+            raise ModelError(
+                "a step was interrupted half way",
+                why="some buckets have taken it and others have not, so the state belongs to no step",
+                fix="load the last checkpoint into model and optimizer (load_state_dict makes the optimizer whole)",
+            )
+
     def synchronise(self) -> None:
         """Return when all lanes are empty. Raises NativeError for a host step that failed; the state is torn then."""
         try:
@@ -380,18 +389,10 @@ class StepIssuer:
         state = self._states[b]
         dtypes = {self._gradients[b][i].data.dtype for i in self._fresh[b]}
         if len(dtypes) > 1:
-            raise _mixed(state, sorted(map(str, dtypes)))
+            raise mixed_gradients(state, sorted(map(str, dtypes)))
         if state.placement is Placement.HOST:
             (dtype,) = dtypes
             if state.gradient is None or state.gradient.data.dtype is not dtype:
                 pinned = state.gradient is None or state.gradient.pinned
                 allocate_gradients(self._backend, [state], [dtype], pinned=pinned)
                 self._bindings.forget(b)
-
-
-def _mixed(state: BucketState, found: Sequence[str]) -> ModelError:
-    return ModelError(
-        f"gradients of bucket {state.bucket.name} have dtypes {', '.join(found)}",
-        why="one kernel steps a bucket, and takes gradients of one dtype",
-        fix="give all parameters of a layer the same grad_dtype",
-    )
