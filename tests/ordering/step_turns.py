@@ -36,23 +36,31 @@ def waits_of(schedule: Schedule) -> list[tuple[str, str]]:
     return [(op.name, wait) for op in schedule.ops for wait in (*op.waits, *(f"~{w}" for w in op.prior))]
 
 
-def as_reached(schedule: Schedule, random: Random) -> list[Op]:
+def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     """The operations of one turn as training issues them: gradient points in any order, a release after its gradient,
     the slots at any time before the step and back at any time after it, and use points in any order.
+
+    `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
+    so what is issued before it comes from there.
     """
-    points = dict(schedule.points)
+    points, before = dict(schedule.points), whole.points
     # A point that only the model reaches, or none: with overlap off everything of ours is in the step.
     order: list[str] = []
     for point in random.sample(sorted(p for p in points if p.startswith("gradient/")), k=_count(points, "gradient/")):
         order.append(point)
-    for point in sorted(p for p in points if p.startswith("release/") or p == STAGE):
-        first = 0 if point == STAGE else order.index(point.replace("release/", "gradient/")) + 1
-        order.insert(random.randint(first, len(order)), point)
+    for point in sorted(p for p in points if p.startswith("release/")):
+        order.insert(random.randint(order.index(point.replace("release/", "gradient/")) + 1, len(order)), point)
+    ops = [list(before[point]) for point in order]
+    if STAGE in points:
+        if random.random() < 0.7:
+            ops.insert(random.randint(0, len(ops)), list(before[STAGE]))
+        else:  # too little was freed in backward, or too late
+            ops.append(list(points[STAGE]))
     after = random.sample(sorted(p for p in points if p.startswith("use/")), k=_count(points, "use/"))
     if UNSTAGE in points:
         after.insert(random.randint(0, len(after)), UNSTAGE)
-    assert {*order, *after, STEP} == points.keys()
-    return [op for point in (*order, STEP, *after) for op in points[point]]
+    assert {*order, *after, STEP} == points.keys() - {STAGE}
+    return [op for group in ops for op in group] + [op for point in (STEP, *after) for op in points[point]]
 
 
 def _count(points: dict[str, tuple[Op, ...]], prefix: str) -> int:
@@ -75,7 +83,8 @@ def in_a_row(turns: Sequence[Sequence[Op]]) -> Schedule:
 
 def turns_of(shape: StepShape, absent: Sequence[frozenset[int]], random: Random) -> Schedule:
     """One turn for each of `absent`, as training may reach them."""
-    return in_a_row([as_reached(lower(replace(shape, absent=missing)), random) for missing in absent])
+    whole = lower(replace(shape, absent=frozenset()))
+    return in_a_row([as_reached(whole, lower(replace(shape, absent=missing)), random) for missing in absent])
 
 
 def stepped(schedule: Schedule) -> list[int | None]:

@@ -218,6 +218,41 @@ def test_s7_state_moves_once_each_way_and_nothing_else_does(mix: str, dtype: tor
     )
 
 
+class Layers(torch.nn.Module):
+    """Four layers of one size, any of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, without: set[int]) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in without:
+                x = torch.tanh(layer(x)) + x
+        return x
+
+
+@pytest.mark.parametrize("late", [None, [], [Lane.H2D], [Lane.D2H, Lane.UPDATE]], ids=str)
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
+def test_h12_state_staged_for_layers_that_take_no_part(share: float, late: list[Lane] | None) -> None:
+    """Backward brings the first streamed buckets in before it is known that one of them gets no gradient."""
+    left_out: list[set[int]] = [{i} for i in range(4)] + [{i, j} for j in range(4) for i in range(j)] + [set()]
+    results = []
+    for mix in ({"offload_fraction": 1.0, "streamed_fraction": share}, {"offload_fraction": 0.0}):
+        model = Layers()
+        on = SimulatedBackend(threads=1, order=Order(eager=True) if late is None else Order(late=frozenset(late)))
+        optimizer = adamw(model, **mix, max_grad_norm=0.5, backend=on)
+        for step, without in enumerate(left_out):
+            optimizer.zero_grad()
+            x = torch.randn(3, 16, generator=torch.Generator().manual_seed(step))
+            with optimizer.accumulate(last=True):
+                model(x, without).square().mean().backward()
+            optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
 # ---------------------------------------------------------------- saved, loaded, added to
 
 

@@ -137,7 +137,7 @@ def _staged(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops = []
     if shape.transient and streamed:
         ops.append(Op("acquire", Kind.ACQUIRE, Lane.COMPUTE, STAGE, None, (), _slots(shape)))
-    return ops + [_read(shape, present, b, STAGE) for b in streamed[: shape.slots] if b in present]
+    return ops + [_read(shape, present, b, STAGE) for b in streamed[: shape.slots]]
 
 
 def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
@@ -212,7 +212,10 @@ def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
     streamed = _of(shape, present, Placement.STREAMED)
     for i, layer in enumerate(layers):
         if shape.transient and Placement.STREAMED in shape.placements and i == len(layers) - 1:
-            writes = tuple(f"write/{b}" for b in streamed[-shape.slots :])
+            last = [f"write/{b}" for b in streamed[-shape.slots :]]
+            # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
+            everything = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
+            writes = (*last, *(f"read/{b}" for b in everything[: shape.slots] if b not in present))
             ops.append(Op("unstage", Kind.RETIRE, Lane.COMPUTE, UNSTAGE, None, (), _slots(shape), (*writes, "written")))
         held = [b for b in range(len(shape.placements)) if shape.layers[b] == layer]
         weights = tuple(f"weight/{b}" for b in held)

@@ -185,6 +185,7 @@ class StepIssuer:
         self._reset()
         # What has been read stays in its slots, and counts for the turn that follows.
         self.turning, self._staged = True, staged
+        self._points = self.schedule.points  # a step that was cut short may have left those without absent buckets
 
     def _begin(self) -> None:
         for layer in self._uses:
