@@ -263,6 +263,15 @@ class FunctionalBlocks(torch.nn.Module):
         return x
 
 
+class Transposed(Net):
+    """Weights that are not contiguous are stepped in flat copies, and scattered back."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        for block in self.blocks:
+            block.up.weight = torch.nn.Parameter(block.up.weight.detach().t())  # type: ignore[union-attr]
+
+
 class Tied(torch.nn.Module):
     """The head's weight is that of the embedding."""
 
@@ -321,6 +330,7 @@ class Experts(torch.nn.Module):
 SHAPES: dict[str, Callable[[], torch.nn.Module]] = {
     "functional head": FunctionalHead,
     "functional blocks": FunctionalBlocks,
+    "weights not contiguous": Transposed,
     "tied, called": lambda: Tied(functional=False),
     "tied, functional": lambda: Tied(functional=True),
     "root only": RootOnly,

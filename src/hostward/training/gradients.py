@@ -177,12 +177,19 @@ class Handover:
         self.captured = False
         """The last backward was captured in a CUDA graph: its gradients stay where the graph writes them."""
         self._handles: list[RemovableHandle] = []
-        this = weakref.ref(self)
-        self._unscaled = _Unscaled(this)
+        self._hooked: set[str] = set()
+        self._this = weakref.ref(self)
+        self._unscaled = _Unscaled(self._this)
         for t in tracked:
-            if t.parameter.requires_grad and t.parameter.is_leaf:
-                self._handles.append(t.parameter.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
-                self._handles.append(t.parameter.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
+            self._hook(t)
+
+    def _hook(self, t: Tracked) -> None:
+        """Parameters that are frozen now cannot have hooks; they get them with their first gradient."""
+        p, this = t.parameter, self._this
+        if t.name not in self._hooked and p.requires_grad and p.is_leaf:
+            self._hooked.add(t.name)
+            self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
+            self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -214,6 +221,7 @@ class Handover:
     def hand_over(self, t: Tracked) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
         gradient = Gradient.of(t.name, t.parameter)
+        self._hook(t)
         placeholder = self._placeholders.get(t.name)
         if placeholder is None or placeholder.dtype is not gradient.flat.dtype:
             placeholder = MovedGradient(t.name, t.parameter, gradient.flat.dtype, self._unscaled)

@@ -8,6 +8,7 @@ import torch
 
 from hostward.engine.backend import Backend, Buffer, empty_buffer
 from hostward.inspect import Tracked
+from hostward.schedule import Lane
 
 from .state import BucketState
 
@@ -48,6 +49,7 @@ class Targets:
             writes = [self._backend.adopt(data, "weights")]
             self._backend.launch("offload/scatter", _copying(data, shaped), reads=reads, writes=writes).issue()
         self._flat.clear()
+        self._backend.mark("offload/scatter", Lane.COMPUTE).issue()  # nobody waits for these weights later
 
     def _bind(self, name: str) -> None:
         data = self._tracked[name].parameter.data
