@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from networks import LATE, MIXES, Net, loss_of, make, microbatch
-from optimizer_cases import Model, adamw, assert_equal, snapshot
+from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch
+from optimizer_cases import Model, adamw, assert_equal, set_gradients, snapshot
 
 import hostward
 from hostward.engine.simulated import Order
 from hostward.errors import ModelError
+from hostward.training.gradients import MovedGradient
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 ORDERS = {"eager": None, "late": Order(seed=5, late=LATE[0])}
@@ -314,3 +315,73 @@ def test_zero_size_parameters_take_part_in_nothing() -> None:
     optimizer.step()
     assert int(snapshot(model, optimizer)["step layers.1.weight"]) == 1
     assert int(snapshot(model, optimizer)["step layers.1.empty"]) == 0
+
+
+# ---------------------------------------------------------------- around the step
+
+
+@every_mix
+def test_h68_a_closure_with_the_context_equals_a_plain_loop(mix: str) -> None:
+    results = []
+    for closed in (True, False):
+        model, optimizer = make(mix)
+
+        def closure(model: Net = model, optimizer: hostward.AdamW = optimizer, seed: int = 0) -> torch.Tensor:
+            optimizer.zero_grad()
+            for i in range(2):
+                with optimizer.accumulate(last=i == 1):
+                    loss = loss_of(model, 10 * seed + i)
+                    loss.backward()
+            return loss
+
+        for step in range(3):
+            if closed:
+                assert optimizer.step(lambda step=step: closure(seed=step)) > 0  # type: ignore[misc]
+            else:
+                closure(seed=step)
+                optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_a_module_may_be_cast_after_a_step(mix: str) -> None:
+    """`module.to` casts gradients along with weights; one that is used up is no obstacle, one still needed is."""
+    with pytest.raises(ModelError, match="_to_copy"):
+        taken(mix)[0].double()
+    model, optimizer = taken(mix)
+    optimizer.step()
+    optimizer.wait()
+    model.to(torch.float64)
+    assert model.head.weight.grad.dtype is torch.float64
+    with pytest.raises(ModelError, match="when the optimizer was made"):
+        optimizer.step()
+    assert model.to("meta").head.weight.grad.device.type == "meta"
+
+
+def test_another_optimizer_may_take_over_a_model_with_placeholders() -> None:
+    model, first = taken()
+    first.step()
+    first.wait()
+    del first
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    fresh.zero_grad()
+    loss_of(model, 1).backward()
+    fresh.step()
+    ours = hostward.AdamW(model)
+    assert not isinstance(model.head.weight.grad, MovedGradient)
+    ours.step()
+    loss_of(model, 2).backward()
+    ours.step()
+    assert {int(e["step"]) for e in ours.state_dict()["state"].values()} == {2}
+
+
+def test_gradients_set_by_hand_after_others_were_given_up() -> None:
+    model, optimizer = taken("mixed")
+    optimizer.zero_grad()
+    set_gradients(model, 0)
+    optimizer.step()
+    other_model, other = make("device")
+    set_gradients(other_model, 0)
+    other.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
