@@ -14,12 +14,15 @@ from hostward.rule_table import (
     braces,
     changed,
     data_parallel_size,
+    serial,
+    streams,
     unknown_modules,
     unset_sizes,
 )
 
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
-STATES = "optimizer.offload_optimizer_states"
+STATES, OVERLAP = "optimizer.offload_optimizer_states", "optimizer.overlap_cpu_optimizer_d2h_h2d"
+TORCH_STEP = "optimizer.use_torch_optimizer_for_cpu_offload"
 
 MODEL_RULES = (
     Rule(
@@ -223,18 +226,23 @@ OPTIMIZER_RULES = (
     Rule(
         "torch-optimizer-streamed",
         PERMANENT,
-        ("optimizer.use_torch_optimizer_for_cpu_offload", "optimizer.offload_mix", STATES),
-        lambda c, _: (
-            c.optimizer.use_torch_optimizer_for_cpu_offload
-            and (c.optimizer.offload_mix is not None or c.optimizer.offload_optimizer_states)
-        ),
+        (TORCH_STEP, "optimizer.offload_mix", STATES),
+        lambda c, _: c.optimizer.use_torch_optimizer_for_cpu_offload and streams(c),
         "optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps",
         "leave out optimizer.offload_mix and optimizer.offload_optimizer_states, or the torch optimizer",
     ),
     Rule(
+        "serial-sums",
+        PERMANENT,
+        ("optimizer.gradients", OVERLAP, TORCH_STEP),
+        lambda c, _: c.optimizer.gradients == "host" and serial(c),
+        "optimizer.gradients=host without the overlap: what is added up on the host leaves during backward",
+        "set optimizer.gradients=device, or leave the overlap on and the torch optimizer off",
+    ),
+    Rule(
         "overlap-of-nothing",
         PERMANENT,
-        ("optimizer.overlap_cpu_optimizer_d2h_h2d", "optimizer.optimizer_cpu_offload", STATES),
+        (OVERLAP, "optimizer.optimizer_cpu_offload", STATES),
         lambda c, _: (
             not c.optimizer.overlap_cpu_optimizer_d2h_h2d
             and not c.optimizer.optimizer_cpu_offload

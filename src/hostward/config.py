@@ -180,6 +180,7 @@ class OptimizerConfig(Options):
     use_torch_optimizer_for_cpu_offload: bool = option(
         False, "Step the host share with torch.optim.AdamW, always between backward and forward."
     )
+    gradients: str = option("device", "Where those of the host share are added up.", choices=("device", "host"))
     pin_cpu_grads: bool = option(True, "Pinned host memory for gradients of the host share.")
     pin_cpu_params: bool = option(True, "Pinned host memory for weights of the host share on their way back.")
     offload_mix: float | str | None = option(
@@ -193,9 +194,7 @@ class OptimizerConfig(Options):
     )
     optimizer_state_offload_fraction: float = option(1.0, "Share of offload_optimizer_states, in [0, 1].")
     optimizer_state_offload_chunk_size_mb: int = option(
-        0,
-        "Most device memory of streamed state, at least a bucket. 0: what backward frees and two buckets.",
-        unit="MiB",
+        0, "Most device memory of streamed state, at least a bucket. 0: what backward frees and two.", unit="MiB"
     )
     host_threads: int | None = option(
         None, "Threads of the host step. None: the CPUs of this process over the local ranks, less two."

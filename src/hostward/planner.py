@@ -64,6 +64,20 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
     return placed(buckets, placements, fraction)
 
 
+def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> frozenset[int]:
+    """Positions of the buckets whose gradients can be added up on the host: a gradient is added up in one place, so
+    what shares a parameter with a bucket elsewhere, or with a bucket that shares one, stays out.
+    """
+    names = [{r.name for r in bucket.ranges} for bucket in buckets]
+    found = {b for b, placement in enumerate(placements) if placement is Placement.HOST}
+    while True:
+        elsewhere = {name for b, held in enumerate(names) if b not in found for name in held}
+        kept = {b for b in found if not names[b] & elsewhere}
+        if kept == found:
+            return frozenset(found)
+        found = kept
+
+
 def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int) -> float:
     """The share of offloaded parameters to stream so that the host's step and the link end together.
 

@@ -162,6 +162,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
         "optimizer.use_torch_optimizer_for_cpu_offload",
         "optimizer.pin_cpu_grads",
         "optimizer.pin_cpu_params",
+        "optimizer.gradients",
         "optimizer.offload_mix",
     ),
     "optimizer.offload_optimizer_states": (
@@ -204,6 +205,9 @@ DIFFERENCES: Mapping[str, str] = {
     "There is no optimizer.offload_mix": (
         "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
     ),
+    "There is no optimizer.gradients": (
+        "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."
+    ),
     "pin_cpu_params is accepted and not read": "It decides whether the memory that weights come back from is pinned.",
     "optimizer_state_offload_chunk_size_mb bounds the moments alone": "It bounds all streamed state, masters included.",
 }
@@ -232,6 +236,17 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     model = config.model
     sharing = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     return max(1, world_size // sharing)
+
+
+def serial(config: Config) -> bool:
+    """Whether the step has its own time, between backward and forward."""
+    options = config.optimizer
+    return not options.overlap_cpu_optimizer_d2h_h2d or options.use_torch_optimizer_for_cpu_offload
+
+
+def streams(config: Config) -> bool:
+    """Whether state is asked to be streamed."""
+    return config.optimizer.offload_mix is not None or config.optimizer.offload_optimizer_states
 
 
 def changed(config: Config, names: tuple[str, ...]) -> list[str]:

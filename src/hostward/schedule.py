@@ -43,6 +43,8 @@ class Kind(StrEnum):
     """The caller's own forward and backward: it is issued by the caller, and stands here for what it touches."""
     PARTIALS = "partials"
     """Partial sums of the norm over one bucket's gradients."""
+    ADD = "add"
+    """Gradients of one bucket are added to their totals on the host."""
     NORM = "norm"
     """Norm, clip factor and skip flag from all partial sums, into the device scalars."""
     COPY = "copy"

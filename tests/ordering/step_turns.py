@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -23,7 +23,10 @@ def shapes(draw: st.DrawFn, *, buckets: int = 5, absent: bool = True) -> StepSha
     layers = tuple(draw(st.lists(st.sampled_from("abc"), min_size=n, max_size=n)))
     without = draw(absent_sets(n)) if absent else frozenset()
     slots = draw(st.integers(1, 3)) if S in placements else 0
-    return StepShape(placements, layers, without, slots, transient=draw(st.booleans()), overlap=draw(st.booleans()))
+    overlap = draw(st.booleans())
+    on_host = [b for b, p in enumerate(placements) if p is H]
+    summed = draw(st.frozensets(st.sampled_from(on_host))) if on_host and overlap else frozenset()
+    return StepShape(placements, layers, without, slots, draw(st.booleans()), overlap, summed)
 
 
 def absent_sets(n: int) -> st.SearchStrategy[frozenset[int]]:
@@ -38,7 +41,8 @@ def waits_of(schedule: Schedule) -> list[tuple[str, str]]:
 
 def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     """The operations of one turn as training issues them: gradient points in any order, a release after its gradient,
-    the slots at any time before the step and back at any time after it, and use points in any order.
+    the slots at any time before the step and back at any time after it, and use points in any order. Gradient points
+    of summed buckets come in up to three microbatches, at least once.
 
     `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
     so what is issued before it comes from there.
@@ -46,16 +50,21 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     points, before = dict(schedule.points), whole.points
     # A point that only the model reaches, or none: with overlap off everything of ours is in the step.
     order: list[str] = []
-    for point in random.sample(sorted(p for p in points if p.startswith("gradient/")), k=_count(points, "gradient/")):
-        order.append(point)
-    for point in sorted(p for p in points if p.startswith("release/")):
-        order.insert(random.randint(order.index(point.replace("release/", "gradient/")) + 1, len(order)), point)
+    every = sorted(p for p in points if p.startswith("gradient/"))
+    added = [p for p in every if any(op.kind is Kind.ADD for op in points[p])]
+    for microbatch in range(random.choice([1, 1, 2, 3]) if added else 1, 0, -1):
+        within = random.sample(added, k=random.randint(0, len(added))) if microbatch > 1 else every
+        again = [p for p in within if p not in order or random.random() < 0.7]
+        order += _microbatch(points, random.sample(again, k=len(again)), random)
     ops = [list(before[point]) for point in order]
     if STAGE in points:
         if random.random() < 0.7:
             ops.insert(random.randint(0, len(ops)), list(before[STAGE]))
         else:  # too little was freed in backward, or too late
             ops.append(list(points[STAGE]))
+    # An addition may have made the partial sums already.
+    made = {f"sums/{b}" for b in range(len(points)) if random.random() < 0.5}
+    points[STEP] = tuple(op for op in points[STEP] if op.name not in made)
     after = random.sample(sorted(p for p in points if p.startswith("use/")), k=_count(points, "use/"))
     if UNSTAGE in points:
         after.insert(random.randint(0, len(after)), UNSTAGE)
@@ -63,19 +72,27 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     return [op for group in ops for op in group] + [op for point in (STEP, *after) for op in points[point]]
 
 
+def _microbatch(points: Mapping[str, Sequence[Op]], gradients: Sequence[str], random: Random) -> list[str]:
+    order = list(gradients)
+    for point in gradients:
+        release = point.replace("gradient/", "release/")
+        if release in points:
+            order.insert(random.randint(order.index(point) + 1, len(order)), release)
+    return order
+
+
 def _count(points: dict[str, tuple[Op, ...]], prefix: str) -> int:
     return sum(point.startswith(prefix) for point in points)
 
 
 def in_a_row(turns: Sequence[Sequence[Op]]) -> Schedule:
-    """Turns one after the other. As events do, a wait for the turn before stands for the newest issue before this."""
+    """Turns one after the other. As events do, a wait stands for the newest issue of what it names, if there is one."""
     newest: dict[str, str] = {}
     ops = []
     for turn, issued in enumerate(turns):
-        before = dict(newest)
-        for op in issued:
-            waits = [newest[w] for w in op.waits] + [before[w] for w in op.prior if w in before]
-            name = f"{op.name}.{turn}"
+        for number, op in enumerate(issued):
+            waits = [newest[w] for w in (*op.waits, *op.prior) if w in newest]
+            name = f"{op.name}.{turn}.{number}"
             ops.append(replace(op, name=name, waits=tuple(waits), prior=()))
             newest[op.name] = name
     return Schedule(tuple(ops))

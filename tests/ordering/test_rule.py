@@ -62,6 +62,8 @@ SHAPES = {
     "one slot": replace(MIX, slots=1),
     "serial": replace(MIX, overlap=False),
     "host": StepShape((H,) * 3, tuple("aab")),
+    "summed": StepShape((H, D, H, H, S, H, H), tuple("aabbcdd"), slots=1, summed=frozenset((0, 2, 5, 6))),
+    "all summed": StepShape((H,) * 5, tuple("aabbc"), summed=frozenset(range(5))),
     "streamed": StepShape((S,) * 4, tuple("aabc"), slots=3, transient=True),
     "device": StepShape((D,) * 3, tuple("abb")),
 }

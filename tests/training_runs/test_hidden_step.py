@@ -38,6 +38,8 @@ PLACEMENTS = {
     "streamed through 1 MiB": [*STREAMED, "optimizer.optimizer_state_offload_chunk_size_mb=1"],
     "host and streamed": [*offloaded(0.5), *STREAMED],
     "mixed": [*offloaded(1), "optimizer.offload_mix=0.5"],
+    "summed on the host": [*offloaded(1), "optimizer.gradients=host"],
+    "half summed, mixed": [*offloaded(0.6), "optimizer.gradients=host", "optimizer.offload_mix=0.3"],
     "mixed by rates": [*offloaded(1), "optimizer.offload_mix=auto"],
     "unpinned": [*offloaded(1), "optimizer.pin_cpu_grads=False", "optimizer.pin_cpu_params=False"],
 }
@@ -158,11 +160,19 @@ def layers(count: int) -> tuple[Inventory, Plan]:
         (("train.global_batch_size=1", "train.micro_batch_size=1"), 3),  # one is made while two are on their way out
         (("train.global_batch_size=1", "train.micro_batch_size=1", *SERIAL), 10),
         (("train.global_batch_size=4", "train.micro_batch_size=2"), 20),  # fp32
+        (("train.global_batch_size=4", "train.micro_batch_size=2", "optimizer.gradients=host"), 3),
     ],
 )
 def test_gradients_on_the_device_at_most(words: tuple[str, ...], of_ten: int) -> None:
     config = tiny(*offloaded(1), *words)
     assert gradient_bytes(config, *layers(10)) == of_ten * 64 * 1024 * 2
+
+
+def test_gradients_that_stay_beside_those_that_are_added_up_on_the_host_are_fp32() -> None:
+    inventory, _ = layers(10)
+    half = place_fraction(inventory.buckets, 0.5)
+    config = tiny(*offloaded(0.5), "optimizer.gradients=host")
+    assert gradient_bytes(config, inventory, half) == 5 * 64 * 1024 * 4 + 3 * 64 * 1024 * 2
 
 
 def test_gradients_of_streamed_state_stay_for_the_step() -> None:

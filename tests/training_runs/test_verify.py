@@ -131,6 +131,18 @@ def test_options_that_offload_are_what_is_compared(verify: Cli) -> None:
     assert comparison["claims"][1]["detail"] == "device, streamed, host, against numpy"
 
 
+def test_gradients_that_are_added_up_on_the_host_are_compared(verify: Cli) -> None:
+    words = [
+        "optimizer.optimizer_cpu_offload=True",
+        "optimizer.optimizer_offload_fraction=1.0",
+        "optimizer.gradients=host",
+    ]
+    outcome = verify(*words, "train.global_batch_size=4", "train.micro_batch_size=1")
+    assert outcome.code == 0, outcome.out + outcome.err
+    (comparison,) = outcome.report["comparisons"]
+    assert comparison["microbatches"] == 4
+
+
 # -------------------------------------------------------------------- it can fail
 
 

@@ -137,6 +137,12 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         ("optimizer.use_torch_optimizer_for_cpu_offload=true with streamed state, which hostward's own kernel steps"),
     ),
+    "serial-sums": (
+        TINY,
+        ("optimizer.optimizer_cpu_offload=true optimizer.gradients=host optimizer.overlap_cpu_optimizer_d2h_h2d=false"),
+        1,
+        "optimizer.gradients=host without the overlap: what is added up on the host leaves during backward",
+    ),
     "overlap-of-nothing": (
         TINY,
         "optimizer.overlap_cpu_optimizer_d2h_h2d=false",

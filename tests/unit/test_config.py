@@ -33,7 +33,8 @@ OPTION_NAMES = {
     "optimizer": (
         "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad decoupled_weight_decay "
         "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
-        "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params offload_mix offload_optimizer_states "
+        "use_torch_optimizer_for_cpu_offload gradients pin_cpu_grads pin_cpu_params offload_mix "
+        "offload_optimizer_states "
         "optimizer_state_offload_fraction optimizer_state_offload_chunk_size_mb host_threads"
     ),
     "scheduler": "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_init",

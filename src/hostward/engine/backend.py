@@ -204,11 +204,28 @@ class Backend(ABC):
         firsts: Sequence[int],
         out: Partials,
         *,
+        lane: Lane = Lane.COMPUTE,
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """Partial sums of the norm over device gradients of these lengths, on the compute lane; those of `gradients[i]`
-        go to the chunks from `firsts[i]` on.
+        """Partial sums of the norm over gradients of these lengths, on the compute lane or, for gradients on the host,
+        on the host lane; those of `gradients[i]` go to the chunks from `firsts[i]` on.
+        """
+
+    @abstractmethod
+    def add(
+        self,
+        name: str,
+        totals: Sequence[Buffer],
+        gradients: Sequence[Buffer],
+        *,
+        first: bool,
+        partials: tuple[Partials, Sequence[int]] | None = None,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        """total = gradient, where `first`, or total + gradient, in fp32, on the host lane. `partials` also takes the
+        partial sums of the new totals, those of `totals[i]` in the chunks from its second item's element i on.
         """
 
     @abstractmethod

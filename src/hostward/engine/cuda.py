@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from hostward.errors import DeviceError, MemoryLimitError, PlacementError
+from hostward.errors import DeviceError, PlacementError
 from hostward.host.library import check
 from hostward.schedule import Lane
 
@@ -31,19 +31,19 @@ from .backend import (
 )
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_kernels import KernelTables
-from .cuda_work import INDEX, LANES, CommandWork, CudaEvent, CudaWork, HostWork, KernelWork, TableWork
+from .cuda_memory import device_slab, host_blocks
+from .cuda_work import INDEX, LANES, CommandWork, CudaEvent, CudaWork, HostWork, KernelWork, TableWork, TaskWork
 from .driver import (
     event_create,
     event_destroy,
     event_elapsed_ms,
     event_query,
     event_synchronize,
-    lock_pages,
+    pci_address,
     stream_synchronize,
-    unlock_pages,
 )
-from .host_task import isa_name, own_threads
-from .pools import host_slabs
+from .host_task import add_task, added_partials, isa_name, own_threads, partials_task
+from .pools import numa_node_of
 
 _UPLOAD_BYTES = 2 * 1024 * 1024
 
@@ -84,6 +84,8 @@ class CudaBackend(Backend):
         self._turns, self._based = [0] * RING, [-1] * RING
         self._bases = [self.timed_event() for _ in range(RING)]
         self._first_base, self._has_base = self.timed_event(), False
+        numa_node = numa_node_of(pci_address(self.device.index))
+        self._host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
         self._kernels = KernelTables(self.device, self._upload_arena)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
         weakref.finalize(self, _drain, list(self._side.values()), self._events)
@@ -103,7 +105,7 @@ class CudaBackend(Backend):
         if tier is Tier.HOST:
             blocks = self._host_blocks(sizes, dtype, owner, pinned)
         else:
-            blocks = list(torch.split(self._device_slab(sum(sizes), dtype, owner, zero), list(sizes)))
+            blocks = list(torch.split(device_slab(self.device, sum(sizes), dtype, owner, zero), list(sizes)))
         buffers = [Buffer(tier, block, owner, pinned) for block in blocks]
         for buffer in buffers:
             self.ledger.add(buffer)
@@ -167,12 +169,31 @@ class CudaBackend(Backend):
         firsts: Sequence[int],
         out: Partials,
         *,
+        lane: Lane = Lane.COMPUTE,
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        require_tier((*gradients, *out.all()), Tier.DEVICE, name)
+        require_tier((*gradients, *out.all()), Tier.HOST if lane is Lane.HOST else Tier.DEVICE, name)
+        if lane is Lane.HOST:
+            task = functools.partial(partials_task, gradients, firsts, out, self.threads)
+            return TaskWork(self, name, task, waits, done or self.event())
         prepare = self._kernels.partials(gradients, lengths, firsts, out)
         return TableWork(self, name, Lane.COMPUTE, prepare, waits, done or self.event())
+
+    def add(
+        self,
+        name: str,
+        totals: Sequence[Buffer],
+        gradients: Sequence[Buffer],
+        *,
+        first: bool,
+        partials: tuple[Partials, Sequence[int]] | None = None,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        require_tier([*totals, *gradients, *added_partials(totals, partials)], Tier.HOST, name)
+        task = functools.partial(add_task, totals, gradients, self.threads, first=first, partials=partials)
+        return TaskWork(self, name, task, waits, done or self.event())
 
     def norm(
         self,
@@ -353,35 +374,9 @@ class CudaBackend(Backend):
             self.errors[slot][0] = 0
             check(code, "a host step")
 
-    def _device_slab(self, elements: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
-        make = torch.zeros if zero else torch.empty
-        try:
-            return make(elements, dtype=dtype, device=self.device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise MemoryLimitError(
-                f"{owner}: {elements * dtype.itemsize:,} bytes of device memory could not be allocated",
-                why=str(error).splitlines()[0],
-                fix="raise optimizer.optimizer_offload_fraction",
-            ) from error
-
-    def _host_blocks(self, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool) -> list[torch.Tensor]:
-        def lock(address: int, size_bytes: int) -> Callable[[], None]:
-            torch.cuda.current_stream(self.device).query()  # makes the context current in this thread
-            lock_pages(address, size_bytes, owner=owner)
-            return functools.partial(_unlock, self.device, address, size_bytes)
-
-        sizes_bytes = [size * dtype.itemsize for size in sizes]
-        blocks = host_slabs(sizes_bytes, owner=owner, threads=self.threads, lock=lock if pinned else None)
-        return [block.view(dtype) for block in blocks]
-
 
 def _drain(streams: Sequence[torch.cuda.Stream], events: Sequence[int]) -> None:
     for stream in streams:
         stream_synchronize(stream.cuda_stream)
     for event in events:
         event_destroy(event)
-
-
-def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
-    torch.cuda.synchronize(device)
-    unlock_pages(address, size_bytes)

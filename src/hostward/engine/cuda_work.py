@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hostward.host.accumulate import AccumulateTask, NormTask
 from hostward.host.adamw import AdamWTask
 from hostward.schedule import Lane
 
@@ -157,7 +158,7 @@ class HostWork(CudaWork):
         hyper = constants.hyper
         self._hypers[slot][:] = (hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps)
         task = self._tasks[slot]
-        self.commands(f"task {slot}", lambda: self._build(task)).issue(backend.streams)
+        self.commands(f"task {slot}", lambda: host_commands(self, *task.host_function())).issue(backend.streams)
         backend.keep(task)
         return self.enqueued()
 
@@ -170,10 +171,38 @@ class HostWork(CudaWork):
             for i, hyper in enumerate(self._hypers)
         ]
 
-    def _build(self, task: AdamWTask) -> list[Command]:
-        function, argument = task.host_function()
-        call = Command(Verb.HOST, INDEX[Lane.HOST], function, argument)
-        return [*self.waiting(), *self.timed(0), call, *self.timed(1), *self.recording()]
+
+class TaskWork(CudaWork):
+    """A host function over operands that stay where they are: one immutable task for each turn that may be pending,
+    which differ in where they report errors.
+    """
+
+    __slots__ = ("_tasks",)
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        name: str,
+        task: Callable[..., AccumulateTask | NormTask],
+        waits: Sequence[Event],
+        done: Event,
+    ) -> None:
+        super().__init__(backend, name, Lane.HOST, waits, done)
+        self._tasks = [task(error=error) for error in backend.errors]
+
+    def issue(self) -> Event:
+        backend = self._backend
+        slot = backend.turn % RING
+        task = self._tasks[slot]
+        self.commands(f"task {slot}", lambda: host_commands(self, *task.host_function())).issue(backend.streams)
+        backend.keep(task)
+        return self.enqueued()
+
+
+def host_commands(work: CudaWork, function: int, argument: int) -> list[Command]:
+    """A host function behind what the work waits for."""
+    call = Command(Verb.HOST, INDEX[Lane.HOST], function, argument)
+    return [*work.waiting(), *work.timed(0), call, *work.timed(1), *work.recording()]
 
 
 class KernelWork(CudaWork):

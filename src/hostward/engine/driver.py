@@ -13,6 +13,7 @@ import functools
 from hostward.errors import DeviceError, MemoryLimitError
 
 _PORTABLE = 1
+_PCI_ADDRESS_BYTES = 32
 _EVENT_DEFAULT = 0
 _EVENT_DISABLE_TIMING = 2
 _SUCCESS = 0
@@ -124,6 +125,15 @@ def event_elapsed_ms(start: int, end: int) -> float:
     code = _elapsed_time()(ctypes.byref(elapsed_ms), start, end)
     _require(code, "cuEventElapsedTime", "the time between two events could not be read")
     return elapsed_ms.value
+
+
+def pci_address(ordinal: int) -> str:
+    """The PCI address of a visible device, as in `0000:1b:00.0`. Raises DeviceError."""
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(_PCI_ADDRESS_BYTES)
+    _require(_library().cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet", "find the device")
+    code = _library().cuDeviceGetPCIBusId(text, len(text), device)
+    _require(code, "cuDeviceGetPCIBusId", "find the device's PCI address")
+    return text.value.decode().lower()
 
 
 def lock_pages(address: int, size_bytes: int, *, owner: str) -> None:

@@ -1,18 +1,20 @@
-"""A bucket's operands as a native AdamW task: for host buckets, and for every bucket of the simulated backend."""
+"""A bucket's operands as native tasks: for host buckets, and for every bucket of the simulated backend."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from hostward.host.accumulate import AccumulateRange, AccumulateTask, NormRange, NormTask
 from hostward.host.adamw import AdamWRange, AdamWTask
 from hostward.host.library import Isa, load
 from hostward.host.threads import default_threads, read_cpu_facts
 from hostward.inventory import MasterKind
 
-from .backend import AdamWOperands, Scalars
+from .backend import AdamWOperands, Buffer, Partials, Scalars, chunks_of
 
 
 def host_task(
@@ -40,6 +42,54 @@ def host_task(
         error=error,
         threads=threads,
     )
+
+
+def add_task(
+    totals: Sequence[Buffer],
+    gradients: Sequence[Buffer],
+    threads: int,
+    *,
+    first: bool,
+    partials: tuple[Partials, Sequence[int]] | None,
+    error: npt.NDArray[np.int32] | None = None,
+) -> AccumulateTask:
+    """`Backend.add` over what lies at the buffers now. Raises PlacementError or ConfigError for what does not fit."""
+    out, firsts = (None, [0] * len(totals)) if partials is None else partials
+    ranges = [
+        AccumulateRange(total.data, gradient.data, total.data.numel(), chunk)
+        for total, gradient, chunk in zip(totals, gradients, firsts, strict=True)
+    ]
+    return AccumulateTask(
+        ranges,
+        first=first,
+        last=out is not None,
+        sums=None if out is None else out.sums.data,
+        exponents=None if out is None else out.exponents.data,
+        error=error,
+        threads=threads,
+    )
+
+
+def added_partials(totals: Sequence[Buffer], partials: tuple[Partials, Sequence[int]] | None) -> list[Buffer]:
+    """The parts of `partials` that `Backend.add` writes."""
+    if partials is None:
+        return []
+    out, firsts = partials
+    parts = [out.part(first, chunks_of(total.data.numel())) for total, first in zip(totals, firsts, strict=True)]
+    return [buffer for part in parts for buffer in part.all()]
+
+
+def partials_task(
+    gradients: Sequence[Buffer],
+    firsts: Sequence[int],
+    out: Partials,
+    threads: int,
+    *,
+    error: npt.NDArray[np.int32] | None = None,
+) -> NormTask:
+    """`Backend.partials` on the host. Raises PlacementError or ConfigError for operands that do not fit."""
+    ranges = [NormRange(g.data, g.data.numel(), first) for g, first in zip(gradients, firsts, strict=True)]
+    return NormTask(ranges, sums=out.sums.data, exponents=out.exponents.data, error=error, threads=threads)
 
 
 def own_threads() -> int:

@@ -119,7 +119,7 @@ class AdamWOperands:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on the device."""
+    """Partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on one tier."""
 
     sums: Buffer
     exponents: Buffer
@@ -130,10 +130,8 @@ class Partials:
     def part(self, first: int, chunks: int) -> Partials:
         """Those of a run of chunks."""
         span = slice(first, first + chunks)
-        sums, exponents = self.sums, self.exponents
-        return Partials(
-            Buffer(Tier.DEVICE, sums.data[span], sums.owner), Buffer(Tier.DEVICE, exponents.data[span], exponents.owner)
-        )
+        sums, exponents = (Buffer(b.tier, b.data[span], b.owner, b.pinned) for b in self.all())
+        return Partials(sums, exponents)
 
 
 CHUNK_ELEMENTS = 4096

@@ -22,6 +22,7 @@ import torch
 
 from hostward.errors import OrderingError
 from hostward.host import reference
+from hostward.host.accumulate import accumulate
 from hostward.host.adamw import adamw_step
 from hostward.host.norm import norm_partials
 from hostward.ordering import LaneClocks
@@ -43,7 +44,7 @@ from .backend import (
     require_tier,
 )
 from .byte_rule import ByteRule, Operation
-from .host_task import host_task, isa_name, own_threads
+from .host_task import add_task, added_partials, host_task, isa_name, own_threads
 from .pools import host_slab
 
 LANES = tuple(Lane)
@@ -189,10 +190,11 @@ class SimulatedBackend(Backend):
         firsts: Sequence[int],
         out: Partials,
         *,
+        lane: Lane = Lane.COMPUTE,
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        require_tier((*gradients, *out.all()), Tier.DEVICE, name)
+        require_tier((*gradients, *out.all()), Tier.HOST if lane is Lane.HOST else Tier.DEVICE, name)
         parts = [out.part(first, chunks_of(length)) for first, length in zip(firsts, lengths, strict=True)]
 
         def enqueue() -> Operation:
@@ -205,9 +207,29 @@ class SimulatedBackend(Backend):
                     part.exponents.data.copy_(torch.from_numpy(exponents))
 
             writes = [buffer for part in parts for buffer in part.all()]
-            return self._issue(Lane.COMPUTE, name, run, gradients, writes, waits)
+            return self._issue(lane, name, run, gradients, writes, waits)
 
-        return _SimulatedWork(name, Lane.COMPUTE, done or Event(), enqueue)
+        return _SimulatedWork(name, lane, done or Event(), enqueue)
+
+    def add(
+        self,
+        name: str,
+        totals: Sequence[Buffer],
+        gradients: Sequence[Buffer],
+        *,
+        first: bool,
+        partials: tuple[Partials, Sequence[int]] | None = None,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        require_tier([*totals, *gradients, *added_partials(totals, partials)], Tier.HOST, name)
+
+        def enqueue() -> Operation:
+            task = add_task(totals, gradients, self.threads, first=first, partials=partials)
+            reads, writes = [*gradients, *([] if first else totals)], [*totals, *added_partials(totals, partials)]
+            return self._issue(Lane.HOST, name, lambda: accumulate(task), reads, writes, waits)
+
+        return _SimulatedWork(name, Lane.HOST, done or Event(), enqueue)
 
     def norm(
         self,

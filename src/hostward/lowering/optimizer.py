@@ -2,9 +2,11 @@
 
     point        compute                        other lanes
     gradient/b   partials/b                     d2h: download/b (host buckets)
+                 made/b                         d2h: download/b; host: add/b (host buckets that are summed there)
     release/b    release/b  (gradient freed)
     stage        acquire    (slots)             h2d: read/b of the first streamed buckets
-    step         norm, step/b (device buckets)  d2h: fetch; host: step/b; h2d: upload/b;
+    step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (summed buckets);
+                                                d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
     unstage      unstage    (slots freed)
     use/L        arrive/L, release/b (streamed)
@@ -16,6 +18,9 @@ it; tests/ordering runs the rule over such orders.
 State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
 while state kept coming on a lane of its own, no weight got through. So the read of a streamed bucket stands where the
 last user of its slot has been stepped: state runs ahead of the host's weights by as many buckets as there are slots.
+
+Gradients of summed buckets are added up on the host: their gradient points come once in every microbatch of a turn, and
+a wait stands for the newest issue of the operation that it names, as everywhere.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ STAGE = "stage"
 UNSTAGE = "unstage"
 GRADIENTS_IN_FLIGHT = 2
 """Host buckets whose gradients are on their way out at any time: one is copied while the next is made."""
+INBOXES = 3
+"""Landing places that summed buckets share: one is copied to, one added from, and one is free in between."""
 
 
 def gradient_point(bucket: int) -> str:
@@ -58,7 +65,8 @@ class StepShape:
     placements: of every bucket, in order of use in forward. layers: the use point's layer of every bucket. absent:
     buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
     is streamed. transient: slots are taken at the point `stage` and given back at `unstage`, instead of being kept.
-    overlap: False issues everything at the point `step`, arrivals included.
+    overlap: False issues everything at the point `step`, arrivals included. summed: host buckets whose gradients are
+    added up on the host, microbatch by microbatch.
     """
 
     placements: tuple[Placement, ...]
@@ -67,6 +75,12 @@ class StepShape:
     slots: int = 0
     transient: bool = False
     overlap: bool = True
+    summed: frozenset[int] = field(default=frozenset())
+
+
+def inbox_of(summed: frozenset[int], bucket: int) -> int:
+    """The landing place of a summed bucket: they take the inboxes in turn."""
+    return sum(b < bucket for b in summed) % INBOXES
 
 
 def slot_of(placements: Sequence[Placement], bucket: int, slots: int) -> int:
@@ -108,11 +122,11 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
         partials = Op(
             f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, gradient_point(b), b, (gradient,), (f"partial/{b}",)
         )
-        ops.append(partials)
+        ops += [] if b in shape.summed else [partials]
         if shape.placements[b] is Placement.HOST:
             if len(in_flight) == GRADIENTS_IN_FLIGHT:
                 ops.append(_release(in_flight.pop(0), release_point, "download"))
-            ops.append(_download(b))
+            ops += _added(shape, present, b) if b in shape.summed else [_download(b)]
             in_flight.append(b)
     return ops + [_release(b, release_point, "download") for b in in_flight]
 
@@ -120,6 +134,31 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
 def _download(b: int) -> Op:
     reads, writes, waits = (f"gradient/{b}",), (f"landing/{b}",), (f"partials/{b}",)
     return Op(f"download/{b}", Kind.COPY, Lane.D2H, gradient_point(b), b, reads, writes, waits)
+
+
+def _added(shape: StepShape, present: Sequence[int], b: int) -> list[Op]:
+    inbox = inbox_of(shape.summed, b)
+    sharing = [e for e in sorted(shape.summed, reverse=True) if inbox_of(shape.summed, e) == inbox]
+    # Gradient points come in any order and more than once: whoever used the inbox last is among all that share it.
+    earlier = tuple(f"add/{e}" for e in sharing if e > b and e in present)
+    before = tuple(f"add/{e}" for e in sharing if e <= b and e in present)
+    point, gradient, landing, total = gradient_point(b), f"gradient/{b}", f"inbox/{inbox}", f"total/{b}"
+    return [
+        Op(f"made/{b}", Kind.JOIN, Lane.COMPUTE, point, b),
+        Op(f"download/{b}", Kind.COPY, Lane.D2H, point, b, (gradient,), (landing,), (f"made/{b}", *earlier), before),
+        Op(f"add/{b}", Kind.ADD, Lane.HOST, point, b, (landing, total), (total, f"sum/{b}"), (f"download/{b}",)),
+    ]
+
+
+def _summed(summed: Sequence[int]) -> list[Op]:
+    """Partial sums of totals, where the last addition did not make them, and all of them on their way to the norm."""
+    ops = [Op(f"sums/{b}", Kind.PARTIALS, Lane.HOST, STEP, b, (f"total/{b}",), (f"sum/{b}",)) for b in summed]
+    if summed:
+        ops.append(Op("summed", Kind.JOIN, Lane.HOST, STEP))
+    waits = ("summed",)
+    return ops + [
+        Op(f"lift/{b}", Kind.COPY, Lane.H2D, STEP, b, (f"sum/{b}",), (f"partial/{b}",), waits) for b in summed
+    ]
 
 
 def _release(b: int, point: object, after: str) -> Op:
@@ -157,7 +196,10 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops = [
         Op(f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, STEP, b, (), (f"partial/{b}",)) for b in sorted(shape.absent)
     ]
-    ops.append(Op("norm", Kind.NORM, Lane.COMPUTE, STEP, None, partials, (DEVICE_SCALARS,)))
+    summed = sorted(shape.summed.intersection(present))
+    ops += _summed(summed)
+    lifted = tuple(f"lift/{b}" for b in summed[-1:])
+    ops.append(Op("norm", Kind.NORM, Lane.COMPUTE, STEP, None, partials, (DEVICE_SCALARS,), lifted))
     if _of(shape, present, Placement.HOST):
         fetch = Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), ("norm",))
         ops.append(fetch)
@@ -170,7 +212,8 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
             ops += [_read(shape, present, following, STEP)] if following in present and following is not None else []
         elif b in present:
             first = b == min(_of(shape, present, Placement.HOST), default=b)
-            ops += _device_bucket(b) if placement is Placement.DEVICE else _host_bucket(b, first=first)
+            landing = f"total/{b}" if b in shape.summed else f"landing/{b}"
+            ops += _device_bucket(b) if placement is Placement.DEVICE else _host_bucket(b, landing, first=first)
     if streamed:
         ops.append(Op("written", Kind.JOIN, Lane.D2H, STEP))
     return ops
@@ -184,8 +227,8 @@ def _device_bucket(b: int) -> list[Op]:
     ]
 
 
-def _host_bucket(b: int, *, first: bool) -> list[Op]:
-    landing, source, weight = f"landing/{b}", f"source/{b}", f"weight/{b}"
+def _host_bucket(b: int, landing: str, *, first: bool) -> list[Op]:
+    source, weight = f"source/{b}", f"weight/{b}"
     # All downloads come before `fetch` on their lane, and the first host step before the others on theirs. That is not
     # for beauty: of host functions that each wait for an event the driver lets only a few dozen be pending, and then
     # blocks the caller; of those that follow one another, hundreds.
@@ -221,8 +264,8 @@ def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
         weights = tuple(f"weight/{b}" for b in held)
         own = [b for b in held if b in present]
         waits = [f"upload/{b}" for b in _of(shape, own, Placement.HOST)]
-        # Host functions overwrite landing places and state; the next turn writes both again.
-        waits += [f"retire/{b}" for b in _of(shape, own, Placement.HOST)]
+        # Host functions read landing places, which the next turn's copies overwrite; its additions are on their lane.
+        waits += [f"retire/{b}" for b in _of(shape, own, Placement.HOST) if b not in shape.summed]
         waits += [f"step/{b}" for b in _of(shape, own, Placement.STREAMED)]
         ops.append(Op(f"arrive/{layer}", Kind.JOIN, Lane.COMPUTE, use_point(layer), None, weights, (), tuple(waits)))
         ops += [_release(b, use_point(layer), "step") for b in _of(shape, own, Placement.STREAMED)]

@@ -28,6 +28,7 @@ _OFFLOADING = (
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
     "optimizer.overlap_cpu_optimizer_d2h_h2d",
+    "optimizer.gradients",
     "optimizer.pin_cpu_grads",
     "optimizer.pin_cpu_params",
     "optimizer.offload_mix",

@@ -13,7 +13,7 @@ from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
 from .models import parameter_count
-from .placing import accumulates, gradients_leave, shares
+from .placing import accumulates_in_fp32, gradients_leave, shares
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
@@ -37,7 +37,7 @@ def need(config: Config, parameters: int) -> Need:
     """What a model of so many parameters needs, wherever it lies."""
     dtype = Dtype(config.model.params_dtype)
     weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
-    gradient_bytes = parameters * 4 if accumulates(config) else weight_bytes
+    gradient_bytes = parameters * 4 if accumulates_in_fp32(config) else weight_bytes
     return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 

@@ -10,6 +10,8 @@ from hostward.config import Config
 from hostward.inventory import Inventory
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.plan import Placement, Plan
+from hostward.planner import summed_on_host
+from hostward.rule_table import serial
 from hostward.training.optimizer import AdamW
 
 from . import resume
@@ -55,9 +57,17 @@ def accumulates(config: Config) -> bool:
 
 def gradients_leave(config: Config) -> bool:
     """Whether gradients of the host share leave the device while backward makes others."""
-    options = config.optimizer
-    hidden = options.overlap_cpu_optimizer_d2h_h2d and not options.use_torch_optimizer_for_cpu_offload
-    return hidden and not accumulates(config)
+    return not serial(config) and (not accumulates(config) or sums_on_host(config))
+
+
+def sums_on_host(config: Config) -> bool:
+    """Whether gradients of the host share are added up on the host, and the others in float32."""
+    return config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host"
+
+
+def accumulates_in_fp32(config: Config) -> bool:
+    """Whether gradients that stay on the device do so in float32."""
+    return accumulates(config) or sums_on_host(config)
 
 
 def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
@@ -74,7 +84,8 @@ def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
         pin_gradients=options.pin_cpu_grads,
         pin_weights=options.pin_cpu_params,
         use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
-        grad_dtype=torch.float32 if accumulates(config) and config.model.params_dtype != "fp32" else None,
+        gradients=options.gradients,
+        grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
         staging_bytes=options.optimizer_state_offload_chunk_size_mb * _MIB or None,
         host_threads=options.host_threads,
     )
@@ -83,16 +94,24 @@ def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
 def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
     """Most bytes that gradients take on the device at once, if every parameter has one.
 
-    With several microbatches that is all of them, before the last. With one, those of the host share leave: at any
-    time there are those of the other buckets, and of a run of host buckets that are filled or on their way out.
+    With several microbatches that is all of them, before the last, unless the host adds them up. Those that leave in
+    every backward, or in the only one: at any time there are those of the other buckets, and of a run of buckets that
+    are filled or on their way out.
     """
-    accumulated = accumulates(config)
-    sizes = {p.name: p.numel * (4 if accumulated else p.dtype.itemsize_bytes) for p in inventory.parameters}
+    placements = [b.placement for b in plan.buckets]
+    leaving = [b for b, placement in enumerate(placements) if placement is Placement.HOST]
+    if sums_on_host(config):
+        leaving = sorted(summed_on_host(inventory.buckets, placements))
+    names = [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
+    stay = {name for b, held in enumerate(names) if b not in leaving for name in held}
+    in_fp32 = accumulates_in_fp32(config)
+    sizes = {
+        p.name: p.numel * (4 if in_fp32 and (p.name in stay or not sums_on_host(config)) else p.dtype.itemsize_bytes)
+        for p in inventory.parameters
+    }
     if not gradients_leave(config):
         return sum(sizes.values())
-    pairs = list(zip(plan.buckets, inventory.buckets, strict=True))
-    stay = {r.name for placed, bucket in pairs if placed.placement is not Placement.HOST for r in bucket.ranges}
-    on_host = [{r.name for r in bucket.ranges} for placed, bucket in pairs if placed.placement is Placement.HOST]
+    on_host = [names[b] for b in leaving]
     runs = [set().union(*on_host[i : i + GRADIENTS_IN_FLIGHT + 1]) - stay for i in range(len(on_host))]
     in_flight = max((sum(sizes[name] for name in run) for run in runs), default=0)
     return sum(sizes[name] for name in stay) + in_flight

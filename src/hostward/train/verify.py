@@ -202,7 +202,10 @@ def _train_on_same_gradients(recipe: str, case: Case) -> tuple[Outcome, Outcome]
         loss = loop.backward(reference, taken=False)
         with candidate.optimizer.accumulate(last=True):
             for mine, theirs in pairs:
-                theirs.grad = None if mine.grad is None else mine.grad.clone()
+                theirs.grad = None
+                if mine.grad is not None:
+                    theirs.grad_dtype = mine.grad.dtype  # also where each microbatch's goes to the host by itself
+                    theirs.grad = mine.grad.clone()
         for run in (reference, candidate):
             loop.step(run, loss)
             run.optimizer.zero_grad()

@@ -31,6 +31,7 @@ from hostward.schedule import Kind, Lane, Op
 from .slots import Slots
 from .state import BucketState
 from .targets import Targets
+from .totals import Totals
 
 _FIRST_TABLE_LENGTH = 1024
 _KEPT_WORKS = 4096
@@ -43,8 +44,10 @@ class Memory:
     device_scalars: Scalars
     host_scalars: Scalars
     partials: Partials
+    host_partials: Partials | None
+    """Those of gradients that are added up on the host."""
     first_chunks: Sequence[Sequence[int]]
-    """By bucket and range: the first chunk in `partials`."""
+    """By bucket and range: the first chunk in both."""
 
 
 class Bindings:
@@ -54,12 +57,19 @@ class Bindings:
     """
 
     def __init__(
-        self, backend: Backend, states: Sequence[BucketState], memory: Memory, slots: Slots, targets: Targets
+        self,
+        backend: Backend,
+        states: Sequence[BucketState],
+        memory: Memory,
+        slots: Slots,
+        totals: Totals,
+        targets: Targets,
     ) -> None:
         self._backend = backend
         self._states = states
         self._memory = memory
         self._slots = slots
+        self._totals = totals
         self._targets = targets
         self.gradients = [[empty_buffer("gradients") for _ in s.bucket.ranges] for s in states]
         self.events: defaultdict[str, Event] = defaultdict(backend.event)
@@ -68,16 +78,26 @@ class Bindings:
         self._constants: dict[int, Constants] = {}
         self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
         self._step_bound: int | None = None
-        self._works: dict[tuple[Op, tuple[int, ...]], Work] = {}
+        self._works: dict[tuple[Op, tuple[int, ...], tuple[bool, ...]], Work] = {}
 
     def work(self, op: Op, chosen: Iterable[int]) -> Work:
         """The operation over the chosen ranges of its bucket; `chosen` is empty for operations on all buckets, and for
         the partial sums of a bucket without gradients.
         """
-        key = (op, tuple(sorted(chosen)))
+        key = (op, tuple(sorted(chosen)), ())
         found = self._works.get(key)
         if found is None:
-            found = self._works[key] = self._bind(*key)
+            found = self._works[key] = self._bind(op, key[1])
+        return found
+
+    def addition(self, op: Op, chosen: Iterable[int], *, first: bool, last: bool) -> Work:
+        """The addition of landed gradients to totals that begin with it (`first`), which also makes the partial sums
+        (`last`).
+        """
+        key = (op, tuple(sorted(chosen)), (first, last))
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = self._bind_addition(op, key[1], first, last)
         return found
 
     def forget(self, bucket: int | None = None) -> None:
@@ -108,6 +128,18 @@ class Bindings:
         name = op.name.removeprefix("arrive/")
         return backend.mark(f"offload/{'wait/' if name != op.name else ''}{name}", op.lane, **rest)
 
+    def _bind_addition(self, op: Op, chosen: tuple[int, ...], first: bool, last: bool) -> Work:
+        b, memory = int(op.bucket or 0), self._memory
+        state = self._states[b]
+        totals, landed = [state.gradients[i] for i in chosen], [self._totals.inbox(b, i) for i in chosen]
+        out = None
+        if last and memory.host_partials is not None:
+            out = memory.host_partials, [memory.first_chunks[b][i] for i in chosen]
+        waits, name = [self.events[wait] for wait in op.waits], f"offload/host/add/{state.bucket.name}"
+        return self._backend.add(
+            name, totals, landed, first=first, partials=out, waits=waits, done=self.events[op.name]
+        )
+
     def _bind_bucket(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
         backend, state = self._backend, self._states[b]
         gradients = [self.gradients[b][i] for i in chosen]
@@ -118,7 +150,12 @@ class Bindings:
             first = self._memory.first_chunks[b]
             lengths = [state.bucket.ranges[i].numel for i in chosen]
             firsts = [first[i] for i in chosen]
-            return backend.partials(f"offload/norm/{name}", gradients, lengths, firsts, self._memory.partials, **rest)
+            out = self._memory.partials
+            if op.lane is Lane.HOST and self._memory.host_partials is not None:
+                gradients, out = [state.gradients[i] for i in chosen], self._memory.host_partials
+            return backend.partials(f"offload/norm/{name}", gradients, lengths, firsts, out, lane=op.lane, **rest)
+        if op.kind is Kind.JOIN:
+            return backend.mark("offload/made", op.lane, **rest)
         if op.kind is Kind.RETIRE:
             landing = op.name.startswith("retire/")
             return backend.retire([state.gradients[i] for i in chosen] if landing else gradients, op.lane, **rest)
@@ -137,13 +174,31 @@ class Bindings:
             what = "state"
             there, here = self._slots.of(b), state.streamed()
         elif down:
-            what = "grad"
-            there, here = [self.gradients[b][i] for i in chosen], [state.gradients[i] for i in chosen]
+            what, summed = "grad", b in self._totals.summed
+            there = [self.gradients[b][i] for i in chosen]
+            here = [self._totals.inbox(b, i) if summed else state.gradients[i] for i in chosen]
+        elif op.reads == (f"sum/{b}",):
+            what = "sums"
+            there, here = self._partial_sums(b, chosen)
         else:
             what = "weight"
             there, here = [self._targets.weights[b][i] for i in chosen], [state.weights[i] for i in chosen]
         pairs = list(zip(here, there, strict=True) if down else zip(there, here, strict=True))
         return self._backend.copy(op.lane, pairs, name=f"offload/{op.lane.value}/{what}/{state.bucket.name}", **rest)
+
+    def _partial_sums(self, b: int, chosen: tuple[int, ...]) -> tuple[list[Buffer], list[Buffer]]:
+        """Partial sums of ranges, on the device and on the host, in as few pieces as they lie in."""
+        runs: list[list[int]] = []
+        for i in chosen:
+            first = self._memory.first_chunks[b][i]
+            end = first + chunks_of(self._states[b].bucket.ranges[i].numel)
+            if runs and runs[-1][1] == first:
+                runs[-1][1] = end
+            else:
+                runs.append([first, end])
+        sides = (self._memory.partials, self._memory.host_partials or self._memory.partials)
+        parts = [[s for first, end in runs for s in side.part(first, end - first).all()] for side in sides]
+        return parts[0], parts[1]
 
     def operands(
         self, b: int, chosen: tuple[int, ...], gradients: Sequence[Buffer], weights: Sequence[Buffer]

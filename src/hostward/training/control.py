@@ -9,7 +9,8 @@ from torch._compile import _disable_dynamo
 
 from hostward.schedule import Lane
 
-from .gradients import Accumulation, Where
+from .accumulation import Accumulation
+from .gradients import Where
 from .tracing import Tracing
 from .unfenced import UnfencedReads
 
@@ -52,12 +53,13 @@ class Control(torch.optim.Optimizer):
 
         In the last one gradients are taken as backward makes them: they leave for the host while backward goes on,
         and their device memory is freed. `.grad` then holds a placeholder that raises ModelError when it is used.
-        Without this context gradients are taken at `step`, with the same result.
+        Without this context gradients are taken at `step`, with the same result. Those that are added up on the host
+        (`gradients="host"`) leave in every backward, within this context or not.
 
         Args:
             last: whether no further microbatch will add to the gradients of this step.
         """
-        return Accumulation(self._handover, self._abandon, last=last and self._overlap)
+        return Accumulation(self._handover, self._issuer, self._abandon, last=last and self._overlap)
 
     def _abandon(self) -> None:
         """Backward was cut short: what was taken is lost."""

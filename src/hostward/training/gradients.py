@@ -7,17 +7,17 @@ A gradient that has been taken leaves a placeholder in `.grad`. Any use of it ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
-from hostward.errors import HostwardError, ModelError
+from hostward.errors import ModelError
 from hostward.inspect import Tracked
 
 
@@ -150,30 +150,47 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]
 
 
+class Taker(Protocol):
+    """Is given gradients that leave `.grad`."""
+
+    def __call__(self, gradient: Gradient, *, last: bool = True) -> None: ...
+
+
 class Handover:
     """Takes gradients from parameters and gives them to `take`, and knows which ones are in `.grad` and which are not.
 
     Args:
         tracked: the parameters.
-        take: is given each gradient that has become final.
+        take: is given each gradient that has become final, and those of `summed` in every microbatch; and whether no
+            further microbatch is known to come.
         give_back: returns a gradient that was taken, in a tensor of its own if need be: more is to be added to it.
+        summed: names of parameters whose gradients are added up on the host.
+        flush: lets the gradient of a parameter of `summed` be added before it gets another one.
     """
 
     def __init__(
         self,
         tracked: Sequence[Tracked],
-        take: Callable[[Gradient], None],
+        take: Taker,
         give_back: Callable[[str], torch.Tensor],
+        *,
+        summed: Set[str] = frozenset(),
+        flush: Callable[[str], None],
     ) -> None:
         self._tracked = list(tracked)
         self._by_name = {t.name: t for t in tracked}
         self._take = take
         self._give_back = give_back
+        self.summed = summed
+        self._flush = flush
         self._placeholders: dict[str, MovedGradient] = {}
         self.taken: set[str] = set()
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
         self.armed = False
+        """No further microbatch adds to what backward makes now: it is final."""
+        self.inside = False
+        """Within `accumulate`."""
         self.captured = False
         """The last backward was captured in a CUDA graph: its gradients stay where the graph writes them."""
         self._handles: list[RemovableHandle] = []
@@ -204,7 +221,10 @@ class Handover:
             return
         if moved.became is Where.LOST:
             _raise_lost(t.name)
-        if moved.became is Where.TAKEN and t.name in self.taken:
+        if moved.became is Where.TAKEN and t.name in self.summed:
+            self._flush(t.name)
+            t.parameter.grad = None
+        elif moved.became is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
             self.taken.discard(t.name)
             t.parameter.grad = self._give_back(t.name).view(t.parameter.shape)
@@ -215,10 +235,10 @@ class Handover:
         """Autograd has added to the parameter's gradient."""
         t = self._by_name[name]
         self.captured = _capturing(t.parameter)
-        if self.armed and not self.captured and t.parameter.numel():
-            self.hand_over(t)
+        if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
+            self.hand_over(t, last=self.armed)
 
-    def hand_over(self, t: Tracked) -> None:
+    def hand_over(self, t: Tracked, *, last: bool = True) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
         gradient = Gradient.of(t.name, t.parameter)
         self._hook(t)
@@ -229,7 +249,7 @@ class Handover:
         placeholder.became = Where.TAKEN
         t.parameter.grad = placeholder
         self.taken.add(t.name)
-        self._take(gradient)
+        self._take(gradient, last=last)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         self.unscaled.append((found_inf, inv_scale))
@@ -355,36 +375,3 @@ class _After:
         handover = self._handover()
         if handover is not None:
             handover.after(self._name)
-
-
-class Accumulation:
-    """What `AdamW.accumulate` returns: gradients of the last microbatch are taken as they become final."""
-
-    def __init__(self, handover: Handover, abandon: Callable[[], None], *, last: bool) -> None:
-        self._handover = handover
-        self._abandon = abandon
-        self._last = last
-
-    @_disable_dynamo
-    def __enter__(self) -> None:
-        if self._handover.armed:
-            raise ModelError(
-                "accumulate() inside accumulate()", why="a microbatch is the last one or not", fix="use one block each"
-            )
-        self._handover.armed = self._last
-
-    @_disable_dynamo
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._handover.armed = False
-        if not self._last:
-            return
-        if kind is not None:
-            self._abandon()
-            return
-        try:
-            # Gradients that the last microbatch did not touch are final all the same.
-            for t in self._handover.waiting():
-                self._handover.hand_over(t)
-        except HostwardError:
-            self._abandon()
-            raise

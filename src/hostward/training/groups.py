@@ -73,6 +73,27 @@ def checked_streamed(value: float | str, use_torch_optimizer: bool) -> float | s
     return share
 
 
+def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
+    """Whether `gradients` asks for sums on the host. Raises ConfigError."""
+    if value not in ("device", "host"):
+        raise ConfigError(f'gradients must be "device" or "host", got {value!r}')
+    if value == "device":
+        return False
+    if not overlap:
+        raise ConfigError(
+            'gradients="host" with overlap=False or use_torch_optimizer=True',
+            why="gradients that are added up on the host leave during backward",
+            fix='leave overlap on, or use gradients="device"',
+        )
+    if grad_dtype not in (None, torch.float32):
+        raise ConfigError(
+            f'gradients="host" with grad_dtype={grad_dtype}',
+            why="gradients are added up in float32 then, those that stay on the device as well",
+            fix="leave grad_dtype out",
+        )
+    return True
+
+
 def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> None:
     """Raises ConfigError for a dtype in which no step is defined, or one that `.grad` already differs from."""
     if dtype is None:

@@ -14,9 +14,9 @@ from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
-from hostward.inventory import Bucket, Inventory, bucket_cap, cut_buckets
+from hostward.inventory import Inventory, bucket_cap, cut_buckets
 from hostward.plan import PlacedBucket, Placement, Plan
-from hostward.planner import checked_fraction, place_fraction
+from hostward.planner import checked_fraction, place_fraction, summed_on_host
 from hostward.schedule import Schedule
 
 from .arrival import Arrivals
@@ -30,6 +30,7 @@ from .groups import (
     check_members,
     checked_norm,
     checked_streamed,
+    sums_on_host,
 )
 from .mix import Mix
 from .saving import Saving
@@ -41,10 +42,12 @@ from .state import (
     allocate_scalars,
     allocate_states,
     host_bytes,
+    landing_dtypes,
     pieces,
 )
 from .state_io import StateAccess
 from .step import StepIssuer
+from .totals import Totals, inbox_bytes
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
@@ -74,6 +77,9 @@ class AdamW(Saving):
             caller waits: same bits, several times slower.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters. Not bit-identical to the
             device share's arithmetic, and slower; for comparison.
+        gradients: where gradients of host-stepped buckets are added up over microbatches. "device": in `.grad`, which
+            they leave in the last backward. "host": in float32 on the host, where they go in every backward; those of
+            other buckets in `.grad`, in float32 too.
         grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several
             microbatches. None leaves the parameters as they are.
         staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
@@ -109,6 +115,7 @@ class AdamW(Saving):
         pin_gradients: bool = True,
         pin_weights: bool = True,
         use_torch_optimizer: bool = False,
+        gradients: str = "device",
         grad_dtype: torch.dtype | None = None,
         staging_bytes: int | None = None,
         host_threads: int | None = None,
@@ -122,12 +129,13 @@ class AdamW(Saving):
         self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
-        self._grad_dtype = grad_dtype
+        self._sums_on_host = sums_on_host(gradients, overlap=self._overlap, grad_dtype=grad_dtype)
+        self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
+        self._summed: frozenset[int] = frozenset()
         self._backend = backend
         check_count("host_threads", host_threads)
         check_count("staging_bytes", staging_bytes)
-        self._staging_bytes = staging_bytes
-        self._host_threads = host_threads
+        self._staging_bytes, self._host_threads = staging_bytes, host_threads
         self._tracked: list[Tracked] = []
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []
@@ -203,9 +211,12 @@ class AdamW(Saving):
             buckets, self.offload_fraction, self._mix.streamed_share(backend, buckets, self.offload_fraction)
         )
         placements = [b.placement for b in plan.buckets]
-        grad_dtypes = self._grad_dtypes(buckets, {t.name: t.parameter for t in new})
+        summed = summed_on_host(buckets, placements) if self._sums_on_host else frozenset()
+        summed_names = {r.name for b in summed for r in buckets[b].ranges}
+        grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
         # All of it, before the first byte is taken: slab by slab the last one would fail.
-        require_host_memory(host_bytes(buckets, placements, grad_dtypes), owner="optimizer state")
+        landing_bytes = inbox_bytes([buckets[b] for b in summed])
+        require_host_memory(host_bytes(buckets, placements, grad_dtypes) + landing_bytes, owner="optimizer state")
         states = allocate_states(backend, buckets, placements, pin_weights=self._pin_weights)
         # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
         landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
@@ -213,10 +224,11 @@ class AdamW(Saving):
         self._tracked += new
         # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
         self.state.update({t.parameter: {} for t in new})
+        self._summed |= {len(self._states) + b for b in summed}
         self._states += states
         self._placements += plan.buckets
         for t in new:
-            if self._grad_dtype is not None:
+            if self._grad_dtype is not None and t.name not in summed_names:
                 t.parameter.grad_dtype = self._grad_dtype
             backend.adopt(t.parameter.data, "weights", counted=True)
         self._by_name = {t.name: t for t in self._tracked}
@@ -229,8 +241,10 @@ class AdamW(Saving):
 
     def _connect(self, backend: Backend) -> None:
         """Schedule, hooks and watches over all buckets that there are now."""
-        scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
-        memory = Memory(*scalars, *allocate_partials(backend, self._states))
+        partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
+        scalars = [allocate_scalars(backend, tier) for tier in (Tier.DEVICE, Tier.HOST)]
+        memory = Memory(scalars[0], scalars[1], partials, host_partials, first_chunks)
+        totals = Totals(backend, self._states, self._summed, pinned=self._pin_gradients)
         gauge = CudaGauge(backend.device) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
         self._issuer = StepIssuer(
@@ -239,12 +253,8 @@ class AdamW(Saving):
             self._by_name,
             memory,
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
-            slots=Slots(
-                backend,
-                self._states,
-                gauge=gauge,
-                staging_bytes=self._staging_bytes,
-            ),
+            slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
+            totals=totals,
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
         )
@@ -255,16 +265,12 @@ class AdamW(Saving):
         if self._arrivals is not None:
             self._arrivals.close()
         self._watch = WeightWatch(self._tracked, self._issuer.use_all)
-        self._handover = Handover(self._tracked, self._issuer.take, self._issuer.give_back)
+        summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
+        issuer = self._issuer
+        self._handover = Handover(self._tracked, issuer.take, issuer.give_back, summed=summed, flush=issuer.flush)
         self._arrivals = None
         if self._module is not None and self._overlap:
             self._arrivals = Arrivals(self._module, layers, self._tracked, self._issuer.use, self._issuer.use_all)
-
-    def _grad_dtypes(
-        self, buckets: Sequence[Bucket], parameters: Mapping[str, torch.nn.Parameter]
-    ) -> list[torch.dtype]:
-        firsts = [parameters[bucket.ranges[0].name] for bucket in buckets]
-        return [self._grad_dtype or p.grad_dtype or p.dtype for p in firsts]
 
     # ---------------------------------------------------------------- facts
 

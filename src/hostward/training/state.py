@@ -7,12 +7,12 @@ Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
     counts                int64 [ranges], finished steps of each range; on the side that steps
 Host buckets also hold
     weight                the weight's dtype: the step's output and the source of the upload; the master itself for fp32
-    gradient              where this step's gradient lands
+    gradient              where this step's gradient lands, or float32, its total over the microbatches
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -65,6 +65,14 @@ class BucketState:
     def buffers(self) -> list[Buffer]:
         own = (self.exp_avg, self.exp_avg_sq, self.counts, self.low, self.weight, self.gradient)
         return [b for b in own if b is not None]
+
+
+def landing_dtypes(
+    buckets: Sequence[Bucket], parameters: Mapping[str, torch.nn.Parameter], grad_dtype: torch.dtype | None
+) -> list[torch.dtype]:
+    """By bucket, the dtype of its gradients on the host. `grad_dtype` goes before what parameters say."""
+    firsts = [parameters[bucket.ranges[0].name] for bucket in buckets]
+    return [grad_dtype or p.grad_dtype or p.dtype for p in firsts]
 
 
 def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradients: Sequence[torch.dtype]) -> int:
@@ -125,8 +133,12 @@ def allocate_states(
     return done
 
 
-def allocate_partials(backend: Backend, states: Sequence[BucketState]) -> tuple[Partials, list[list[int]]]:
-    """Room for the partial sums of the norm of every range, and by bucket and range its first chunk there."""
+def allocate_partials(
+    backend: Backend, states: Sequence[BucketState], *, on_host: bool
+) -> tuple[Partials, Partials | None, list[list[int]]]:
+    """Room for the partial sums of the norm of every range, on the device and, if asked for, on the host; and by bucket
+    and range its first chunk in both.
+    """
     firsts: list[list[int]] = []
     total = 0
     for state in states:
@@ -134,9 +146,14 @@ def allocate_partials(backend: Backend, states: Sequence[BucketState]) -> tuple[
         for r in state.bucket.ranges:
             firsts[-1].append(total)
             total += chunks_of(r.numel)
-    (sums,) = backend.allocate(Tier.DEVICE, [total], torch.int64, "norm partials")
-    (exponents,) = backend.allocate(Tier.DEVICE, [total], torch.int32, "norm partials")
-    return Partials(sums, exponents), firsts
+
+    def allocate(tier: Tier) -> Partials:
+        pinned = tier is Tier.HOST
+        (sums,) = backend.allocate(tier, [total], torch.int64, "norm partials", pinned=pinned)
+        (exponents,) = backend.allocate(tier, [total], torch.int32, "norm partials", pinned=pinned)
+        return Partials(sums, exponents)
+
+    return allocate(Tier.DEVICE), allocate(Tier.HOST) if on_host else None, firsts
 
 
 def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:

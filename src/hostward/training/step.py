@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,30 +23,29 @@ from hostward.lowering.optimizer import (
     UNSTAGE,
     StepShape,
     gradient_point,
-    lower,
-    lower_step,
     release_point,
     use_point,
 )
 from hostward.plan import Placement
-from hostward.schedule import Kind, Lane, Op, Schedule
+from hostward.schedule import Lane, Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
 from .gradients import Gradient
+from .points import PointIssuer
+from .schedules import Schedules
 from .slots import Slots
-from .state import BucketState, allocate_gradients, pieces
+from .state import BucketState, pieces
 from .targets import Targets
-from .torch_host import TorchHostStep
-
-_KEPT_SCHEDULES = 64
+from .totals import Totals
 
 
-class StepIssuer:
+class StepIssuer(PointIssuer):
     """Carries out the schedule of steps for a fixed set of bucket states.
 
     Args:
         layers: the use point's layer of each bucket.
         slots: device staging of streamed buckets.
+        totals: of the host buckets whose gradients are added up on the host.
         overlap: False: everything happens within `step`.
     """
 
@@ -60,27 +58,20 @@ class StepIssuer:
         *,
         layers: Sequence[str],
         slots: Slots,
+        totals: Totals,
         overlap: bool,
         use_torch_optimizer: bool,
     ) -> None:
-        self._backend = backend
-        self._states = states
         self._tracked = tracked
-        self._memory = memory
         self._slots = slots
         self._layers = tuple(layers)
         self._overlap = overlap
-        self._torch_host = TorchHostStep() if use_torch_optimizer else None
         self._pieces = pieces(states)
         self._index = {state: b for b, state in enumerate(states)}
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
         self._targets = Targets(backend, states, tracked)
-        self._bindings = Bindings(backend, states, memory, slots, self._targets)
-        self._gradients = self._bindings.gradients
-        self.torn = False
-        """Some buckets may have taken a step that others have not. Set here; cleared by who sees the step through."""
-        self.issuing = False
-        """Operations of the step itself are being issued; on the simulated backend some of them run now."""
+        bindings = Bindings(backend, states, memory, slots, totals, self._targets)
+        super().__init__(backend, states, memory, bindings, totals, use_torch_optimizer=use_torch_optimizer)
         self._uses = dict.fromkeys(layers)
         self._streamed_of: dict[str, list[int]] = {}
         for b, state in enumerate(states):
@@ -89,7 +80,6 @@ class StepIssuer:
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
         self._unstaged = True
-        self._last_chosen: list[set[int]] = [set() for _ in states]
         self._lower()
         self._reset()
         # What is pending writes to memory that this object holds.
@@ -100,22 +90,32 @@ class StepIssuer:
         placements = tuple(s.placement for s in self._states)
         slots = self._slots
         self._shape = StepShape(
-            placements, self._layers, slots=slots.count, transient=slots.transient, overlap=self._overlap
+            placements,
+            self._layers,
+            slots=slots.count,
+            transient=slots.transient,
+            overlap=self._overlap,
+            summed=self._totals.summed,
         )
-        self.schedule = lower_step(self._shape)
-        self._schedules: dict[frozenset[int], Schedule] = {frozenset(): self.schedule}
-        self._points: Mapping[str, tuple[Op, ...]] = self.schedule.points
+        self._schedules = Schedules(self._shape)
+        self._points = self._schedules.points()
         self._bindings.forget()
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of a turn in which every bucket has a gradient."""
+        return self._schedules.whole
 
     def _reset(self) -> None:
         """No turn is on."""
         self.turning = False
         self._held: dict[str, torch.Tensor] = {}
-        self._chosen: list[set[int]] = [set() for _ in self._states]
-        self._fresh: list[set[int]] = [set() for _ in self._states]
+        self._chosen = [set() for _ in self._states]
+        self._fresh = [set() for _ in self._states]
         self._reported: set[int] = set()
         self._in_flight: deque[int] = deque()
         self._staged = False
+        self._totals.reset()
 
     def forget_step_bound(self) -> None:
         """Step counts were loaded: look them up again before the next step."""
@@ -123,8 +123,11 @@ class StepIssuer:
 
     # ---------------------------------------------------------------- during backward
 
-    def take(self, gradient: Gradient) -> None:
-        """A gradient is final. Once all those of a bucket are, its gradient point has come.
+    def take(self, gradient: Gradient, *, last: bool = True) -> None:
+        """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient point has come.
+
+        Args:
+            last: no further microbatch is known to come.
 
         Raises:
             ModelError: gradients of one bucket differ in dtype.
@@ -134,11 +137,27 @@ class StepIssuer:
         self._held[gradient.name] = gradient.flat
         for state, i, r in self._pieces[gradient.name]:
             b = self._index[state]
+            if b in self._totals.summed and b in self._in_flight:
+                self._in_flight.remove(b)  # of the microbatch before
+                self._release(b)
             self._backend.refill(self._gradients[b][i], gradient.flat[r.start : r.stop])
             self._chosen[b].add(i)
             self._fresh[b].add(i)
-            if len(self._chosen[b]) == len(state.bucket.ranges):
-                self._gradient_point(b)
+            there = self._fresh[b] if b in self._totals.summed else self._chosen[b]
+            if len(there) == len(state.bucket.ranges):
+                self._gradient_point(b, last=last)
+
+    def flush(self, name: str | None = None, *, last: bool = False) -> None:
+        """Let gradients that wait for others of their bucket be added to the totals: that of one parameter, because it
+        is about to get another one, or all.
+        """
+        if name is None:
+            waiting = [b for b in self._totals.summed if self._fresh[b]]
+        else:
+            found = [(self._index[state], i) for state, i, _ in self._pieces[name]]
+            waiting = [b for b, i in found if b in self._totals.summed and i in self._fresh[b]]
+        for b in sorted(waiting, reverse=True):
+            self._gradient_point(b, last=last)
 
     def give_back(self, name: str) -> torch.Tensor:
         """Return a taken gradient, flat, because more will be added to it; `take` will be called for it again."""
@@ -185,7 +204,7 @@ class StepIssuer:
         self._reset()
         # What has been read stays in its slots, and counts for the turn that follows.
         self.turning, self._staged = True, staged
-        self._points = self.schedule.points  # a step that was cut short may have left those without absent buckets
+        self._points = self._schedules.points()  # a step that was cut short may have left those without absent buckets
 
     def _begin(self) -> None:
         for layer in self._uses:
@@ -196,25 +215,27 @@ class StepIssuer:
         except NativeError:
             self.torn = True
             raise
-        self._points = self._schedule(frozenset()).points
+        self._points = self._schedules.points()
         self.turning = True
 
-    def _gradient_point(self, b: int) -> None:
-        if b in self._reported:
+    def _gradient_point(self, b: int, *, last: bool = True) -> None:
+        if b in self._reported and not (b in self._totals.summed and self._fresh[b]):
             return
         if self._fresh[b]:
             self._require_one_dtype(b)
         self._reported.add(b)
+        self._last = last
         self._issue_point(gradient_point(b))
         if self._shape.overlap:
             self._fresh[b].clear()
-        self._slots.sample(b)
         if self._shape.overlap and self._states[b].placement is Placement.HOST:
             self._in_flight.append(b)
             if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
                 self._release(self._in_flight.popleft())
-        if not self._staged and self._shape.overlap and self._slots.ready(b):
-            self._stage()
+        if last or b not in self._totals.summed:
+            self._slots.sample(b)
+            if not self._staged and self._shape.overlap and self._slots.ready(b):
+                self._stage()
 
     def _release(self, b: int) -> None:
         if b in self._reported:
@@ -242,7 +263,8 @@ class StepIssuer:
         """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement."""
         dtypes = {g.name: g.flat.dtype for g in gradients}
         for b, state in enumerate(self._states):
-            taken = {str(self._gradients[b][i].data.dtype) for i in self._chosen[b] if b not in self._reported}
+            waiting = self._fresh[b] if b in self._totals.summed or b not in self._reported else ()
+            taken = {str(self._gradients[b][i].data.dtype) for i in waiting}
             found = sorted(taken | {str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
             if len(found) > 1:
                 raise mixed_gradients(state, found)
@@ -262,7 +284,7 @@ class StepIssuer:
                 self._gradient_point(b)
                 self._clear_missing(b)
         absent = frozenset(b for b in range(len(self._states)) if not self._chosen[b])
-        self._points = self._schedule(absent).points
+        self._points = self._schedules.points(absent)
         while self._in_flight:
             self._release(self._in_flight.popleft())
         if self._slots.count and not self._staged:
@@ -305,24 +327,6 @@ class StepIssuer:
 
     # ---------------------------------------------------------------- binding
 
-    def _schedule(self, absent: frozenset[int]) -> Schedule:
-        found = self._schedules.get(absent)
-        if found is None:
-            found = self._schedules[absent] = lower(replace(self._shape, absent=absent))
-            if len(self._schedules) > _KEPT_SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
-        return found
-
-    def _issue_point(self, point: str) -> None:
-        self.issuing = True
-        try:
-            self._issue(point)
-        except NativeError:
-            self.torn = True  # of some earlier step: its host function has reported now
-            raise
-        finally:
-            self.issuing = False
-
     def require_whole(self) -> None:
         """Raises ModelError while the state is torn."""
         if self.torn:
@@ -352,48 +356,4 @@ class StepIssuer:
             self._unstaged = True
         self._drop(range(len(self._states)))
         self._reset()
-        self._points = self.schedule.points
-
-    def _issue(self, point: str) -> None:
-        for op in self._points.get(point, ()):
-            if op.kind is Kind.MODEL:
-                continue
-            if op.kind is Kind.ADAMW:
-                self.torn = True
-                if op.lane is Lane.HOST and op.bucket is not None and self._torch_host is not None:
-                    self._step_by_torch(op.bucket)
-                    continue
-            chosen = () if op.bucket is None else self._chosen_of(op, op.bucket)
-            self._bindings.work(op, chosen).issue()
-
-    def _chosen_of(self, op: Op, b: int) -> set[int]:
-        if op.kind is Kind.PARTIALS or op.name.startswith("download/"):
-            return self._fresh[b]
-        return self._chosen[b] or self._last_chosen[b]
-
-    def _clear_missing(self, b: int) -> None:
-        missing = set(range(len(self._gradients[b]))) - self._chosen[b]
-        if missing:
-            self._bindings.clear(b, sorted(missing)).issue()
-
-    def _step_by_torch(self, b: int) -> None:
-        """On this thread, between empty lanes."""
-        state, chosen = self._states[b], sorted(self._chosen[b])
-        self._backend.synchronise()
-        sources, targets = [state.gradients[i] for i in chosen], [state.weights[i] for i in chosen]
-        operands = self._bindings.operands(b, tuple(chosen), sources, targets)
-        if self._torch_host is not None:
-            self._torch_host.step(operands, self._memory.host_scalars)
-
-    def _require_one_dtype(self, b: int) -> None:
-        """Raises ModelError if the gradients about to be stepped together differ; makes landing places fit them."""
-        state = self._states[b]
-        dtypes = {self._gradients[b][i].data.dtype for i in self._fresh[b]}
-        if len(dtypes) > 1:
-            raise mixed_gradients(state, sorted(map(str, dtypes)))
-        if state.placement is Placement.HOST:
-            (dtype,) = dtypes
-            if state.gradient is None or state.gradient.data.dtype is not dtype:
-                pinned = state.gradient is None or state.gradient.pinned
-                allocate_gradients(self._backend, [state], [dtype], pinned=pinned)
-                self._bindings.forget(b)
+        self._points = self._schedules.points()

@@ -1,0 +1,54 @@
+"""Memory of a CUDA device, and host memory that it copies from and to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hostward.errors import MemoryLimitError
+
+from .driver import lock_pages, unlock_pages
+from .pools import host_slabs
+
+
+def device_slab(device: torch.device, elements: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
+    """One slab on the device, [elements]. Raises MemoryLimitError."""
+    make = torch.zeros if zero else torch.empty
+    try:
+        return make(elements, dtype=dtype, device=device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"{owner}: {elements * dtype.itemsize:,} bytes of device memory could not be allocated",
+            why=str(error).splitlines()[0],
+            fix="raise optimizer.optimizer_offload_fraction",
+        ) from error
+
+
+def host_blocks(
+    device: torch.device,
+    threads: int,
+    numa_node: int | None,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    owner: str,
+    pinned: bool,
+) -> list[torch.Tensor]:
+    """One zero block of host memory per size (elements), page-locked for copies where `pinned`, on the device's own
+    NUMA node while that has memory. Raises MemoryLimitError.
+    """
+
+    def lock(address: int, size_bytes: int) -> Callable[[], None]:
+        torch.cuda.current_stream(device).query()  # makes the context current in this thread
+        lock_pages(address, size_bytes, owner=owner)
+        return functools.partial(_unlock, device, address, size_bytes)
+
+    sizes_bytes = [size * dtype.itemsize for size in sizes]
+    blocks = host_slabs(sizes_bytes, owner=owner, threads=threads, lock=lock if pinned else None, numa_node=numa_node)
+    return [block.view(dtype) for block in blocks]
+
+
+def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
+    torch.cuda.synchronize(device)
+    unlock_pages(address, size_bytes)

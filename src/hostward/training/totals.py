@@ -1,0 +1,79 @@
+"""Gradients that are added up on the host: which ranges have a total in this turn, and where gradients land before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hostward.engine.backend import Backend, Buffer, Tier
+from hostward.inventory import Bucket
+from hostward.lowering.optimizer import INBOXES, inbox_of
+
+from .state import BucketState
+
+_BYTES_PER_ELEMENT = 4
+
+
+def inbox_bytes(buckets: Sequence[Bucket]) -> int:
+    """Host bytes of the landing places that summed buckets share: room for gradients of any dtype."""
+    return INBOXES * max((b.offsets[-1] for b in buckets), default=0) * _BYTES_PER_ELEMENT
+
+
+class Totals:
+    """The totals of the buckets `summed`, float32 at `state.gradient`. Each microbatch's gradients land in an inbox and
+    are added from there.
+
+    Args:
+        pinned: page-lock the inboxes.
+    """
+
+    def __init__(
+        self, backend: Backend, states: Sequence[BucketState], summed: frozenset[int], *, pinned: bool
+    ) -> None:
+        self._states = states
+        self.summed = summed
+        size_bytes = inbox_bytes([states[b].bucket for b in summed]) // INBOXES
+        count = min(INBOXES, len(summed))
+        self._inboxes: list[Buffer] = []
+        if count:
+            self._inboxes = backend.allocate(Tier.HOST, [size_bytes] * count, torch.uint8, "gradients", pinned=pinned)
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._has: dict[int, set[int]] = {}
+        self._with_sums: dict[int, set[int]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """There are no totals."""
+        self._has = {b: set() for b in self.summed}
+        self._with_sums = {b: set() for b in self.summed}
+
+    def lands(self, bucket: int, dtype: torch.dtype) -> bool:
+        """Gradients of the bucket are about to land in this dtype. Whether they did in another one before."""
+        before = self._dtypes.get(bucket)
+        self._dtypes[bucket] = dtype
+        return before is not None and before is not dtype
+
+    def inbox(self, bucket: int, index: int) -> Buffer:
+        """Where the gradient of one range lands."""
+        slot, whole, dtype = self._inboxes[inbox_of(self.summed, bucket)], self._states[bucket], self._dtypes[bucket]
+        start = whole.bucket.offsets[index]
+        data = slot.data.view(dtype)[start : start + whole.bucket.ranges[index].numel]
+        return Buffer(slot.tier, data, slot.owner, slot.pinned)
+
+    def add(self, bucket: int, ranges: set[int], *, last: bool) -> list[tuple[bool, set[int]]]:
+        """Ranges are about to be added: (first, ranges) for those that begin a total and those that go on with one.
+
+        `last`: the addition makes the partial sums as well.
+        """
+        has, with_sums = self._has[bucket], self._with_sums[bucket]
+        parts = [(True, ranges - has), (False, ranges & has)]
+        has |= ranges
+        with_sums -= ranges
+        if last:
+            with_sums |= ranges
+        return [part for part in parts if part[1]]
+
+    def without_sums(self, bucket: int) -> set[int]:
+        """Ranges whose total has changed since its partial sums were made."""
+        return self._has[bucket] - self._with_sums[bucket]

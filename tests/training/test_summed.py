@@ -1,0 +1,385 @@
+"""`gradients="host"`: microbatches' gradients leave in every backward and are added up in float32 on the host.
+
+The reference is the same training on the device alone, with float32 accumulators.
+
+Seen red: a range that begins its total with an addition; totals of one step that go on in the next; partial sums of the
+last microbatch alone; ranges that the last microbatch did not touch left without partial sums; a second gradient that
+overtakes one which waits for its bucket; an inbox that is not waited for; gradients refilled before their memory was
+released; slots taken in the first microbatch; what stays on the device added up in its own dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from networks import LATE, LATEST, MIXES, OFFLOADED, Heard, Net, loss_of, make, microbatch, train
+from optimizer_cases import DTYPES, adamw, assert_equal, snapshot
+
+import hostward
+from hostward.engine.backend import Tier
+from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import ConfigError, ModelError
+from hostward.lowering.optimizer import INBOXES
+from hostward.training.gradients import MovedGradient, Where
+
+every_mix = pytest.mark.parametrize("mix", MIXES)
+ORDERS = (None, Order(seed=1, late=LATE[0]), Order(seed=2, late=LATE[1]), LATEST)
+Backward = Callable[[Net, int, int], None]
+
+
+def summing(mix: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, torch.Tensor]:
+    return train(mix, dtype, gradients="host", **options)
+
+
+@functools.cache
+def plain(microbatches: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    found = train("device", dtype, context=False, microbatches=microbatches)
+    assert found["norms"].min() > 0.5, "clipping is not active"
+    return found
+
+
+@pytest.mark.parametrize("context", [True, False], ids=["context", "plain loop"])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_mix
+def test_t29_sums_on_the_host_are_those_of_the_device(
+    mix: str, dtype: torch.dtype, microbatches: int, context: bool
+) -> None:
+    order = ORDERS[microbatches % 4]
+    found = summing(mix, dtype, microbatches=microbatches, context=context, order=order)
+    assert_equal(found, plain(microbatches, dtype))
+
+
+def agrees(backward: Backward, *, microbatches: int = 3, **options: Any) -> None:
+    """This training equals the one on the device, in several orders of lanes, at every mix."""
+    for context in (True, False):
+        common = {"microbatches": microbatches, "backward": backward, **options}
+        expected = train("device", torch.bfloat16, context=False, **common)
+        for mix in ("host", "mixed"):
+            for order in ORDERS:
+                assert_equal(summing(mix, order=order, context=context, **common), expected)
+
+
+def test_layers_that_only_some_microbatches_use() -> None:
+    """A bucket's ranges then begin their totals in different microbatches, and the last one touches few of them."""
+
+    def backward(model: Net, step: int, i: int) -> None:
+        loss_of(model, 10 * step + i, without=(step + i) % 3).backward()
+
+    agrees(backward)
+
+
+def test_ranges_of_one_bucket_in_turn() -> None:
+    """A bucket is never filled: biases in one microbatch, weights in the next."""
+
+    def backward(model: Net, step: int, i: int) -> None:
+        block = model.blocks[step % 3]
+        which = [p for name, p in block.named_parameters() if name.endswith("bias") is bool(i % 2)]
+        loss_of(model, 10 * step + i).backward(inputs=which)
+
+    agrees(backward)
+
+
+def test_t29_several_backwards_in_one_microbatch() -> None:
+    def backward(model: Net, step: int, i: int) -> None:
+        for k in range(2):
+            loss_of(model, 100 * step + 10 * i + k).backward()
+
+    agrees(backward)
+
+
+def test_several_backwards_to_half_a_bucket() -> None:
+    """The first gradient still waits for the rest of its bucket when the second one comes."""
+
+    def backward(model: Net, step: int, i: int) -> None:
+        for k in range(3):
+            loss = loss_of(model, 100 * step + 10 * i + k)
+            loss.backward(inputs=[model.blocks[1].up.weight, model.head.bias])  # type: ignore[union-attr]
+
+    agrees(backward)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_h38_checkpointed_layers(reentrant: bool) -> None:
+    def backward(model: Net, step: int, i: int) -> None:
+        loss_of(model, 10 * step + i, reentrant=reentrant).backward()
+
+    agrees(backward)
+
+
+def test_a_layer_used_twice_under_reentrant_checkpoints() -> None:
+    """Its gradient is accumulated twice within one backward."""
+
+    def backward(model: Net, step: int, i: int) -> None:
+        model.blocks[2] = model.blocks[0]
+        loss_of(model, 10 * step + i, reentrant=True).backward()
+
+    agrees(backward, steps=2)
+
+
+@every_mix
+def test_a_step_with_gradients_set_by_hand(mix: str) -> None:
+    def run(mix: str, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, **options)
+        for step in range(2):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.01 * (step + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    assert_equal(run(mix, gradients="host"), run("device"))
+
+
+@every_mix
+def test_a_gradient_that_is_not_finite_in_an_early_microbatch_skips_the_step(mix: str) -> None:
+    model, optimizer = make(mix, torch.bfloat16, gradients="host")
+    before = snapshot(model, optimizer)
+    for i in range(3):
+        with optimizer.accumulate(last=i == 2):
+            (loss_of(model, i) * (float("inf") if i == 0 else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert_equal(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_t37_a_gradient_scaler(context: bool) -> None:
+    def run(mix: str, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, torch.float16, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        for step in range(5):
+            for i in range(2):
+                with microbatch(optimizer, context, i == 1):
+                    factor = float("inf") if step == 2 and i == 0 else 1.0
+                    scaler.scale(loss_of(model, 10 * step + i) * factor).backward()
+            scaler.step(optimizer)
+            optimizer.wait()
+            scaler.update()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer) | {"scale": torch.tensor(scaler.get_scale())}
+
+    expected = run("device", grad_dtype=torch.float32)
+    assert_equal(run("host", gradients="host"), expected)
+    assert_equal(run("mixed", gradients="host"), expected)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_gradients_leave_in_every_microbatch() -> None:
+    """Between microbatches nothing of them is on the device, where the host steps."""
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    for i in range(3):
+        with optimizer.accumulate(last=i == 2):
+            loss_of(model, i).backward()
+        for name, p in model.named_parameters():
+            assert isinstance(p.grad, MovedGradient), name
+            assert p.grad.became is Where.TAKEN
+            assert p.grad.dtype is torch.bfloat16
+    held = {t.untyped_storage().data_ptr() for t in optimizer._issuer._held.values()}
+    assert len(held) < len(list(model.parameters())) / 2, "most have been released"
+    optimizer.step()
+
+
+def test_totals_and_what_lands_before_them_are_all_that_is_held() -> None:
+    _, optimizer = make("host", torch.bfloat16, gradients="host")
+    held = optimizer.backend.ledger.by_owner(Tier.HOST)["gradients"]
+    largest = max(b.offsets[-1] for b in optimizer.inventory.buckets)
+    padded = sum(b.offsets[-1] for b in optimizer.inventory.buckets)
+    assert held == 4 * padded + INBOXES * 4 * largest
+    assert optimizer.backend.ledger.by_owner(Tier.HOST)["norm partials"] > 0
+
+
+def test_what_stays_on_the_device_is_added_up_in_float32() -> None:
+    """A parameter that lies on both sides is not added up in two places; nor are those of its bucket."""
+    model, optimizer = make("mixed", torch.bfloat16, gradients="host")
+    loss_of(model, 0).backward()
+    moved = {name for name, p in model.named_parameters() if isinstance(p.grad, MovedGradient)}
+    placed = zip(optimizer.inventory.buckets, optimizer.plan.buckets, strict=True)
+    sides: dict[str, set[str]] = {}
+    for bucket, where in placed:
+        for r in bucket.ranges:
+            sides.setdefault(r.name, set()).add(where.placement.value)
+    assert len(sides["embed.weight"]) == 2
+    assert moved == {name for name, found in sides.items() if found == {"host"}}
+    for name, p in model.named_parameters():
+        assert name in moved or p.grad.dtype is torch.float32
+    assert optimizer._summed
+    optimizer.step()
+
+
+def test_slots_are_taken_in_the_last_microbatch() -> None:
+    model, optimizer = make("mixed", torch.bfloat16, gradients="host")
+    for step in range(4):
+        for i in range(3):
+            with optimizer.accumulate(last=i == 2):
+                loss_of(model, 10 * step + i).backward()
+            if i < 2:
+                assert not optimizer._issuer._staged
+        optimizer.step()
+
+
+def test_the_trace_names_additions() -> None:
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    heard = Heard(optimizer.backend)  # type: ignore[arg-type]
+    for i in range(2):
+        with optimizer.accumulate(last=i == 1):
+            loss_of(model, i).backward()
+    optimizer.step()
+    optimizer.wait()
+    buckets = [b.name for b in optimizer.inventory.buckets]
+    for start in ("offload/host/add/", "offload/d2h/grad/"):
+        named = [name.removeprefix(start) for name in heard.names if name.startswith(start)]
+        assert sorted(named) == sorted(buckets * 2)
+    assert not [name for name in heard.names if name.startswith("offload/norm/")], "the last addition made them"
+    assert len([name for name in heard.names if name.startswith("offload/h2d/sums/")]) == len(buckets)
+
+
+def test_partial_sums_are_made_at_the_step_where_no_microbatch_was_the_last() -> None:
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    heard = Heard(optimizer.backend)  # type: ignore[arg-type]
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert len([n for n in heard.names if n.startswith("offload/norm/")]) == len(optimizer.inventory.buckets)
+
+
+# ---------------------------------------------------------------- giving up, and going on
+
+
+@pytest.mark.parametrize("how", ["optimizer", "model", "discard"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_totals_that_are_cleared_are_not_stepped_with(how: str, order: Order | None) -> None:
+    model, optimizer = make("host", torch.bfloat16, order, gradients="host")
+    for i in (7, 8):
+        loss_of(model, i).backward()
+    {"optimizer": optimizer.zero_grad, "model": model.zero_grad, "discard": optimizer.discard_gradients}[how]()
+    if how == "model":
+        optimizer.zero_grad()
+    for i in range(2):
+        with optimizer.accumulate(last=i == 1):
+            loss_of(model, i).backward()
+    optimizer.step()
+    other_model, other = make("device", torch.bfloat16, grad_dtype=torch.float32)
+    for i in range(2):
+        loss_of(other_model, i).backward()
+    other.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_t62_a_microbatch_that_fails_makes_the_totals_incomplete(failing: int) -> None:
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    before = snapshot(model, optimizer)
+
+    def stop(_: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    for i in range(failing + 1):
+        handle = model.blocks[0].up.weight.register_hook(stop) if i == failing else None  # type: ignore[union-attr]
+        try:
+            with optimizer.accumulate(last=i == 1):
+                loss_of(model, i).backward()
+        except KeyboardInterrupt:
+            assert i == failing
+        if handle is not None:
+            handle.remove()
+    with pytest.raises(ModelError, match="is incomplete"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert_equal(snapshot(model, optimizer), before)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.wait()
+
+
+def test_gradients_of_one_bucket_that_differ_in_dtype_are_refused_before_anything_changes() -> None:
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    before = snapshot(model, optimizer)
+    for name, p in model.named_parameters():
+        dtype = torch.float32 if name == "blocks.1.up.weight" else torch.bfloat16
+        p.grad_dtype = dtype
+        p.grad = torch.zeros_like(p, dtype=dtype)
+    with pytest.raises(ModelError, match="have dtypes"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert_equal(snapshot(model, optimizer), before)
+
+
+def test_gradients_may_come_in_another_dtype_in_a_later_step() -> None:
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    other_model, other = make("device", torch.bfloat16, grad_dtype=torch.float32)
+    for step in range(3):
+        for m, o in ((model, optimizer), (other_model, other)):
+            if step == 1 and m is model:
+                for p in m.parameters():
+                    p.grad = None
+                    p.grad_dtype = torch.float32
+            loss_of(m, step).backward()
+            o.step()
+            o.zero_grad()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+def test_groups_that_are_added_later_are_summed_as_well() -> None:
+    def run(mix: str, **options: Any) -> dict[str, torch.Tensor]:
+        model = Net(torch.bfloat16)
+        named = list(model.named_parameters())
+        backend = SimulatedBackend(threads=1, order=Order(eager=True))
+        optimizer = adamw([{"params": named[:6]}], backend=backend, **{**MIXES[mix], **options})
+        loss_of(model, 0).backward()
+        optimizer.step()
+        model.zero_grad()
+        optimizer.add_param_group({"params": named[6:]})
+        for i in range(2):
+            with optimizer.accumulate(last=i == 1):
+                loss_of(model, i).backward()
+        optimizer.step()
+        return snapshot(model, optimizer)
+
+    assert_equal(run("host", gradients="host"), run("device", grad_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gradients": "cpu"}, 'gradients must be "device" or "host"'),
+        ({"gradients": "host", "overlap": False}, "leave during backward"),
+        ({"gradients": "host", "use_torch_optimizer": True}, "leave during backward"),
+        ({"gradients": "host", "grad_dtype": torch.bfloat16}, "float32"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Mapping[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        hostward.AdamW(Net(), offload_fraction=1.0, streamed_fraction=0.0, **options)
+
+
+def test_accumulate_does_not_nest() -> None:
+    _, optimizer = make("host")
+    with (
+        optimizer.accumulate(last=False),
+        pytest.raises(ModelError, match="inside accumulate"),
+        optimizer.accumulate(last=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_steps_of_both_kinds_take_turns(mix: str) -> None:
+    """State saved by one and loaded by the other goes on with the same bits."""
+    model, optimizer = make(mix, torch.bfloat16, gradients="host")
+    other_model, other = make("device", torch.bfloat16, grad_dtype=torch.float32)
+    for step in range(2):
+        for m, o in ((model, optimizer), (other_model, other)):
+            for i in range(2):
+                loss_of(m, 10 * step + i).backward()
+            o.step()
+            o.zero_grad()
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
