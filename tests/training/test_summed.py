@@ -92,6 +92,21 @@ def test_t29_several_backwards_in_one_microbatch() -> None:
     agrees(backward)
 
 
+@every_mix
+def test_a_backward_after_the_last_one_counts_as_well(mix: str) -> None:
+    """The partial sums that the last addition made are not those of the totals any more."""
+
+    def run(mix: str, context: bool, **options: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = make(mix, torch.bfloat16, grad_dtype=torch.float32, **options)
+        with microbatch(optimizer, context, True):
+            loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        return snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)}
+
+    assert_equal(run(mix, True, gradients="host"), run("device", False))
+
+
 def test_several_backwards_to_half_a_bucket() -> None:
     """The first gradient still waits for the rest of its bucket when the second one comes."""
 
@@ -186,6 +201,23 @@ def test_gradients_leave_in_every_microbatch() -> None:
     optimizer.step()
 
 
+def test_memory_is_released_before_the_bucket_gets_the_next_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that is never filled: its first gradients are still on their way out when the next ones come."""
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    issuer, seen = optimizer._issuer, list[str]()
+    issue = issuer._issue_point
+
+    def watched(point: str) -> None:
+        seen.append(point)
+        issue(point)
+
+    monkeypatch.setattr(issuer, "_issue_point", watched)
+    for i in range(3):
+        loss_of(model, i).backward(inputs=[model.head.bias])
+    (bucket,) = {point.partition("/")[2] for point in seen}
+    assert seen == [f"gradient/{bucket}", f"release/{bucket}"] * 2
+
+
 def test_totals_and_what_lands_before_them_are_all_that_is_held() -> None:
     _, optimizer = make("host", torch.bfloat16, gradients="host")
     held = optimizer.backend.ledger.by_owner(Tier.HOST)["gradients"]
@@ -215,12 +247,12 @@ def test_what_stays_on_the_device_is_added_up_in_float32() -> None:
 
 def test_slots_are_taken_in_the_last_microbatch() -> None:
     model, optimizer = make("mixed", torch.bfloat16, gradients="host")
-    for step in range(4):
+    optimizer._issuer._slots._stage_at = len(optimizer.plan.buckets)
+    for step in range(2):
         for i in range(3):
             with optimizer.accumulate(last=i == 2):
                 loss_of(model, 10 * step + i).backward()
-            if i < 2:
-                assert not optimizer._issuer._staged
+            assert optimizer._issuer._staged is (i == 2)
         optimizer.step()
 
 

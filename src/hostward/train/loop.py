@@ -233,9 +233,7 @@ def step(run: Run, loss: torch.Tensor) -> None:
         run.scaler.step(optimizer)
         run.scaler.update()
     run.slot_bytes = max(run.slot_bytes, optimizer.backend.ledger.by_owner(Tier.DEVICE).get(_SLOTS, 0))
-    optimizer._settle()
-    scalars = optimizer._memory.device_scalars
-    run.readback.send(run.iteration, loss, scalars.norm.data, scalars.skip.data)
+    run.readback.send(run.iteration, loss, *optimizer.step_scalars())
     run.iteration += 1
 
 

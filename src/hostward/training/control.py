@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 ROOT = "root"
 """Stands for the layer of parameters that the module itself owns."""
+
+
+class StepScalars(NamedTuple):
+    """What a step tells, on the device: float32 [1] norm before clipping, int32 [1] 1 where the step was skipped."""
+
+    norm: torch.Tensor
+    skipped: torch.Tensor
 
 
 class Control(torch.optim.Optimizer):
@@ -106,17 +113,19 @@ class Control(torch.optim.Optimizer):
         """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
         norm, not for the host's part of the step.
         """
-        self._settle()
-        return float(self._memory.device_scalars.norm.data.item())
+        return float(self.step_scalars().norm.item())
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last step found non-finite gradients and left everything as it was. Waits for the norm, not for
         the host's part of the step.
         """
-        self._settle()
-        return bool(self._memory.device_scalars.skip.data.item())
+        return bool(self.step_scalars().skipped.item())
 
-    def _settle(self) -> None:
-        """The device scalars are those of the last step."""
+    def step_scalars(self) -> StepScalars:
+        """Norm and skip flag of the last step, on the device: for logs that do not wait. The next step overwrites both;
+        copy them on the current stream.
+        """
         self.backend.mark("offload/scalars", Lane.COMPUTE).issue()
+        scalars = self._memory.device_scalars
+        return StepScalars(scalars.norm.data, scalars.skip.data)
