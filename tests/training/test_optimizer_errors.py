@@ -16,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizer_cases import Model, adamw, assert_equal, backend, set_gradients, snapshot
+from optimizer_cases import Model, adamw, assert_equal, backend, mlp, mlp_loss, set_gradients, snapshot
 
 import hostward
 from hostward.engine import pools
 from hostward.engine.backend import Tier
+from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelError
 from hostward.hardware import HostMemory
 
@@ -228,3 +229,20 @@ def test_errors_print_what_why_and_fix(what: str, why: str, fix: str) -> None:
     error = HostwardError(what, why=why, fix=fix)
     assert (error.what, error.why, error.fix) == (what, why, fix)
     assert all(part in str(error) for part in (what, why, fix))
+
+
+class Capturing(SimulatedBackend):
+    """Says that a CUDA graph is being captured."""
+
+    def capturing(self) -> bool:
+        return True
+
+
+def test_t44_a_step_is_not_captured() -> None:
+    model = mlp()
+    optimizer = hostward.AdamW(model, backend=Capturing(threads=1))
+    mlp_loss(model, 0).backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ModelError, match="while a CUDA graph is captured"):
+        optimizer.step()
+    assert_equal(snapshot(model, optimizer), before)

@@ -201,6 +201,16 @@ def test_gradients_leave_in_every_microbatch() -> None:
     optimizer.step()
 
 
+def test_a_bucket_that_is_not_filled_leaves_with_its_microbatch() -> None:
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    heard = Heard(optimizer.backend)  # type: ignore[arg-type]
+    with optimizer.accumulate(last=False):
+        loss_of(model, 0).backward(inputs=[model.head.bias])
+        assert heard.names == []
+    left = [name.rpartition("/")[0] for name in heard.names if "wait" not in name]
+    assert left == ["offload/d2h/grad", "offload/host/add"]
+
+
 def test_memory_is_released_before_the_bucket_gets_the_next_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is never filled: its first gradients are still on their way out when the next ones come."""
     model, optimizer = make("host", torch.bfloat16, gradients="host")

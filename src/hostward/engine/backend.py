@@ -281,6 +281,10 @@ class Backend(ABC):
     def synchronise(self) -> None:
         """Wait on the host until all lanes are empty; raises what a host function reported."""
 
+    def capturing(self) -> bool:
+        """Whether what is issued now would become part of a CUDA graph."""
+        return False
+
     def drain(self) -> None:
         """Empty all lanes after an error that is already on its way: what they report besides is dropped."""
         for _ in range(_DRAIN_ATTEMPTS):

@@ -282,6 +282,9 @@ class CudaBackend(Backend):
             self._raise_error(slot)
         self.read_timings()
 
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def describe(self) -> Mapping[str, object]:
         return {
             "backend": "cuda",

@@ -19,6 +19,7 @@ from itertools import pairwise
 import torch
 
 from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
+from hostward.errors import ModelError
 from hostward.inventory import Bucket, MasterKind, Range, host_bytes_per_element, state_bytes_per_element
 from hostward.plan import Placement
 
@@ -182,6 +183,16 @@ def allocate_gradients(
             for state, gradient in zip(chosen, landing, strict=True):
                 state.gradient = gradient
                 state.gradients = range_buffers(state.bucket, gradient)
+
+
+def require_no_capture(backend: Backend) -> None:
+    """Raises ModelError while a CUDA graph is captured."""
+    if backend.capturing():
+        raise ModelError(
+            "step() while a CUDA graph is captured",
+            why="it waits for the step before, and the next forward for it: neither is part of the graph",
+            fix="capture forward and backward, and call step() after each replay",
+        )
 
 
 def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:

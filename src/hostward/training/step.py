@@ -34,7 +34,7 @@ from .gradients import Gradient
 from .points import PointIssuer
 from .schedules import Schedules
 from .slots import Slots
-from .state import BucketState, pieces
+from .state import BucketState, pieces, require_no_capture
 from .targets import Targets
 from .totals import Totals
 
@@ -260,7 +260,10 @@ class StepIssuer(PointIssuer):
     # ---------------------------------------------------------------- the step
 
     def check(self, gradients: Sequence[Gradient]) -> None:
-        """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement."""
+        """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement; and
+        while a CUDA graph is captured.
+        """
+        require_no_capture(self._backend)
         dtypes = {g.name: g.flat.dtype for g in gradients}
         for b, state in enumerate(self._states):
             waiting = self._fresh[b] if b in self._totals.summed or b not in self._reported else ()
