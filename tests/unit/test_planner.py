@@ -7,7 +7,9 @@ offloaded.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from fractions import Fraction
+from itertools import combinations
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import given
 from hostward.errors import ConfigError
 from hostward.inventory import Bucket, Dtype, MasterKind, Range, state_bytes_per_element
 from hostward.plan import Placement
-from hostward.planner import checked_fraction, place_fraction
+from hostward.planner import checked_fraction, place_fraction, summed_on_host
 
 kinds = st.sampled_from(
     [(Dtype.FP32, MasterKind.WEIGHT), (Dtype.BF16, MasterKind.SPLIT), (Dtype.FP16, MasterKind.PLAIN)]
@@ -150,3 +152,30 @@ def test_t15_minus_zero_is_zero() -> None:
 def test_t15_place_fraction_refuses_what_checked_fraction_refuses() -> None:
     with pytest.raises(ConfigError, match="offload_fraction must be"):
         place_fraction([], float("nan"))
+
+
+@given(
+    st.lists(
+        st.tuples(st.frozensets(st.sampled_from("abcdef"), min_size=1, max_size=3), st.sampled_from(Placement)),
+        max_size=6,
+    )
+)
+def test_gradients_are_added_up_where_all_of_a_parameter_is(rows: list[tuple[frozenset[str], Placement]]) -> None:
+    """The largest set of host buckets that shares no parameter with the rest."""
+    buckets = [
+        Bucket(i, "layer", Dtype.BF16, 0, MasterKind.SPLIT, tuple(Range(name, 0, 4096) for name in sorted(names)))
+        for i, (names, _) in enumerate(rows)
+    ]
+    found = summed_on_host(buckets, [placement for _, placement in rows])
+
+    def names_of(chosen: Collection[int]) -> set[str]:
+        return {name for b in chosen for name in rows[b][0]}
+
+    on_host = [b for b, (_, placement) in enumerate(rows) if placement is Placement.HOST]
+    allowed = [
+        frozenset(chosen)
+        for n in range(len(on_host) + 1)
+        for chosen in combinations(on_host, n)
+        if not names_of(chosen) & names_of(set(range(len(rows))) - set(chosen))
+    ]
+    assert found == max(allowed, key=len)
