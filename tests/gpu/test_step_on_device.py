@@ -28,6 +28,7 @@ MIXES = {
     "mixed": {"offload_fraction": 0.8, "streamed_fraction": 0.5},
 }
 SLEEP_CYCLES = int(2e7)
+SUMMED = ("summed on the host", "summed, sums at the step", "summed, sleeping lanes")
 
 
 @pytest.fixture(autouse=True)
@@ -105,13 +106,15 @@ def reference(request: pytest.FixtureRequest) -> tuple[torch.dtype, Any]:
     return request.param, trained(request.param, **MIXES["device"])
 
 
-@pytest.mark.parametrize("way", ["context", "at the step", "serial", "t30 t31 sleeping lanes"])
+@pytest.mark.parametrize("way", ["context", "at the step", "serial", "t30 t31 sleeping lanes", *SUMMED])
 @pytest.mark.parametrize("mix", MIXES)
 def test_t28_every_mix_gives_the_same_bits(reference: tuple[torch.dtype, Any], mix: str, way: str) -> None:
     dtype, (expected, norms) = reference
     if dtype is torch.float32 and way != "context":
         pytest.skip("the order of operations does not depend on the dtype")
-    options: dict[str, Any] = {**MIXES[mix], "context": way != "at the step", "sleep": way.startswith("t30")}
+    options: dict[str, Any] = {**MIXES[mix], "context": "at the step" not in way, "sleep": "sleeping" in way}
+    if way in SUMMED:
+        options["gradients"] = "host"
     if way == "serial":
         options["overlap"] = False
     found, found_norms = trained(dtype, **options)
