@@ -22,6 +22,7 @@ from optimizer_cases import adamw, assert_equal, set_gradients, snapshot
 
 import hostward
 from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import OrderingError
 from hostward.training.state import same_bits
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
@@ -364,3 +365,35 @@ def test_t22_modules_of_any_shape_train_alike(mix: str, shape: str) -> None:
         results.append(snapshot(model, optimizer) | {"outputs": torch.stack(outputs)})
     assert_equal(results[0], results[1])
     assert_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+@pytest.mark.parametrize("layer", ["blocks.0", "blocks.1"])
+def test_h1_a_gradient_of_a_layer_whose_use_nobody_reported(mix: str, layer: str) -> None:
+    """The last layer's gradients come first, and with them all weights arrive: that is too late for the others."""
+    model, optimizer, _ = stepped(mix)
+    optimizer.zero_grad()
+    module = model.get_submodule(layer)
+    hooks, before = module._forward_pre_hooks, dict(module._forward_pre_hooks)
+    inner = {m: dict(m._forward_pre_hooks) for m in module.modules()}
+    for m in inner:
+        m._forward_pre_hooks.clear()
+    with pytest.raises(OrderingError, match=f"of layer '{layer}' was used before"):
+        loss_of(model, 1).backward()
+    for m, kept in inner.items():
+        m._forward_pre_hooks.update(kept)
+    assert dict(hooks) == before
+    optimizer.zero_grad()
+    optimizer.wait()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_layer_that_only_the_second_microbatch_uses_has_arrived() -> None:
+    model, optimizer, _ = stepped("mixed")
+    optimizer.zero_grad()
+    for i, without in enumerate((1, None)):
+        with optimizer.accumulate(last=i == 1):
+            loss_of(model, i, without=without).backward()
+    optimizer.step()
+    optimizer.wait()

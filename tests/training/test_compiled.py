@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from networks import Net, loss_of, make, tokens
-from optimizer_cases import assert_equal, snapshot
+from networks import MIXES, Net, loss_of, make, tokens
+from optimizer_cases import adamw, assert_equal, snapshot
 
 import hostward
-from hostward.engine.simulated import Order
+from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.schedule import Lane
 
 # The compiler looks at .grad of everything, and warns of what it does itself.
@@ -101,4 +101,28 @@ def test_t43_a_whole_training_step_in_one_compiled_function(name: str) -> None:
             run(step)
         results.append(snapshot(model, optimizer))
     backend.require_only_the_model()
+    assert_equal(*results)
+
+
+@every_backend
+@pytest.mark.parametrize("how", ["whole model", "in place"])
+def test_t43_a_model_that_was_compiled_and_called_before_the_optimizer_was_made(how: str, name: str) -> None:
+    """Dynamo looks at hooks when it compiles, and never again."""
+    results = []
+    for mix, order in (("device", None), ("mixed", LATEST)):
+        torch.compiler.reset()
+        model = Net()
+        forward = compiled(model, how, Watched(name))
+        (forward(0) - 1.0).square().mean().backward()
+        model.zero_grad()
+        backend = SimulatedBackend(threads=1, order=order or Order(eager=True))
+        optimizer = adamw(model, backend=backend, max_grad_norm=0.5, **MIXES[mix])
+        outputs = []
+        for step in range(STEPS):
+            out = forward(step)
+            (out - 1.0).square().mean().backward()
+            outputs.append(out.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(model, optimizer) | {"outputs": torch.stack(outputs)})
     assert_equal(*results)

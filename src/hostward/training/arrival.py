@@ -8,6 +8,8 @@ numbered layer registered before them, or than the root, if there is none.
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.inspect import Tracked
+
+log = logging.getLogger("hostward")
 
 Use = Callable[[str], None]
 
@@ -40,6 +44,7 @@ class Arrivals:
         use: Use,
         use_all: Callable[[], None],
     ) -> None:
+        _forget_compiled()
         self._use = use
         self._use_all = use_all
         self._handles: list[RemovableHandle] = []
@@ -76,6 +81,16 @@ class Arrivals:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _forget_compiled() -> None:
+    """Let whatever a compiler has made be made anew: dynamo looks at a module's hooks when it compiles a caller, and
+    never again, so a graph from before would go on without ours.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None and utils.counters["stats"]["unique_graphs"]:
+        log.info("code compiled before the optimizer was made is compiled anew, so that it waits for weights")
+        torch.compiler.reset()
 
 
 def _add(by_module: dict[torch.nn.Module, list[str]], module: torch.nn.Module, layer: str) -> None:

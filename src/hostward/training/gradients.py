@@ -151,9 +151,19 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 
 class Taker(Protocol):
-    """Is given gradients that leave `.grad`."""
+    """Gets gradients that leave `.grad`."""
 
-    def __call__(self, gradient: Gradient, *, last: bool = True) -> None: ...
+    def require_used(self, name: str) -> None:
+        """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
+
+    def take(self, gradient: Gradient, *, last: bool = True) -> None:
+        """A gradient leaves. `last`: no further microbatch is known to come."""
+
+    def flush(self, name: str) -> None:
+        """A parameter whose gradients are added up on the host is about to get another one."""
+
+    def give_back(self, name: str) -> torch.Tensor:
+        """Return a gradient that was taken, in a tensor of its own if need be: more is to be added to it."""
 
 
 class Handover:
@@ -161,28 +171,20 @@ class Handover:
 
     Args:
         tracked: the parameters.
-        take: is given each gradient that has become final, and those of `summed` in every microbatch; and whether no
-            further microbatch is known to come.
-        give_back: returns a gradient that was taken, in a tensor of its own if need be: more is to be added to it.
+        taker: is given each gradient that has become final, and those of `summed` in every microbatch.
         summed: names of parameters whose gradients are added up on the host.
-        flush: lets the gradient of a parameter of `summed` be added before it gets another one.
     """
 
     def __init__(
         self,
         tracked: Sequence[Tracked],
-        take: Taker,
-        give_back: Callable[[str], torch.Tensor],
-        *,
+        taker: Taker,
         summed: Set[str] = frozenset(),
-        flush: Callable[[str], None],
     ) -> None:
         self._tracked = list(tracked)
         self._by_name = {t.name: t for t in tracked}
-        self._take = take
-        self._give_back = give_back
+        self._taker = taker
         self.summed = summed
-        self._flush = flush
         self._placeholders: dict[str, MovedGradient] = {}
         self.taken: set[str] = set()
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -222,12 +224,12 @@ class Handover:
         if moved.became is Where.LOST:
             _raise_lost(t.name)
         if moved.became is Where.TAKEN and t.name in self.summed:
-            self._flush(t.name)
+            self._taker.flush(t.name)
             t.parameter.grad = None
         elif moved.became is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
             self.taken.discard(t.name)
-            t.parameter.grad = self._give_back(t.name).view(t.parameter.shape)
+            t.parameter.grad = self._taker.give_back(t.name).view(t.parameter.shape)
         else:
             t.parameter.grad = None
 
@@ -235,6 +237,7 @@ class Handover:
         """Autograd has added to the parameter's gradient."""
         t = self._by_name[name]
         self.captured = _capturing(t.parameter)
+        self._taker.require_used(t.name)
         if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
             self.hand_over(t, last=self.armed)
 
@@ -249,7 +252,7 @@ class Handover:
         placeholder.became = Where.TAKEN
         t.parameter.grad = placeholder
         self.taken.add(t.name)
-        self._take(gradient, last=last)
+        self._taker.take(gradient, last=last)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         self.unscaled.append((found_inf, inv_scale))

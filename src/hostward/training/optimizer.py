@@ -266,8 +266,7 @@ class AdamW(Saving):
             self._arrivals.close()
         self._watch = WeightWatch(self._tracked, self._issuer.use_all)
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
-        issuer = self._issuer
-        self._handover = Handover(self._tracked, issuer.take, issuer.give_back, summed=summed, flush=issuer.flush)
+        self._handover = Handover(self._tracked, self._issuer, summed)
         self._arrivals = None
         if self._module is not None and self._overlap:
             self._arrivals = Arrivals(self._module, layers, self._tracked, self._issuer.use, self._issuer.use_all)

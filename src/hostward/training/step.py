@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hostward.engine.backend import Backend, Clipping
-from hostward.errors import ModelError, NativeError
+from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
     GRADIENTS_IN_FLIGHT,
@@ -69,6 +69,7 @@ class StepIssuer(PointIssuer):
         self._pieces = pieces(states)
         self._index = {state: b for b, state in enumerate(states)}
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
+        self._layers_of = {name: {layers[self._index[s]] for s, _, _ in held} for name, held in self._pieces.items()}
         self._targets = Targets(backend, states, tracked)
         bindings = Bindings(backend, states, memory, slots, totals, self._targets)
         super().__init__(backend, states, memory, bindings, totals, use_torch_optimizer=use_torch_optimizer)
@@ -79,6 +80,8 @@ class StepIssuer(PointIssuer):
                 self._streamed_of.setdefault(layers[b], []).append(b)
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
+        self._unreported: set[str] = set()
+        """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._unstaged = True
         self._lower()
         self._reset()
@@ -147,6 +150,18 @@ class StepIssuer(PointIssuer):
             if len(there) == len(state.bucket.ranges):
                 self._gradient_point(b, last=last)
 
+    def require_used(self, name: str) -> None:
+        """Backward has made a gradient of this parameter. Raises OrderingError if forward never reported its use."""
+        missed = (self.pending | self._unreported) & self._layers_of[name] if self.pending or self._unreported else ()
+        if missed:
+            raise OrderingError(
+                f"parameter {name!r} of layer {min(missed)!r} was used before its new value had arrived",
+                why="its forward ran without the hooks that wait for it: the module was not called, or by compiled "
+                "code that knows nothing of them",
+                fix="call the module, call optimizer.arrive() before reading weights in another way, or "
+                "torch.compiler.reset() after making the optimizer",
+            )
+
     def flush(self, name: str | None = None, *, last: bool = False) -> None:
         """Let gradients that wait for others of their bucket be added to the totals: that of one parameter, because it
         is about to get another one, or all.
@@ -207,8 +222,9 @@ class StepIssuer(PointIssuer):
         self._points = self._schedules.points()  # a step that was cut short may have left those without absent buckets
 
     def _begin(self) -> None:
-        for layer in self._uses:
-            self.use(layer)
+        unreported = set(self.pending)
+        self.use_all()
+        self._unreported = unreported
         self._bindings.trim()
         try:
             self._backend.begin_turn()
@@ -302,6 +318,7 @@ class StepIssuer(PointIssuer):
         self._last_chosen = self._chosen
         self._reset()
         self.pending = set(self._uses)
+        self._unreported.clear()
         if not self._shape.overlap or scattered:
             self.use_all()
         if scattered:
@@ -312,6 +329,7 @@ class StepIssuer(PointIssuer):
 
     def use(self, layer: str) -> None:
         """The caller is about to use a layer's weights: the compute lane waits for them, and for nothing else."""
+        self._unreported.discard(layer)
         if layer not in self.pending:
             return
         self._slots.sample_use(layer)
