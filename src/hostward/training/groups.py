@@ -149,19 +149,21 @@ def saved_parts(
             fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
         )
     state, groups = state_dict.get("state"), state_dict.get("param_groups")
-    whole = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    if whole and all(isinstance(group, Mapping) and "params" in group for group in groups or ()):
-        names = [*(state or ()), *(name for group in groups or () for name in group["params"])]
-        whole = all(isinstance(name, str) for name in names)
-    else:
-        whole = False
-    if not whole:
+    if not _is_whole(state, groups):
         raise CheckpointError(
             "the optimizer state is incomplete",
             why="it needs 'state' by parameter name and 'param_groups' with their 'params'",
             fix="load what AdamW.state_dict() returned",
         )
     return state or {}, list(groups or ())
+
+
+def _is_whole(state: object, groups: object) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return False
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
+        return False
+    return all(isinstance(name, str) for name in (*state, *(name for group in groups for name in group["params"])))
 
 
 def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
