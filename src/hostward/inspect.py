@@ -50,6 +50,7 @@ class Places:
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
+        self.module = module
         self.root, self._prefix = _plain_root(module)
         self._homes: dict[int, dict[tuple[torch.nn.Module, str], None]] = {}
         self._paths: dict[int, list[str]] = {}

@@ -214,6 +214,15 @@ def test_groups_of_names_of_the_wrapped_module(wrapping: str) -> None:
     assert list(inner.state_dict()["state"]) == NAMES
 
 
+@pytest.mark.parametrize("wrapping", ["compiled", "data parallel", "compiled data parallel"])
+def test_a_group_added_under_names_of_the_wrapped_module(wrapping: str) -> None:
+    model = WRAPPINGS[wrapping](Net())
+    named = list(model.named_parameters())
+    optimizer = adamw(named[:-2], module=model)
+    optimizer.add_param_group({"params": named[-2:]})
+    assert list(optimizer.state_dict()["state"]) == NAMES
+
+
 def test_a_word_module_of_the_model_itself_stays() -> None:
     model = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 3)})
     for m in (model, torch.nn.DataParallel(model)):

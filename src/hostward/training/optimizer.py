@@ -154,7 +154,7 @@ class AdamW(Saving):
                     why="the optimizer has taken the gradients of the parameters that it has",
                     fix="add it after step() or after zero_grad()",
                 )
-            self._places = Places(self._places.root)
+            self._places = Places(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
             self.wait()
             self._follow_weights()
