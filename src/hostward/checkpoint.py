@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from hostward import checkpoint_files as files
 from hostward.errors import CheckpointError
+from hostward.names import by_plain_name, matched
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
@@ -72,7 +73,8 @@ def save(
     Args:
         directory: created if missing; one process at a time saves into it.
         iteration: number of finished training steps, at least 0.
-        tensors: by unique name; any shape, dtype and device. A view is saved without the rest of its storage.
+        tensors: by unique name; any shape, dtype and device. A view is saved without the rest of its storage. What
+            torch.compile puts into names (`_orig_mod.`) is left out.
         plain: numbers, strings, lists and mappings. Tuples come back as lists.
         most_recent_k: afterwards keep the newest k checkpoints up to this iteration (at least 1); None keeps all.
 
@@ -80,10 +82,12 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: a value that cannot be saved, no permission, disk full, another process saving there.
+        CheckpointError: a value that cannot be saved, names that become equal, no permission, disk full, another
+            process saving there.
     """
     directory = Path(directory)
     _check_request(iteration, tensors, most_recent_k)
+    tensors = {plain: tensors[name] for plain, name in by_plain_name(tensors).items()}
     plain_text = _plain_to_bytes(plain)
     what = f"cannot save checkpoint {directory / files.folder_name(iteration)}"
     with files.system_errors(what):
@@ -273,7 +277,8 @@ def load(path: Path, into: Mapping[str, torch.Tensor], *, ignore: Collection[str
 
     Args:
         path: the folder of the checkpoint, as `latest` returns it.
-        into: the tensors by name: all that the checkpoint holds besides `ignore`, no others.
+        into: the tensors by name: all that the checkpoint holds besides `ignore`, no others. A name means the same
+            with and without what torch.compile (`_orig_mod.`) and data parallelism (`module.`) put into it.
         ignore: names that the checkpoint may hold and that are not loaded, such as optimizer state.
 
     Raises:
@@ -283,7 +288,11 @@ def load(path: Path, into: Mapping[str, torch.Tensor], *, ignore: Collection[str
     path = Path(path)
     verify(path)
     metadata = _read_metadata(path)
-    index = {name: entry for name, entry in _index(metadata).items() if name in into or name not in ignore}
+    found = _index(metadata)
+    saved_names = matched(into, found)
+    into = {saved_names.get(name, name): tensor for name, tensor in into.items()}
+    ignored = {*ignore, *matched(ignore, found).values()}
+    index = {name: entry for name, entry in found.items() if name in into or name not in ignored}
     _check_same_model(path, index, into)
     with _typed_failures(f"cannot load checkpoint {path}"):
         dcp_load(dict(into), storage_reader=_CheckedReader(str(path), metadata), no_dist=True)

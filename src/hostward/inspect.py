@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from . import inventory
 from .engine.backend import DTYPES
 from .errors import ModelError
+from .names import DATA_PARALLEL, plain_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +24,7 @@ class Tracked:
     group: int
     homes: tuple[tuple[torch.nn.Module, str], ...] = ()
     path: str = ""
-    """Its dotted path in the module, where that is known and differs from the name."""
+    """Its dotted path in the plain module, where that is known."""
 
     @property
     def layer(self) -> str:
@@ -41,18 +42,79 @@ class Tracked:
         )
 
 
-def named_groups(params: object) -> tuple[list[dict[str, Any]], torch.nn.Module | None]:
-    """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, and the module if one was
-    given.
+class Places:
+    """Where the parameters of a module are: the modules that own them, and their paths in the plain module.
+
+    Args:
+        module: as it is trained, compiled or wrapped for data parallelism or not; None if it is not known.
+    """
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self.module = module
+        self.root, self._prefix = _plain_root(module)
+        self._homes: dict[int, dict[tuple[torch.nn.Module, str], None]] = {}
+        self._paths: dict[int, list[str]] = {}
+        for path, owner, attribute, parameter in _slots(self.root):
+            self._homes.setdefault(id(parameter), {})[owner, attribute] = None
+            self._paths.setdefault(id(parameter), []).append(path)
+
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name, parameter) of all that has requires_grad, tied ones once."""
+        named = [] if self.root is None else self.root.named_parameters()
+        return [(plain_name(name), p) for name, p in named if p.requires_grad]
+
+    def name(self, given: str, parameter: torch.Tensor) -> str:
+        """The name by which state is kept: `given`, without what wrappers have put into it."""
+        plain = plain_name(given)
+        paths = self._paths.get(id(parameter), ())
+        inner = plain.removeprefix(self._prefix)
+        return inner if plain not in paths and inner in paths else plain
+
+    def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> Tracked:
+        """What the optimizer needs to know of a parameter of param_groups[group]."""
+        homes, paths = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), [""])
+        return Tracked(name, parameter, group, tuple(homes), paths[0])
+
+
+def _plain_root(module: torch.nn.Module | None) -> tuple[torch.nn.Module | None, str]:
+    """A module without what it is wrapped in, and what data parallelism has put before its names."""
+    before = ""
+    while module is not None:
+        if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            before, module = before + DATA_PARALLEL, module.module
+        elif list(module._modules) == ["_orig_mod"]:
+            module = module._modules["_orig_mod"]
+        else:
+            break
+    return module, before
+
+
+def _slots(
+    module: torch.nn.Module | None,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
+    """(path, owner, attribute, parameter) of every place that holds a parameter; a shared module by each path."""
+    for path, owner in () if module is None else module.named_modules(remove_duplicate=False):
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield plain_name(f"{path}.{attribute}" if path else attribute), owner, attribute, parameter
+
+
+def paths_of(module: torch.nn.Module | None) -> dict[str, torch.nn.Parameter]:
+    """All parameters of a module by path in the plain module, tied ones by each path."""
+    return {path: parameter for path, _, _, parameter in _slots(module)}
+
+
+def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
+    """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, in plain names.
 
     `params` is a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
     "params" is such an iterable. Raises ModelError for parameters without names.
     """
     if isinstance(params, torch.nn.Module):
-        trainable = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
+        trainable = places.trainable()
         if not trainable:
             raise ModelError("the module has no trainable parameter", fix="set requires_grad on what is to be trained")
-        return [{"params": trainable}], params
+        return [{"params": trainable}]
     if not isinstance(params, Iterable):
         raise ModelError(f"cannot take parameters from {type(params).__name__}", fix="pass the module")
     given = list(params)
@@ -61,12 +123,12 @@ def named_groups(params: object) -> tuple[list[dict[str, Any]], torch.nn.Module 
         for group in given:
             if "params" not in group:
                 raise ModelError("a parameter group without 'params'", fix='{"params": [(name, parameter), ...], ...}')
-            groups.append({**group, "params": _pairs(group["params"])})
-        return groups, None
-    return [{"params": _pairs(given)}], None
+            groups.append({**group, "params": _pairs(group["params"], places)})
+        return groups
+    return [{"params": _pairs(given, places)}]
 
 
-def _pairs(params: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
+def _pairs(params: Iterable[Any], places: Places) -> list[tuple[str, torch.nn.Parameter]]:
     if isinstance(params, (torch.Tensor, str)) or not isinstance(params, Iterable):
         params = [params]
     pairs = []
@@ -77,20 +139,10 @@ def _pairs(params: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
                 why="state is kept and saved by parameter name, never by position",
                 fix="hostward.AdamW(model, ...) or hostward.AdamW(model.named_parameters(), ...)",
             )
-        pairs.append(item)
+        pairs.append((places.name(*item), item[1]))
     if not pairs:
         raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
     return pairs
-
-
-def homes_of(module: torch.nn.Module | None) -> dict[int, tuple[tuple[torch.nn.Module, str], ...]]:
-    """For each parameter, by id: the (module, attribute) pairs that hold it."""
-    homes: dict[int, tuple[tuple[torch.nn.Module, str], ...]] = {}
-    for owner in module.modules() if module is not None else ():
-        for attribute, parameter in owner._parameters.items():
-            if parameter is not None:
-                homes[id(parameter)] = (*homes.get(id(parameter), ()), (owner, attribute))
-    return homes
 
 
 def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Parameter groups: hyper-parameters of their own, schedulers, groups added later, closures and step hooks.
 
 Seen red with: the hyper-parameters of group 0 for all groups, tables that pile up, a refused group left in, weights not
-looked at before a group is added.
+looked at before a group is added, the order of groups and parameters, names and lost keys not looked at, groups not
+looked at before saving.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from optimizer_cases import (
     snapshot,
 )
 
-from hostward.errors import ModelError
+import hostward
+from hostward.errors import ConfigError, ModelError
 
 PLACES = (0.0, 0.5, 1.0)
 
@@ -204,3 +206,116 @@ def test_step_hooks_run() -> None:
     set_gradients(model, 0)
     optimizer.step()
     assert seen == ["pre", "post"]
+
+
+def taken_out(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def put_in(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(3)))
+
+
+def exchanged(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(optimizer.param_groups[0]["params"][0].detach())
+
+
+def moved(optimizer: hostward.AdamW) -> None:
+    first, second = optimizer.param_groups
+    for key in ("params", "param_names"):
+        second[key].append(first[key].pop())
+
+
+def twice_in_a_group(optimizer: hostward.AdamW) -> None:
+    for key in ("params", "param_names"):
+        optimizer.param_groups[0][key].append(optimizer.param_groups[0][key][0])
+
+
+def in_two_groups(optimizer: hostward.AdamW) -> None:
+    first, second = optimizer.param_groups
+    for key in ("params", "param_names"):
+        second[key].append(first[key][0])
+
+
+def groups_reversed(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups.reverse()
+
+
+def parameters_reversed(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def empty_group(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "param_names": []})
+
+
+def group_taken_out(optimizer: hostward.AdamW) -> None:
+    del optimizer.param_groups[1]
+
+
+def groups_made_one(optimizer: hostward.AdamW) -> None:
+    first, second = optimizer.param_groups
+    for key in ("params", "param_names"):
+        first[key] += second[key]
+    del optimizer.param_groups[1]
+
+
+def renamed(optimizer: hostward.AdamW) -> None:
+    optimizer.param_groups[0]["param_names"][0] = "else"
+
+
+def without_names(optimizer: hostward.AdamW) -> None:
+    del optimizer.param_groups[0]["param_names"]
+
+
+def without_params(optimizer: hostward.AdamW) -> None:
+    del optimizer.param_groups[1]["params"]
+
+
+BY_HAND: dict[str, tuple[Callable[[hostward.AdamW], None], str]] = {
+    "taken out": (taken_out, "is in no param_group any more"),
+    "put in": (put_in, "param_groups hold a new parameter"),
+    "exchanged": (exchanged, "is in no param_group any more"),
+    "moved": (moved, "not as they were made"),
+    "twice in a group": (twice_in_a_group, r"'embed\.weight' is in param_groups twice"),
+    "in two groups": (in_two_groups, r"'embed\.weight' is in param_groups twice"),
+    "groups reversed": (groups_reversed, "not as they were made: their order"),
+    "parameters reversed": (parameters_reversed, "not as they were made"),
+    "empty group": (empty_group, "not as they were made"),
+    "group taken out": (group_taken_out, "is in no param_group any more"),
+    "groups made one": (groups_made_one, "not as they were made"),
+    "renamed": (renamed, "not as they were made"),
+    "without names": (without_names, "not as they were made"),
+    "without params": (without_params, "is in no param_group any more"),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+@pytest.mark.parametrize("fraction", PLACES)
+def test_groups_changed_by_hand_are_refused_and_nothing_changes(fraction: float, case: str) -> None:
+    """A parameter in another group would be stepped with the hyper-parameters of the one that it came from."""
+    change, text = BY_HAND[case]
+    model = Model(torch.bfloat16)
+    optimizer = adamw(grouped(model), offload_fraction=fraction)
+    set_gradients(model, 0)
+    optimizer.step()
+    before, saved = snapshot(model, optimizer), optimizer.state_dict()
+    groups = [{k: list(v) if isinstance(v, list) else v for k, v in g.items()} for g in optimizer.param_groups]
+    change(optimizer)
+    set_gradients(model, 1)
+    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(ModelError, match=text) as caught:
+            call()
+        assert "add_param_group" in caught.value.fix
+    optimizer.param_groups[:] = groups
+    assert_equal(before, snapshot(model, optimizer))
+    optimizer.step()
+
+
+def test_a_group_that_has_lost_a_hyper_parameter_is_refused() -> None:
+    model = Model()
+    optimizer = adamw(model)
+    set_gradients(model, 0)
+    del optimizer.param_groups[0]["betas"]
+    with pytest.raises(ConfigError, match="a parameter group has no 'betas'"):
+        optimizer.step()

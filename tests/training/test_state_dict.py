@@ -1,7 +1,9 @@
 """State by name: round trips at another placement, in files, against mismatches.
 
 Seen red with: the master left out of a load, the step count left out, the host weights left as they were, views of the
-slabs handed out, groups updated before the check, names not compared, bf16 rounded half down.
+slabs handed out, groups updated before the check, names not compared, bf16 rounded half down, views copied, views
+where copies were asked for, pieces that do not lie end to end taken for one, the last part of a master left out,
+weights that are not contiguous left as they were, memory not asked for, names of another kind let through.
 """
 
 from __future__ import annotations
@@ -35,8 +37,12 @@ from optimizer_cases import (
 
 import hostward
 from hostward.convert import from_torch_adamw, to_torch_adamw
-from hostward.errors import CheckpointError, ModelError
+from hostward.engine import pools
+from hostward.errors import CheckpointError, MemoryLimitError, ModelError
+from hostward.hardware import HostMemory
 from hostward.inventory import Inventory
+from hostward.training import state_io
+from hostward.training.state import rounded, same_bits
 
 PLACES = (0.0, 0.5, 1.0)
 
@@ -200,6 +206,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no groups": (_without("param_groups"), "incomplete"),
     "groups of another kind": (lambda s: s.update(param_groups={}), "incomplete"),
     "a group without names": (lambda s: s["param_groups"][0].pop("params"), "incomplete"),
+    "a group with numbers": (lambda s: s["param_groups"][0].update(params=[0, 1]), "incomplete"),
+    "a group of a number": (lambda s: s["param_groups"][0].update(params=3), "incomplete"),
+    "state by number": (lambda s: s["state"].update({0: {}}), "incomplete"),
     "another name": (lambda s: s["param_groups"][0]["params"].append("x"), "not those of this optimizer"),
     "a parameter missing": (lambda s: s["state"].pop("head.weight"), "no step/exp_avg/exp_avg_sq/master for"),
     "a role missing": (lambda s: s["state"]["head.weight"].pop("master"), r"for parameter 'head\.weight'"),
@@ -339,3 +348,84 @@ def test_the_inventory_covers_every_element_once() -> None:
     inventory = adamw(Model()).inventory
     assert isinstance(inventory, Inventory)
     assert sum(b.numel for b in inventory.buckets) == inventory.numel
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def state_bytes(dtype: torch.dtype) -> int:
+    numel = sum(p.numel() for p in Model(dtype).parameters())
+    return numel * (8 if dtype is torch.float32 else 12)
+
+
+def own_bytes(state: dict[str, Any], optimizer: hostward.AdamW) -> int:
+    """Bytes of a state dict that do not lie in the optimizer's own memory; step counts left out."""
+    slabs = {b.data.untyped_storage().data_ptr() for s in optimizer._states for b in s.buffers()}
+    tensors = [v for entry in state["state"].values() for role, v in entry.items() if role != "step"]
+    return sum(v.nbytes for v in tensors if v.numel() and v.untyped_storage().data_ptr() not in slabs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fraction", PLACES)
+def test_views_of_the_state_hold_the_same_in_fewer_bytes(fraction: float, dtype: torch.dtype) -> None:
+    _, optimizer = trained(dtype, fraction)
+    copies, views = optimizer.state_dict(), optimizer.state_dict(copy=False)
+    assert copies["param_groups"] == views["param_groups"]
+    for name, entry in copies["state"].items():
+        assert_equal(entry, views["state"][name])
+    assert own_bytes(copies, optimizer) == state_bytes(dtype)
+    masters = sum(entry["master"].nbytes for entry in views["state"].values() if "master" in entry)
+    straddling = 2 * 4 * 300 * 256 if 0 < fraction < 1 else 0  # the split embedding lies on two sides
+    assert masters <= own_bytes(views, optimizer) <= masters + straddling
+
+
+def test_views_change_with_the_next_step_and_copies_do_not() -> None:
+    model, optimizer = trained(torch.bfloat16, 1.0)
+    copies, views = (optimizer.state_dict(copy=copy)["state"]["head.weight"] for copy in (True, False))
+    before = copies["exp_avg"].clone()
+    go_on(model, optimizer, 3)
+    optimizer.wait()
+    assert torch.equal(copies["exp_avg"], before)
+    assert not torch.equal(views["exp_avg"], before)
+
+
+def test_the_memory_for_copies_is_asked_for_before_the_first_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = trained(torch.bfloat16, 0.5)
+    needed = state_bytes(torch.bfloat16)
+    small = HostMemory(2 * needed, needed - 1, "the container's cgroup")
+    monkeypatch.setattr(pools, "host_memory", lambda: small)
+    with pytest.raises(MemoryLimitError, match=f"a copy of the optimizer state: {needed:,} bytes"):
+        optimizer.state_dict()
+    optimizer.state_dict(copy=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("fraction", PLACES)
+def test_masters_of_several_parts(
+    fraction: float, transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that end inside a range, at its end and behind it; weights that are not contiguous."""
+    monkeypatch.setattr(state_io, "_PART_ELEMENTS", 1000)
+
+    def make(seed: int) -> tuple[torch.nn.Parameter, hostward.AdamW]:
+        value = torch.randn(300, 230, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        parameter = torch.nn.Parameter(value.t() if transposed else value)
+        return parameter, adamw([("w", parameter)], offload_fraction=fraction)
+
+    source, optimizer = make(0)
+    source.grad = torch.ones_like(source)
+    optimizer.step()
+    optimizer.wait()
+    state = optimizer.state_dict()
+    master = state["state"]["w"]["master"]
+    assert torch.equal(rounded(master, dtype), source.detach())
+    assert not torch.equal(master, source.detach().float())
+    target, other = make(1)
+    other.load_state_dict(state)
+    assert same_bits(target.detach(), source.detach())
+    assert_equal(other.state_dict()["state"]["w"], state["state"]["w"])
+    with torch.no_grad():
+        target.view(-1)[-1:].zero_() if not transposed else target[-1, -1].zero_()
+    other.load_state_dict(state)  # one element of the last part differs
+    assert same_bits(target.detach(), source.detach())

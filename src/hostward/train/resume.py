@@ -43,7 +43,7 @@ _NEEDED = ("iteration", "consumed_samples", "data", "optimizer", "scaler", "pyth
 def save(run: Run) -> Path:
     """Save weights, optimizer, random number generators and position; returns the checkpoint's folder."""
     directory = Path(run.config.checkpoint.save or "")
-    state = run.optimizer.state_dict()
+    state = run.optimizer.state_dict(copy=False)  # all is written before the next step
     tensors = {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
     tensors |= {f"optimizer/{n}/{role}": t for n, entry in state["state"].items() for role, t in entry.items()}
     tensors["rng/torch"] = torch.get_rng_state()

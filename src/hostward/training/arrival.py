@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.inspect import Tracked
+from hostward.names import plain_name
 
 log = logging.getLogger("hostward")
 
@@ -29,7 +30,7 @@ class Arrivals:
     """Hooks of one module that report use points.
 
     Args:
-        module: the module whose forward uses the parameters.
+        module: the module whose forward uses the parameters, without wrappers around it.
         layers: of each tracked parameter, by name; in order of use in forward.
         tracked: the parameters.
         use: is told the layer.
@@ -49,7 +50,9 @@ class Arrivals:
         self._use_all = use_all
         self._handles: list[RemovableHandle] = []
         by_module: dict[torch.nn.Module, list[str]] = {}
-        modules = dict(module.named_modules())
+        modules: dict[str, torch.nn.Module] = {}
+        for path, part in module.named_modules():
+            modules.setdefault(plain_name(path), part)  # of a wrapper and what it wraps, the wrapper
         before: str | None = None
         for t in tracked:
             layer = layers[t.name]

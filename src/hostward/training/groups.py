@@ -10,6 +10,7 @@ import torch
 
 from hostward.engine.backend import DTYPES
 from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.inspect import Tracked
 from hostward.planner import checked_fraction
 
 _NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -17,6 +18,9 @@ _NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raises ConfigError for hyper-parameters of another kind, or outside their range."""
+    missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+    if missing:
+        raise ConfigError(f"a parameter group has no {missing[0]!r}", fix="change values of a group, not the group")
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ConfigError(f"betas must be two numbers in [0.0, 1.0), got {betas!r}")
@@ -36,16 +40,38 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}=True is not supported", fix=f"leave {key} out")
 
 
-def check_members(groups: Sequence[Mapping[str, Any]], tracked: Mapping[int, str]) -> None:
-    """Raises ModelError if parameters were put into `param_groups` or taken out by hand; `tracked`: names by id."""
-    held = {id(p) for group in groups for p in group["params"]}
-    gone = [name for key, name in tracked.items() if key not in held]
-    if gone or len(held) != len(tracked):
-        raise ModelError(
-            f"parameter {gone[0]!r} is in no param_group any more" if gone else "param_groups hold a new parameter",
-            why="state is placed when a parameter is added, and stays until the optimizer goes",
-            fix="use add_param_group to add; to freeze a parameter, leave its gradient None",
-        )
+def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> None:
+    """Raises ModelError unless `param_groups` hold what was added to them: by hand nothing may be put in, taken out,
+    moved or renamed, because state and hyper-parameters are found by group and by name.
+    """
+    members: dict[int, list[Tracked]] = {}
+    for t in tracked:
+        members.setdefault(t.group, []).append(t)
+    if len(groups) == len(members) and all(_holds(g, members[i]) for i, g in enumerate(groups)):
+        return
+    names = {id(t.parameter): t.name for t in tracked}
+    held = [id(p) for group in groups for p in group.get("params", ())]
+    gone = [name for key, name in names.items() if key not in held]
+    twice = [names[key] for key in held if key in names and held.count(key) > 1]
+    what = "the param_groups are not as they were made: their order, their parameters' order or param_names differ"
+    if gone:
+        what = f"parameter {gone[0]!r} is in no param_group any more"
+    elif any(key not in names for key in held):
+        what = "param_groups hold a new parameter"
+    elif twice:
+        what = f"parameter {twice[0]!r} is in param_groups twice"
+    raise ModelError(
+        what,
+        why="state is placed when a parameter is added, and stays until the optimizer goes",
+        fix="use add_param_group to add; to freeze a parameter, leave its gradient None; else make a new optimizer",
+    )
+
+
+def _holds(group: Mapping[str, Any], members: Sequence[Tracked]) -> bool:
+    params, names = group.get("params", ()), group.get("param_names", ())
+    if len(params) != len(members) or len(names) != len(members):
+        return False
+    return all(p is t.parameter and n == t.name for p, n, t in zip(params, names, members, strict=True))
 
 
 def checked_norm(value: float | None) -> float:
@@ -144,14 +170,21 @@ def saved_parts(
             fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
         )
     state, groups = state_dict.get("state"), state_dict.get("param_groups")
-    whole = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    if not whole or not all(isinstance(group, Mapping) and "params" in group for group in groups or ()):
+    if not _is_whole(state, groups):
         raise CheckpointError(
             "the optimizer state is incomplete",
             why="it needs 'state' by parameter name and 'param_groups' with their 'params'",
             fix="load what AdamW.state_dict() returned",
         )
     return state or {}, list(groups or ())
+
+
+def _is_whole(state: object, groups: object) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return False
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
+        return False
+    return all(isinstance(name, str) for name in (*state, *(name for group in groups for name in group["params"])))
 
 
 def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:

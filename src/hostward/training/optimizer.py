@@ -13,7 +13,7 @@ from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
 from hostward.errors import HostwardError, ModelError
-from hostward.inspect import Tracked, check_no_overlap, check_trackable, homes_of, named_groups
+from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
 from hostward.inventory import Inventory, bucket_cap, cut_buckets
 from hostward.plan import PlacedBucket, Placement, Plan
 from hostward.planner import checked_fraction, place_fraction, summed_on_host
@@ -146,11 +146,8 @@ class AdamW(Saving):
         self._handover: Handover
         self._issuer: StepIssuer
         self._building = True
-        groups, given = named_groups(params)
-        self._module = module if given is None else given
-        self._homes = homes_of(self._module)
-        self._paths = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
-        super().__init__(groups, defaults)
+        self._places = Places(params if isinstance(params, torch.nn.Module) else module)
+        super().__init__(named_groups(params, self._places), defaults)
         self._building = False
         self._build()
 
@@ -165,8 +162,8 @@ class AdamW(Saving):
                     why="the optimizer has taken the gradients of the parameters that it has",
                     fix="add it after step() or after zero_grad()",
                 )
-            groups, _ = named_groups([param_group])
-            param_group = groups[0]
+            self._places = Places(self._places.module)
+            (param_group,) = named_groups([param_group], self._places)
             self.wait()
             self._follow_weights()
         super().add_param_group(param_group)
@@ -184,10 +181,13 @@ class AdamW(Saving):
         taken = {t.name for t in (*self._tracked, *self._pending)}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if name in taken:
-                raise ModelError(f"two parameters are named {name!r}", fix="give each parameter a name of its own")
+                raise ModelError(
+                    f"two parameters are named {name!r}",
+                    why="what wrappers put into names (_orig_mod., module.) does not count",
+                    fix="give each parameter a name of its own",
+                )
             taken.add(name)
-            homes, path = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), "")
-            self._pending.append(Tracked(name, parameter, len(self.param_groups) - 1, homes, path))
+            self._pending.append(self._places.tracked(name, parameter, len(self.param_groups) - 1))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -242,9 +242,8 @@ class AdamW(Saving):
     def _connect(self, backend: Backend) -> None:
         """Schedule, hooks and watches over all buckets that there are now."""
         partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
-        scalars = [allocate_scalars(backend, tier) for tier in (Tier.DEVICE, Tier.HOST)]
-        memory = Memory(scalars[0], scalars[1], partials, host_partials, first_chunks)
-        totals = Totals(backend, self._states, self._summed, pinned=self._pin_gradients)
+        scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
+        memory = Memory(*scalars, partials, host_partials, first_chunks)
         gauge = CudaGauge(backend.device) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
         self._issuer = StepIssuer(
@@ -254,7 +253,7 @@ class AdamW(Saving):
             memory,
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
             slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
-            totals=totals,
+            totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
         )
@@ -264,12 +263,13 @@ class AdamW(Saving):
             self._handover.close()
         if self._arrivals is not None:
             self._arrivals.close()
-        self._watch = WeightWatch(self._tracked, self._issuer.use_all)
+        self._watch = WeightWatch(self._tracked, self._issuer.use_all, self._places.root)
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         self._handover = Handover(self._tracked, self._issuer, summed)
         self._arrivals = None
-        if self._module is not None and self._overlap:
-            self._arrivals = Arrivals(self._module, layers, self._tracked, self._issuer.use, self._issuer.use_all)
+        root = self._places.root
+        if root is not None and self._overlap:
+            self._arrivals = Arrivals(root, layers, self._tracked, self._issuer.use, self._issuer.use_all)
 
     # ---------------------------------------------------------------- facts
 
@@ -313,8 +313,9 @@ class AdamW(Saving):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_members(self.param_groups, {id(t.parameter): t.name for t in self._tracked})
+        check_members(self.param_groups, self._tracked)
         self._follow_weights()
+        self._watch.require_no_newcomers()
         for group in self.param_groups:
             check_group(group)
         try:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo
 
+from hostward.engine.pools import require_host_memory
 from hostward.errors import ModelError
+from hostward.names import matched
 
 from .control import Control
-from .groups import check_same_names, checked_settings, plain, saved_parts
+from .groups import check_members, check_same_names, checked_settings, plain, saved_parts
 
 if TYPE_CHECKING:
+    from hostward.inspect import Tracked
+
     from .state_io import StateAccess
     from .weights import WeightWatch
 
@@ -27,45 +32,89 @@ class Saving(Control):
 
     _access: StateAccess
     _watch: WeightWatch
+    _tracked: Sequence[Tracked]
 
     def _follow_weights(self) -> None:
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, independent of placement; copies on the CPU, tensors and plain values only.
+    @_disable_dynamo
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """State by parameter name, independent of placement; tensors on the CPU and plain values only.
+
+        The tensors are copies: 12 bytes of host memory per parameter, 8 for fp32 weights. torch.optim hands out its own
+        tensors instead. Here they would change under a writer in the background, and each is a part of a slab that
+        torch.save would write as a whole.
+
+        Args:
+            copy: False: moments that lie on the host in one piece are views of the state itself, 8 bytes per parameter
+                less. They change with the next step. For writers that are done before it and take views as they are,
+                such as `hostward.checkpoint.save`; not for torch.save.
+
+        Hooks run as in torch.optim.Optimizer: those of `register_state_dict_pre_hook` before anything is read, those of
+        `register_state_dict_post_hook` on the result, which they may change or replace.
 
         Returns:
             {"format": 1, "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq": float32 [shape], "master":
             float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps",
             "weight_decay", ...}]}
+
+        Raises:
+            ModelError: a step was cut short, or module or groups are not as they were. MemoryLimitError: the host has
+                no room for the copies.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        saved = self._state(copy)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, saved)
+            saved = saved if changed is None else changed
+        return saved
+
+    def _state(self, copy: bool) -> dict[str, Any]:
+        check_members(self.param_groups, self._tracked)
         self._follow_weights()
         self._issuer.require_whole()
         self.wait()
+        if copy:
+            require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
         groups = []
         for group in self.param_groups:
             settings = {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**settings, "params": list(group["param_names"])})
         return {
             "format": STATE_FORMAT,
-            "state": {t.name: self._access.read(t.name) for t in self._tracked},
+            "state": {t.name: self._access.read(t.name, copy=copy) for t in self._tracked},
             "param_groups": groups,
         }
 
-    @torch.no_grad()
+    @_disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of `state_dict`, saved at any placement. Checked as a whole before anything is changed.
 
         A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may
-        so be loaded in either order.
+        so be loaded in either order. Names may carry what `torch.compile` or data parallelism put into them.
+
+        Hooks run as in torch.optim.Optimizer: those of `register_load_state_dict_pre_hook` on a shallow copy of
+        `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
 
         Raises:
             CheckpointError: names, shapes or groups that differ.
         """
+        given = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        self._load(given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @torch.no_grad()
+    def _load(self, given: Mapping[str, Any]) -> None:
+        check_members(self.param_groups, self._tracked)
         if not self._issuer.torn:
             self._issuer.use_all()
         self.backend.drain()
-        state, groups = saved_parts(state_dict, STATE_FORMAT)
+        state, groups = self._in_my_names(*saved_parts(given, STATE_FORMAT))
         check_same_names(
             "parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups]
         )
@@ -90,6 +139,15 @@ class Saving(Control):
         self._watch.remember(self._tracked)
         self._issuer.torn = False
         self.backend.synchronise()
+
+    def _in_my_names(
+        self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """A saved state under the names of this optimizer; names that mean none of its parameters stay."""
+        saved = [*state, *(name for group in groups for name in group["params"])]
+        mine = {theirs: name for name, theirs in matched([t.name for t in self._tracked], saved).items()}
+        renamed = [{**group, "params": [mine.get(name, name) for name in group["params"]]} for group in groups]
+        return {mine.get(name, name): entry for name, entry in state.items()}, renamed
 
     def __getstate__(self) -> NoReturn:
         raise ModelError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,24 +37,33 @@ class StateAccess:
         pieces = self._pieces.get(name)
         return pieces[0][0].bucket.kind if pieces else MasterKind.WEIGHT
 
-    def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Fresh CPU tensors: step int64 [], moments float32 [shape], master float32 [shape] for 16-bit weights."""
+    def copied_bytes(self) -> int:
+        """Host bytes that `read` allocates for all parameters together."""
+        parameters = [t.parameter for t in self._tracked.values()]
+        return sum(p.numel() * (8 if p.dtype is torch.float32 else 12) for p in parameters)
+
+    def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
+        """CPU tensors: step int64 [], moments float32 [shape], master float32 [shape] for 16-bit weights.
+
+        Fresh ones; with copy=False those that lie on the host in one piece are views of the state itself.
+        """
         parameter = self._tracked[name].parameter
-        flat = {role: torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu") for role in _ROLES}
-        has_master = parameter.dtype is not torch.float32
-        if has_master:
-            flat["master"] = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
-        step = 0
-        weight = _flat(parameter)
-        for state, index, r in self._pieces.get(name, ()):
-            views = dict(slab_views(state, index))
-            for role in _ROLES:
-                flat[role][r.start : r.stop] = views[role].cpu()
-            if has_master:
-                flat["master"][r.start : r.stop] = _master(state, views, weight[r.start : r.stop]).cpu()
-            step = int(state.counts.data[index].item())
-        shaped = {role: value.view(parameter.shape) for role, value in flat.items()}
-        return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **shaped}
+        found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
+        entry = {}
+        for role in _ROLES:
+            whole = None if copy else _one_view([views[role] for _, _, views in found])
+            if whole is None:
+                whole = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
+                for _, r, views in found:
+                    whole[r.start : r.stop].copy_(views[role])
+            entry[role] = whole.view(parameter.shape)
+        if parameter.dtype is not torch.float32:
+            master, weight = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu"), _flat(parameter)
+            for state, r, views in found:
+                _read_master(state, views, weight[r.start : r.stop], master[r.start : r.stop])
+            entry["master"] = master.view(parameter.shape)
+        step = next((int(state.counts.data[i].item()) for state, i, _ in self._pieces.get(name, ())), 0)
+        return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **entry}
 
     def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
         """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
@@ -65,11 +74,13 @@ class StateAccess:
         master = saved["master"].reshape(-1) if parameter.dtype is not torch.float32 else None
         set_weight = False
         if master is not None:
-            new_weight = rounded(master.to(weight.device), parameter.dtype)
-            set_weight = not same_bits(new_weight, weight)
-            if set_weight:
-                parameter.data.copy_(new_weight.view(parameter.shape))
-                weight = _flat(parameter)
+            for part in _parts(parameter.numel()):
+                new_weight = rounded(master[part].to(weight.device), parameter.dtype)
+                if not same_bits(new_weight, weight[part]):
+                    weight[part].copy_(new_weight)
+                    set_weight = True
+            if set_weight and not parameter.data.is_contiguous():  # else it was written to through its flat view
+                parameter.data.copy_(weight.view(parameter.shape))
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
             for role in _ROLES:
@@ -128,15 +139,41 @@ def _flat(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.data.reshape(-1)
 
 
-def _master(state: BucketState, views: Mapping[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    if state.bucket.kind is MasterKind.SPLIT:
-        return join_master(weight, views["remainder"].to(weight.device))
-    return views["master"]
+def _parts(numel: int) -> Iterator[slice]:
+    """Masters are split, joined and rounded in parts: what that takes besides is bounded, on the device as well."""
+    return (slice(start, start + _PART_ELEMENTS) for start in range(0, numel, _PART_ELEMENTS))
+
+
+_PART_ELEMENTS = 4 << 20
+"""About 80 MB of intermediate results."""
+
+
+def _one_view(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over views that lie on the host end to end; None where they do not."""
+    if not views or views[0].device.type != "cpu":
+        return None
+    storage, end = views[0].untyped_storage().data_ptr(), views[0].data_ptr()
+    for view in views:
+        if view.data_ptr() != end or view.untyped_storage().data_ptr() != storage:
+            return None
+        end += view.nbytes
+    return views[0].as_strided((sum(view.numel() for view in views),), (1,))
+
+
+def _read_master(
+    state: BucketState, views: Mapping[str, torch.Tensor], weight: torch.Tensor, into: torch.Tensor
+) -> None:
+    if state.bucket.kind is MasterKind.PLAIN:
+        into.copy_(views["master"])
+        return
+    for part in _parts(len(weight)):
+        into[part].copy_(join_master(weight[part], views["remainder"][part].to(weight.device)))
 
 
 def _set_low(state: BucketState, views: Mapping[str, torch.Tensor], master: torch.Tensor) -> None:
     if state.bucket.kind is MasterKind.SPLIT:
-        views["remainder"].copy_(split_master(master)[1])
+        for part in _parts(len(master)):
+            views["remainder"][part].copy_(split_master(master[part])[1])
     elif state.bucket.kind is MasterKind.PLAIN:
         views["master"].copy_(master)
 

@@ -1,7 +1,7 @@
 """Weights changed behind the optimizer: noticing it, and the rule for what happens then (docs/how-it-works.md).
  Seen are `load_state_dict` of a known module (equal bits afterwards: nothing has changed), writes in place (the
-version counter moved) and assignments to `.data` (the address moved). A replaced Parameter object, or one of another
-shape, dtype or device, is a typed error. Writes into `.data` in place are invisible; they need `AdamW.reseed()`.
+version counter moved) and assignments to `.data` (the address moved). A replaced Parameter object or layer, or one of
+another shape, dtype or device, is a typed error. Writes into `.data` in place are invisible: `AdamW.reseed()`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from torch.utils.hooks import RemovableHandle
 from hostward.errors import ModelError
 from hostward.inspect import Tracked
 
+from .structure import Structure
+
 
 class WeightWatch:
     """Remembers version and address of every tracked weight, and says which weights somebody else has written since."""
 
-    def __init__(self, tracked: Sequence[Tracked], arrive: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        tracked: Sequence[Tracked],
+        arrive: Callable[[], None] | None = None,
+        root: torch.nn.Module | None = None,
+    ) -> None:
         self._arrive = arrive
         self._tracked = list(tracked)
+        self._structure = Structure(root, tracked)
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
         self._known: dict[str, tuple[int, int]] = {}
         self._before_load: dict[str, int] = {}
@@ -55,6 +63,7 @@ class WeightWatch:
         Raises:
             ModelError: a parameter was replaced by another object, or has another shape, dtype or device now.
         """
+        self._structure.require_same()
         found = []
         for t in self._tracked:
             self._require_same(t)
@@ -70,9 +79,9 @@ class WeightWatch:
         for owner, attribute in t.homes:
             if owner._parameters.get(attribute) is not t.parameter:
                 raise ModelError(
-                    f"parameter {t.name!r} was replaced by another Parameter object",
-                    why="the optimizer would go on updating the old one",
-                    fix="copy into it in place (load_state_dict without assign=True), or make a new optimizer",
+                    f"parameter {t.name!r} was taken out of the module that held it",
+                    why="what forward uses instead is not what the optimizer would update",
+                    fix="parametrize and prune before making the optimizer, or make a new optimizer",
                 )
         now = _kind(t.parameter)
         if now != self._kinds[t.name]:
@@ -81,6 +90,10 @@ class WeightWatch:
                 why=f"it was {_told(self._kinds[t.name])} when the optimizer was made, and its state still is",
                 fix="make the optimizer after .to(), .half(), .bfloat16() and resizing",
             )
+
+    def require_no_newcomers(self) -> None:
+        """Raises ModelError for a gradient of a parameter that came into the module after the optimizer was made."""
+        self._structure.require_no_newcomers()
 
     def close(self) -> None:
         for handle in self._handles:
