@@ -13,13 +13,27 @@ from . import errors
 from .errors import HostwardError
 
 if TYPE_CHECKING:
+    from .training.attach import Activations, Attachment, attach
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HostwardError", "StreamedStates", "__version__", "errors", "offload_optimizer_states"]
+__all__ = [
+    "Activations",
+    "AdamW",
+    "Attachment",
+    "HostwardError",
+    "StreamedStates",
+    "__version__",
+    "attach",
+    "errors",
+    "offload_optimizer_states",
+]
 
 _HOMES = {
+    "Activations": "hostward.training.attach",
+    "Attachment": "hostward.training.attach",
+    "attach": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",

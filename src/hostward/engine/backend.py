@@ -262,8 +262,19 @@ class Backend(ABC):
         """The contents of `buffers` are dead once `lane` gets here. `simulated` poisons them, `cuda` only waits."""
 
     @abstractmethod
-    def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
-        """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows."""
+    def mark(
+        self,
+        name: str,
+        lane: Lane,
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows. `writes` is what
+        that code has written before, `reads` what it is about to read.
+        """
 
     @abstractmethod
     def begin_turn(self) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hostward.errors import OrderingError
 from hostward.ordering import Accesses, Stamp, unordered
 from hostward.schedule import Lane
 
-from .backend import Buffer
+from .backend import Buffer, Event
 
 
 @dataclass(eq=False, slots=True)
@@ -72,3 +73,10 @@ class ByteRule:
             own = _Span(start, stop, buffer.data)
             spans.append(own)
         return own, [s for s in spans if s.start < stop and start < s.stop]
+
+
+def operation_of(event: Event) -> Operation | None:
+    """None: nothing has been issued yet, and there is nothing to wait for."""
+    if event.native is not None and not isinstance(event.native, Operation):
+        raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
+    return event.native

@@ -242,7 +242,16 @@ class CudaBackend(Backend):
     ) -> Work:
         return CommandWork(self, "offload/retire", lane, waits, done or self.event())
 
-    def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
+    def mark(
+        self,
+        name: str,
+        lane: Lane,
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
         return CommandWork(self, name, lane, waits, done or self.event())
 
     # ---------------------------------------------------------------- turns

@@ -43,7 +43,7 @@ from .backend import (
     require_copyable,
     require_tier,
 )
-from .byte_rule import ByteRule, Operation
+from .byte_rule import ByteRule, Operation, operation_of
 from .host_task import add_task, added_partials, host_task, isa_name, own_threads
 from .pools import host_slab
 
@@ -296,9 +296,18 @@ class SimulatedBackend(Backend):
 
         return _SimulatedWork("offload/retire", lane, done or Event(), enqueue)
 
-    def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
+    def mark(
+        self,
+        name: str,
+        lane: Lane,
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
         def enqueue() -> Operation:
-            operation = self._issue(lane, name, None, (), (), waits)
+            operation = self._issue(lane, name, None, reads, writes, waits)
             # The caller's own code runs now, and everything of the compute lane comes before it.
             while lane is Lane.COMPUTE and not operation.done:
                 self._advance()
@@ -315,7 +324,7 @@ class SimulatedBackend(Backend):
         pass
 
     def wait(self, event: Event) -> None:
-        operation = _operation(event)
+        operation = operation_of(event)
         while operation is not None and not operation.done:
             self._advance()
 
@@ -342,7 +351,7 @@ class SimulatedBackend(Backend):
         waits: Sequence[Event],
         nbytes: int = 0,
     ) -> Operation:
-        before = tuple(operation for event in waits if (operation := _operation(event)) is not None)
+        before = tuple(operation for event in waits if (operation := operation_of(event)) is not None)
         stamp = self._clocks.stamp(lane, [earlier.stamp for earlier in before])
         operation = Operation(lane, name, self._issued, stamp, before, run, nbytes, self._turn)
         self._issued += 1
@@ -381,13 +390,6 @@ class SimulatedBackend(Backend):
     def _overwrite(self, data: torch.Tensor) -> None:
         if self._poison:
             data.view(torch.uint8).fill_(POISON)
-
-
-def _operation(event: Event) -> Operation | None:
-    """None: nothing has been issued yet, and there is nothing to wait for."""
-    if event.native is not None and not isinstance(event.native, Operation):
-        raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
-    return event.native
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

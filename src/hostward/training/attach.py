@@ -1,0 +1,214 @@
+"""`hostward.attach`: offloading of what backward needs, put on a model and taken off again."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostward.engine.backend import Backend
+from hostward.engine.choose import backend_for
+from hostward.engine.host_arena import HostArena
+from hostward.errors import ConfigError
+from hostward.lowering.activations import VisitsShape, lower_visits
+from hostward.schedule import Schedule
+
+from .layers import find_layers
+from .movement import Movement
+from .saved_tensors import Sorter
+from .visits import Visits
+
+if TYPE_CHECKING:
+    from .optimizer import AdamW
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """How saved activations leave the device.
+
+    num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
+    min_bytes: smaller tensors stay. double_buffering: bring them back one layer earlier, for one more layer's worth of
+    device memory. host_bytes: the most page-locked memory that they take; None: what the machine has.
+    """
+
+    num_layers: int | None = None
+    min_bytes: int = 1024 * 1024
+    double_buffering: bool = False
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationReport:
+    """Bytes of saved activations since `attach`.
+
+    offloaded: copied to the host. freed: of these, what left the device. held: what somebody else holds. reloaded:
+    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now.
+    """
+
+    offloaded_bytes: int
+    freed_bytes: int
+    held_bytes: int
+    reloaded_bytes: int
+    on_demand_bytes: int
+    kept_bytes: Mapping[str, int]
+    host_bytes: int
+
+    def explain(self) -> str:
+        """A few lines for people."""
+        back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
+        freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
+        lines = [f"saved activations: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
+        lines.append(f"  page-locked for them: {self.host_bytes:,} bytes")
+        lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
+        return "\n".join(lines)
+
+
+class Attachment:
+    """Offloading that is on. `detach` takes it off; what has been saved by then still comes back."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        backend: Backend,
+        layers: Sequence[tuple[str, torch.nn.Module]],
+        how: Activations,
+        *,
+        turns: bool,
+    ) -> None:
+        """`turns`: nobody else counts the turns of the backend."""
+        offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
+        window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
+        self.layers = [name for name, _ in layers[:offloaded]]
+        """Paths of the layers whose activations leave."""
+        self._shape = VisitsShape(len(layers), offloaded, window, ahead)
+        self.schedule: Schedule = lower_visits(self._shape)
+        """One forward and backward, as data."""
+        self.backend = backend
+        self._arena = HostArena(backend, "saved activations", limit_bytes=how.host_bytes)
+        self._sorter = Sorter(backend.device, how.min_bytes)
+        self._movement = Movement(backend, self._arena, turns=turns)
+        self._visits = Visits(
+            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead
+        )
+        self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
+        weakref.finalize(self, backend.drain)
+
+    def report(self) -> ActivationReport:
+        """What has been offloaded so far."""
+        movement = self._movement
+        kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
+        return ActivationReport(
+            movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
+            self._arena.slab_bytes,
+        )  # fmt: skip
+
+    def detach(self) -> None:
+        """Leave the model as it was. Host memory goes back when nothing that was saved is needed any more."""
+        for wrapped in self._wrapped:
+            wrapped.undo()
+        self._visits.close()
+        self._movement.collect()
+        self.backend.synchronise()
+        if self._arena.blocks_in_use == 0:
+            self._arena.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    activations: Activations | int | None = None,
+    layers: Sequence[torch.nn.Module] | None = None,
+    backend: Backend | None = None,
+) -> Attachment:
+    """Offload what a model's layers save for backward.
+
+        run = hostward.attach(model, optimizer, activations=hostward.Activations(num_layers=20))
+        ...  # train as before
+        print(run.report().explain())
+        run.detach()
+
+    Gradients keep their bits. Use it as a context, or call `detach`.
+
+    Args:
+        model: is called as before; its layers' forward hooks tell where it is.
+        optimizer: shares its lanes, so that copies do not get into each other's way.
+        activations: how; a number is that of layers.
+        layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
+        backend: where copies run; by default the optimizer's, or that of the model's device.
+
+    Raises:
+        ConfigError: nothing to offload is asked for, or more layers than there are. ModelError: no layers were found.
+    """
+    how = Activations(num_layers=activations) if isinstance(activations, int) else activations
+    if how is None:
+        raise ConfigError(
+            "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
+        )
+    found = find_layers(model, layers)
+    _check(how, len(found))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if backend is None:
+        backend = backend_for(device, None) if optimizer is None else optimizer.backend
+    return Attachment(model, backend, found, how, turns=optimizer is None)
+
+
+def _check(how: Activations, layers: int) -> None:
+    if how.num_layers is not None and not 0 < how.num_layers < layers:
+        raise ConfigError(
+            f"CPU offloading can be done only for layers less than {layers}",
+            why=f"the model has {layers} layers, and {how.num_layers} were asked for",
+            fix=f"num_layers between 1 and {layers - 1}: the last layer's backward begins as soon as its forward ends",
+        )
+    if layers < 2:
+        raise ConfigError("a model of one layer", why="its backward begins when its forward ends", fix="leave it alone")
+    for name, value in (("min_bytes", how.min_bytes), ("host_bytes", how.host_bytes)):
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} must not be negative, got {value}")
+
+
+class _Checkpointing:
+    """A transformers layer whose `__call__` puts a checkpoint around the module and its hooks: what the checkpoint
+    saves itself, the layer's inputs, is saved before the hooks run. So the visit begins around the checkpoint.
+    """
+
+    def __init__(self, visits: Visits, number: int, layer: torch.nn.Module) -> None:
+        self._layer = weakref.ref(layer)
+        self._before: Any = None
+        if type(layer).__call__ is torch.nn.Module.__call__:
+            return
+        function = layer.__dict__.get("_gradient_checkpointing_func")
+        if function is None:
+            return
+        self._before = function
+        this = weakref.ref(visits)
+
+        @functools.wraps(function)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            alive = this()
+            if alive is None:
+                return function(*args, **kwargs)
+            alive.enter(number, (args[1:], kwargs))
+            output = None
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                alive.leave(number, output)
+            return output
+
+        layer._gradient_checkpointing_func = around  # type: ignore[assignment]
+
+    def undo(self) -> None:
+        layer = self._layer()
+        if layer is not None and self._before is not None:
+            layer._gradient_checkpointing_func = self._before

@@ -1,0 +1,226 @@
+"""What autograd saves, sorted into what leaves the device and what stays.
+
+A tensor that leaves is a `Handle` on a `Span`: a run of bytes of one storage, of which there is one copy however many
+tensors view it. Handles carry all state: they may be unpacked again, or never, and what they hold goes with the last of
+them. What stays is kept as an alias without a graph, so that an output does not keep itself alive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NoReturn
+
+import torch
+
+from hostward.engine.backend import Event
+from hostward.engine.host_arena import Block
+from hostward.errors import ModelError
+
+
+class Why(StrEnum):
+    """Why a saved tensor stays on the device."""
+
+    LAYER = "its layer stays"
+    RECOMPUTED = "it is made in a recomputation"
+    WEIGHT = "it is a weight"
+    BUFFER = "it is a buffer"
+    SHARED = "it was given to the layer and needs no gradient"
+    SMALL = "it is small"
+    KIND = "it is no plain tensor on the device"
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """A run of bytes of one storage.
+
+    `data` is uint8 on the device, until it is released; `held` the same after a reload, until it is unpacked.
+    """
+
+    nbytes: int
+    start: int
+    """Of the first byte in its storage."""
+    version: int
+    data: torch.Tensor | None
+    host_start: int = 0
+    handles: int = 0
+    """Alive."""
+    awaiting: int = 0
+    """Of these, those that have not been unpacked since the reload."""
+    held: torch.Tensor | None = None
+    arrival: Arrival | None = None
+
+    def unpacked(self) -> None:
+        """One handle less waits for the reload. After the last, the graph's nodes alone hold the memory."""
+        self.awaiting -= 1
+        if self.awaiting <= 0 and self.arrival is not None and self.arrival.waited:
+            self.held = self.arrival = None
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """The event of a reload, and whether the compute lane has waited for it."""
+
+    event: Event
+    waited: bool = False
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Group:
+    """Spans that leave together, and where their bytes are. It lives as long as a handle on one of them."""
+
+    let_go: Callable[[Group], None]
+    """Called when no handle is left; possibly from a finaliser."""
+    spans: list[Span] = field(default_factory=list)
+    nbytes: int = 0
+    block: Block | None = None
+    offloaded: Event | None = None
+    last_read: Event | None = None
+    released: bool = False
+
+    def add(self, span: Span) -> None:
+        self.spans.append(span)
+        self.nbytes += span.nbytes
+
+    def __del__(self) -> None:
+        self.let_go(self)
+
+
+class Kept:
+    """A saved tensor that stays."""
+
+    __slots__ = ("data", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.data = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        if self.data._version != self.version:
+            raise_modified(self.data.shape)
+        return self.data
+
+
+class Handle:
+    """A saved tensor that leaves: how it lies in its span."""
+
+    __slots__ = ("arrival", "dtype", "group", "offset_bytes", "sizes", "span", "strides", "version", "witness")
+
+    def __init__(self, group: Group, span: Span, tensor: torch.Tensor) -> None:
+        self.group, self.span = group, span
+        self.dtype, self.sizes, self.strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
+        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - span.start
+        self.version = tensor._version
+        # It shares the version counter and nothing else: autograd's own check is off for tensors with hooks (H29).
+        self.witness = tensor.detach()
+        self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.arrival: Arrival | None = None
+        """The reload that it was last unpacked from."""
+        span.handles += 1
+
+    def __del__(self) -> None:
+        self.span.handles -= 1
+        self._count()
+
+    def unpacked(self) -> None:
+        """It has been unpacked from what was reloaded last."""
+        self._count()
+
+    def _count(self) -> None:
+        arrival = self.span.arrival
+        if arrival is not None and self.arrival is not arrival:
+            self.arrival = arrival
+            self.span.unpacked()
+
+    def require_unmodified(self) -> None:
+        if self.witness._version != self.version:
+            raise_modified(self.sizes)
+
+    def view_of(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor over `data`, the bytes of its span, as it was: sizes, strides and offset."""
+        start = (data.storage_offset() + self.offset_bytes) // self.dtype.itemsize
+        made = torch.empty(0, dtype=self.dtype, device=data.device)
+        return made.set_(data.untyped_storage(), start, self.sizes, self.strides)
+
+
+def raise_modified(sizes: object) -> NoReturn:
+    raise ModelError(
+        f"a tensor of size {tuple(sizes)} that backward needs was modified by an in-place operation",  # type: ignore[arg-type]
+        why="it was saved for backward, and what is there now, or has left for the host, is of another moment",
+        fix="make the operation out of place, as torch asks without offloading, too",
+    )
+
+
+class Sorter:
+    """Decides by rules, first match first, and counts bytes by reason.
+
+    Args:
+        device: where tensors that may leave lie.
+        min_bytes: smaller spans stay.
+    """
+
+    def __init__(self, device: torch.device, min_bytes: int) -> None:
+        self._device = device
+        self._min_bytes = min_bytes
+        self._weights: set[int] = set()
+        self._buffers: set[int] = set()
+        self.kept_bytes: Counter[Why] = Counter()
+
+    def know(self, module: torch.nn.Module) -> None:
+        """Note the storages of weights and buffers; they may have changed since the last forward."""
+        self._weights = {p.untyped_storage()._cdata for p in module.parameters() if type(p) is torch.nn.Parameter}
+        self._buffers = {b.untyped_storage()._cdata for b in module.buffers() if type(b) is torch.Tensor}
+
+    def keep(self, tensor: torch.Tensor, why: Why) -> Kept:
+        self.kept_bytes[why] += tensor.numel() * tensor.element_size()
+        return Kept(tensor)
+
+    def why_kept(self, tensor: torch.Tensor, shared: frozenset[int]) -> Why | None:
+        """`shared`: storages, by address of their object, that the layer was given and that need no gradient."""
+        kind = type(tensor)
+        if kind is torch.nn.Parameter or type(tensor._base) is torch.nn.Parameter:
+            return Why.WEIGHT
+        if kind is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+            return Why.KIND
+        if tensor.is_conj() or tensor.is_neg():
+            return Why.KIND  # a bit of the tensor, not of its bytes
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._weights or _is_cast_weight(tensor):
+            return Why.WEIGHT
+        if storage in self._buffers:
+            return Why.BUFFER  # batch norm changes what it has saved
+        if storage in shared:
+            return Why.SHARED
+        first, last = bytes_of(tensor)
+        return Why.SMALL if last - first < self._min_bytes else None
+
+
+def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte (exclusive) of a strided tensor in its storage."""
+    if not tensor.numel():
+        return 0, 0
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), int(last + 1) * tensor.element_size()
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The bytes to copy for a tensor: its storage, unless that is more than twice what the tensor spans."""
+    first, last = bytes_of(tensor)
+    storage = tensor.untyped_storage()
+    if storage.nbytes() <= 2 * (last - first):
+        first, last = 0, storage.nbytes()
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    data.set_(storage, first, (last - first,), (1,))
+    return Span(last - first, first, tensor._version, data)
+
+
+def _is_cast_weight(tensor: torch.Tensor) -> bool:
+    """Whether autocast made it from a trainable parameter: it holds the copy itself, for as long as its block lasts."""
+    made_by = (tensor if tensor._base is None else tensor._base).grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return False
+    leaf = made_by.next_functions[0][0]
+    return leaf is not None and type(getattr(leaf, "variable", None)) is torch.nn.Parameter

@@ -1,0 +1,359 @@
+"""Calls of layers, by hooks: where saved tensors come from, and where backward is.
+
+A visit is one call of a layer. Its hooks install `pack` and `unpack` for what autograd saves within. They only tell
+what comes next, so that it is there in time; that a tensor comes back at all, and as it was, rests on `unpack` alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
+
+from hostward.errors import ModelError
+
+from .movement import Movement
+from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
+
+_GROUP_BYTES = 64 * 1024 * 1024
+"""Copies start when that much has been saved, not only at the end of the layer."""
+_autograd = torch._C._autograd
+
+
+class Visit:
+    """One call of a layer, and the groups that left in it (alive as long as handles on them are)."""
+
+    __slots__ = ("__weakref__", "before", "groups", "installed", "layer", "number", "open", "released", "shared")
+
+    def __init__(self, layer: int, number: int, before: Visit | None, shared: frozenset[int]) -> None:
+        self.layer = layer
+        self.number = number
+        self.before = None if before is None else weakref.ref(before)
+        self.shared = shared
+        self.open: Group | None = None
+        self.groups: list[weakref.ref[Group]] = []
+        self.released = False
+        self.installed = False
+        """Our hooks are on for what autograd saves."""
+
+    def alive(self) -> list[Group]:
+        return [group for ref in self.groups if (group := ref()) is not None]
+
+
+class _Stack(threading.local):
+    """Visits that are on in this thread, innermost last; None where nothing is saved, or not for us."""
+
+    def __init__(self) -> None:
+        self.visits: list[tuple[int, Visit | None]] = []
+
+
+class Visits:
+    """Hooks of layers.
+
+    Args:
+        root: whose weights and buffers stay.
+        layers: in order of use.
+        offloaded: the first of them whose saved tensors leave.
+        window: so many visits' tensors stay on the device.
+        ahead: reloads come so many visits earlier than needed to keep the window.
+    """
+
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        layers: Sequence[tuple[str, torch.nn.Module]],
+        sorter: Sorter,
+        movement: Movement,
+        *,
+        offloaded: int,
+        window: int,
+        ahead: int,
+    ) -> None:
+        self._root = root
+        self._names = [name for name, _ in layers]
+        self._around = [
+            {j for j, (_, outer) in enumerate(layers) if any(layer is inner for inner in outer.modules())}
+            for _, layer in layers
+        ]
+        """By layer, those whose calls it may be within: a checkpoint around it counts as a call of itself."""
+        self._sorter = sorter
+        self._movement = movement
+        self._offloaded = offloaded
+        self._window = window
+        self._ahead = ahead
+        self._stack = _Stack()
+        self._active: dict[int, list[tuple[Span, weakref.ref[Group]]]] = {}
+        """Spans on the device, by the storage's object: they hold it, so that the address is its own."""
+        self._unreleased: deque[Visit] = deque()
+        self._last: weakref.ref[Visit] | None = None
+        self._numbers = 0
+        self.seen_bytes = 0
+        # One pair for all layers and for ever: compiled code is tied to what it found installed.
+        self._pair = (self._pack, self._unpack)
+        self._handles: list[RemovableHandle] = []
+        this = weakref.ref(self)
+        for i, (_, layer) in enumerate(layers):
+            self._handles.append(layer.register_forward_pre_hook(_Enter(this, i), prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(_Leave(this, i), always_call=True))
+
+    def close(self) -> None:
+        """Take the hooks off. What has been saved stays, and comes back when backward asks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        while self._stack.visits:
+            self._take_off()
+        self._clean()
+
+    # ---------------------------------------------------------------- forward
+
+    def enter(self, layer: int, inputs: object) -> None:
+        """A layer is about to run."""
+        while self._stack.visits and self._stack.visits[-1][0] not in self._around[layer]:
+            self._take_off()  # what an interrupted forward has left
+        self._clean()
+        if not torch.is_grad_enabled() or _inside_checkpoint() or torch._C._current_graph_task_id() != -1:
+            self._stack.visits.append((layer, None))
+            return
+        if layer == 0 or self._last is None:
+            self._sorter.know(self._root)
+            self._movement.begin()
+        before = None if self._last is None else self._last()
+        visit = Visit(layer, self._numbers, before, _shared(inputs))
+        self._numbers += 1
+        self._last = weakref.ref(visit)
+        if layer < self._offloaded:
+            try:
+                _autograd._push_saved_tensors_default_hooks(*self._pair)
+            except RuntimeError as error:
+                raise ModelError(
+                    f"layer {self._names[layer]} cannot be offloaded here",
+                    why=str(error),
+                    fix="detach() before functorch transforms, or call the layers without them",
+                ) from error
+            visit.installed = True
+        self._stack.visits.append((layer, visit))
+        while self._unreleased and self._unreleased[0].number <= visit.number - self._window:
+            self._release(self._unreleased.popleft())
+
+    def leave(self, layer: int, output: object) -> None:
+        """A layer has run, or failed: its hook is called in any case but for KeyboardInterrupt and the like, and even
+        where `enter` was not.
+        """
+        stack = self._stack.visits
+        if not any(number == layer for number, _ in stack):
+            return
+        while stack:
+            number, visit = stack.pop()
+            if visit is not None:
+                if visit.installed:
+                    self._pop()
+                self._finish(visit)
+            if number == layer:
+                break
+        if visit is not None:
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(_Back(weakref.ref(self), visit))
+                    break
+
+    def _finish(self, visit: Visit) -> None:
+        if visit.open is not None:
+            self._send(visit)
+        if visit.groups:
+            self._unreleased.append(visit)
+
+    def _send(self, visit: Visit) -> None:
+        group, visit.open = visit.open, None
+        if group is not None:
+            visit.groups.append(weakref.ref(group))
+            self._movement.offload(f"{self._names[visit.layer]}", group)
+
+    def _release(self, visit: Visit) -> None:
+        groups = visit.alive()
+        visit.released = True
+        for group in groups:
+            for span in group.spans:
+                if span.data is not None:
+                    self._forget(span)
+        self._movement.release(groups)
+
+    def _forget(self, span: Span) -> None:
+        if span.data is not None:
+            key = span.data.untyped_storage()._cdata
+            kept = [entry for entry in self._active.get(key, ()) if entry[0] is not span]
+            if kept:
+                self._active[key] = kept
+            else:
+                self._active.pop(key, None)
+
+    # ---------------------------------------------------------------- what autograd saves
+
+    def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        visit = next((v for _, v in reversed(self._stack.visits) if v is not None), None)
+        sorter = self._sorter
+        if visit is None:
+            return sorter.keep(tensor, Why.LAYER)
+        if torch._C._current_graph_task_id() != -1:
+            return sorter.keep(tensor, Why.RECOMPUTED)
+        why = sorter.why_kept(tensor, visit.shared)
+        if why is not None:
+            return sorter.keep(tensor, why)
+        first, last = bytes_of(tensor)
+        key = tensor.untyped_storage()._cdata
+        for span, ref in self._active.get(key, ()):
+            group = ref()
+            fits = span.start <= first and last <= span.start + span.nbytes and span.version == tensor._version
+            if fits and group is not None and span.data is not None:
+                return Handle(group, span, tensor)
+        if visit.open is None:
+            visit.open = Group(self._let_go)
+        group, span = visit.open, span_of(tensor)
+        group.add(span)
+        self.seen_bytes += span.nbytes
+        self._active.setdefault(key, []).append((span, weakref.ref(group)))
+        handle = Handle(group, span, tensor)
+        if group.nbytes >= _GROUP_BYTES:
+            self._send(visit)
+        return handle
+
+    def _let_go(self, group: Group) -> None:
+        for span in group.spans:
+            self._forget(span)
+        self._movement.let_go(group)
+
+    def _unpack(self, saved: Handle | Kept) -> torch.Tensor:
+        if isinstance(saved, Kept):
+            return saved.unpack()
+        saved.require_unmodified()
+        span, group = saved.span, saved.group
+        if span.data is not None:
+            return saved.view_of(span.data)
+        if span.held is None:
+            self._movement.reload(group, "on demand", on_demand=True)
+        self._movement.arrive(group, span)
+        data = span.held
+        if data is None:
+            raise ModelError("a saved tensor is gone", why="its group was never sent")
+        saved.unpacked()
+        return saved.view_of(data)
+
+    # ---------------------------------------------------------------- backward
+
+    def back(self, visit: Visit) -> None:
+        """Backward is about to go through the layer of a visit: what the visits before it saved is fetched."""
+        self._movement.collect()
+        if not visit.released and visit in self._unreleased:
+            self._unreleased.remove(visit)  # still here, and needed now
+        self._fetch(visit)
+        earlier = visit
+        for _ in range(self._window + self._ahead):
+            before = None if earlier.before is None else earlier.before()
+            if before is None:
+                break
+            earlier = before
+            self._fetch(earlier)
+
+    def _fetch(self, visit: Visit) -> None:
+        for group in reversed(visit.alive()):
+            self._movement.reload(group, self._names[visit.layer])
+
+    # ---------------------------------------------------------------- the stack of hooks
+
+    def _pop(self) -> None:
+        if _autograd._top_saved_tensors_default_hooks(True) != self._pair:
+            raise ModelError(
+                "saved-tensor hooks cross the border of a layer",
+                why="others were installed inside the layer and are on at its end, or were taken off too early",
+                fix="enter and leave saved_tensors_hooks contexts on the same side of a layer's call",
+            )
+        _autograd._pop_saved_tensors_default_hooks()
+
+    def _take_off(self) -> None:
+        """Leave the innermost visit without looking at what it saved."""
+        _, visit = self._stack.visits.pop()
+        ours = _autograd._top_saved_tensors_default_hooks(True) == self._pair
+        if visit is not None and visit.installed and ours:
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def _clean(self) -> None:
+        """Outside all layers nothing of ours is installed, whatever others did to the stack of hooks."""
+        while not self._stack.visits and _autograd._top_saved_tensors_default_hooks(True) == self._pair:
+            _autograd._pop_saved_tensors_default_hooks()
+
+
+def _inside_checkpoint() -> bool:
+    """Whether what is saved now goes to a checkpoint, which will make it again."""
+    top: Any = _autograd._top_saved_tensors_default_hooks(True)
+    return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _shared(inputs: object) -> frozenset[int]:
+    found = []
+    for tensor in _tensors(inputs):
+        if not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            found.append(tensor.untyped_storage()._cdata)
+    return frozenset(found)
+
+
+class _Enter:
+    """Forward pre-hook. A copy of the module takes it along, and it does nothing there."""
+
+    def __init__(self, visits: weakref.ref[Visits] | None = None, layer: int = 0) -> None:
+        self._visits, self._layer = visits, layer
+
+    def __call__(self, _: object, args: object, kwargs: object) -> None:
+        _call(self._visits, Visits.enter, self._layer, (args, kwargs))
+
+    def __reduce__(self) -> tuple[type[_Enter], tuple[()]]:
+        return _Enter, ()
+
+
+class _Leave:
+    """Forward hook, called also where forward fails."""
+
+    def __init__(self, visits: weakref.ref[Visits] | None = None, layer: int = 0) -> None:
+        self._visits, self._layer = visits, layer
+
+    def __call__(self, _: object, __: object, output: object) -> None:
+        _call(self._visits, Visits.leave, self._layer, output)
+
+    def __reduce__(self) -> tuple[type[_Leave], tuple[()]]:
+        return _Leave, ()
+
+
+class _Back:
+    """Before backward of a layer's output. It holds the visit, which holds no graph."""
+
+    def __init__(self, visits: weakref.ref[Visits], visit: Visit) -> None:
+        self._visits, self._visit = visits, visit
+
+    def __call__(self, _: object) -> None:
+        visits = self._visits()
+        if visits is not None:
+            visits.back(self._visit)
+
+
+@_disable_dynamo
+def _call(visits: Any, method: Callable[..., None], *arguments: object) -> None:
+    alive = None if visits is None else visits()
+    if alive is not None:
+        method(alive, *arguments)

@@ -1,0 +1,130 @@
+"""Saved activations as a schedule: no race however microbatches interleave, and no wait for nothing.
+
+Seen red: a release, a reload or an arrival that does not wait; a reload of what was never released; host memory that is
+written while the reload of the turn before still reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hostward.errors import OrderingError
+from hostward.lowering import activations as lowering
+from hostward.lowering.activations import VISIT, VisitsShape, lower_visits
+from hostward.ordering import races, repeated, same_order
+from hostward.schedule import Kind, Op, Schedule
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> VisitsShape:
+    visits = draw(st.integers(1, 6))
+    unused = draw(st.frozensets(st.integers(0, visits - 1), max_size=2))
+    return VisitsShape(visits, draw(st.integers(0, visits)), draw(st.integers(1, 4)), draw(st.integers(0, 2)), unused)
+
+
+@given(shapes())
+def test_forward_and_backward_have_no_race_however_often_they_repeat(shape: VisitsShape) -> None:
+    schedule = lower_visits(shape)
+    assert races(repeated(schedule, 3)) == []
+    assert Schedule.from_text(schedule.to_text()) == schedule
+
+
+@given(shapes())
+def test_what_left_the_device_comes_back_and_goes_again(shape: VisitsShape) -> None:
+    names = [op.name for op in lower_visits(shape).ops]
+    for v in range(shape.visits):
+        released = v < min(shape.offloaded, shape.visits - shape.window)
+        assert (f"offload/{v}" in names) is (v < shape.offloaded)
+        assert (f"reload/{v}" in names) is released
+        assert (f"drop/{v}" in names) is released
+        assert (f"release/{v}" in names) is (v < shape.offloaded)
+        if released:
+            order = [names.index(f"{op}/{v}") for op in ("made", "offload", "release", "room", "reload", "drop")]
+            assert order == sorted(order)
+
+
+def test_at_most_a_window_of_visits_and_the_one_that_runs_is_on_the_device() -> None:
+    for window in (1, 2, 3):
+        for ahead in (0, 1):
+            here: set[int] = set()
+            most = 0
+            for op in lower_visits(VisitsShape(8, 8, window, ahead)).ops:
+                kind, _, visit = op.name.partition("/")
+                if kind in ("forward", "room"):
+                    here.add(int(visit))
+                elif kind in ("release", "drop"):
+                    here.discard(int(visit))
+                most = max(most, len(here))
+            assert most <= window + 1 + ahead
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("offloaded", "window"), [(3, 1), (4, 1), (2, 2), (4, 3), (1, 3)])
+@pytest.mark.parametrize("unused", [(), (1,)])
+def test_h6_each_wait_deleted_is_a_race_or_changes_no_order(
+    offloaded: int, window: int, ahead: int, unused: tuple[int, ...]
+) -> None:
+    schedule = lower_visits(VisitsShape(4, offloaded, window, ahead, frozenset(unused)))
+    whole, caught = repeated(schedule, 3), 0
+    for op in schedule.ops:
+        for wait in (*op.waits, *(f"~{w}" for w in op.prior)):
+            broken = repeated(schedule.without_wait(op.name, wait), 3)
+            caught += bool(races(broken))
+            assert races(broken) or same_order(whole, broken), f"nothing tells that {op.name} does not wait for {wait}"
+    assert caught
+
+
+def interleaved(shape: VisitsShape, microbatches: int, random: Random) -> Schedule:
+    """Several forwards and backwards, each in its own order, mixed at random; each with host memory of its own, which
+    the next microbatch in the same place takes over.
+    """
+    whole = lower_visits(shape).ops
+    split = next((i for i, op in enumerate(whole) if op.point.startswith("back/")), len(whole))
+    waiting = {m: list(whole) for m in range(microbatches)}
+    order: list[tuple[int, Op]] = []
+    while waiting:
+        m = random.choice(sorted(waiting))
+        # A visit's operations of one point stay together: hooks are not interrupted.
+        point = waiting[m][0].point
+        while waiting[m] and waiting[m][0].point == point:
+            order.append((m, waiting[m].pop(0)))
+        if not waiting[m]:
+            del waiting[m]
+    assert split
+    ops = []
+    for m, op in order:
+
+        def own(names: tuple[str, ...], m: int = m) -> tuple[str, ...]:
+            return tuple(f"{name}.{m}" for name in names)
+
+        ops.append(
+            replace(
+                op, name=f"{op.name}.{m}", reads=own(op.reads), writes=own(op.writes), waits=own(op.waits), prior=()
+            )
+        )
+    return Schedule(tuple(ops))
+
+
+@given(shapes(), st.integers(2, 4), st.integers(0, 2**32))
+def test_h37_microbatches_may_interleave_in_any_way(shape: VisitsShape, microbatches: int, seed: int) -> None:
+    assert races(interleaved(shape, microbatches, Random(seed))) == []
+
+
+def test_lowering_runs_the_rule_on_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = VisitsShape(3, 2)
+    for name, waits, prior in (("reload", (), ()), ("release", (), ()), ("arrive", (), ())):
+        broken = {**VISIT, name: replace(VISIT[name], waits=waits, prior=prior)}
+        monkeypatch.setattr(lowering, "VISIT", broken)
+        with pytest.raises(OrderingError, match="nothing orders them"):
+            lower_visits(shape)
+
+
+def test_the_model_is_part_of_the_schedule() -> None:
+    kinds = [op.kind for op in lower_visits(VisitsShape(3, 2)).ops]
+    assert kinds.count(Kind.MODEL) == 6
+    assert kinds.count(Kind.COPY) == 4

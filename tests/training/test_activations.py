@@ -1,0 +1,318 @@
+"""Offloaded activations: gradients keep their bits, in every order of lanes; bytes leave; each wait is needed.
+
+Seen red: copies that wait for nothing, memory released before its copy, reloads that are not waited for; weights,
+buffers and shared inputs that travel along; a handle that forgets strides or offset; a reload at every unpack; visits
+that prefetch in the wrong order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from activation_cases import FEW, LANES, NETWORKS, ORDERS, left_over, loss_of, offloading, same, trained, transformer
+
+import hostward
+from hostward.engine.backend import Tier
+from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import ConfigError, ModelError, OrderingError
+from hostward.lowering.activations import VISIT
+from hostward.training import movement
+from hostward.training.layers import find_layers
+
+every_network = pytest.mark.parametrize("name", NETWORKS)
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """What only a garbage collection would free shows as a leak."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@every_network
+def test_gradients_keep_their_bits_in_every_order_of_lanes(name: str, num_layers: int) -> None:
+    expected = trained(NETWORKS[name]())
+    for i, order in enumerate(ORDERS if num_layers == 3 else FEW):
+        model = NETWORKS[name]()
+        with offloading(model, order, num_layers=num_layers, double_buffering=i % 2 == 1) as run:
+            assert same(trained(model), expected), order
+            report = run.report()
+            assert left_over(run) == 0
+        assert report.offloaded_bytes > 0
+        assert report.on_demand_bytes == 0, "something had to be reloaded that nobody had foreseen"
+        assert report.reloaded_bytes == report.offloaded_bytes
+        assert run.backend.ledger.by_owner(Tier.HOST) == {}, "page-locked memory is left"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
+def test_inputs_of_checkpointed_layers_leave(name: str, reentrant: bool) -> None:
+    """Two bytes per token and hidden element: what the checkpoint itself keeps."""
+
+    def made() -> torch.nn.Module:
+        model = NETWORKS[name]()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+        return model
+
+    expected = trained(made())
+    for order in ORDERS:
+        model = made()
+        with offloading(model, order) as run:
+            assert same(trained(model), expected), order
+            assert left_over(run) == 0
+            report = run.report()
+        inputs = 3 * 3 * 2 * 24 * 64 * 2  # steps, layers, batch, sequence, hidden, bytes
+        assert report.offloaded_bytes == report.reloaded_bytes == inputs
+        # The model's forward holds the first layer's input until it returns.
+        assert report.held_bytes == inputs // 3
+        assert report.freed_bytes == inputs - inputs // 3
+
+
+class OldStyle(torch.nn.Module):
+    """Layers whose `__call__` puts the checkpoint around module and hooks, as transformers did before 5.20."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(16, 32)
+            self.down = torch.nn.Linear(32, 16)
+            self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+
+        def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self._gradient_checkpointing_func(super().__call__, *args, use_reentrant=False)
+            return made
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_checkpoints_around_module_and_hooks() -> None:
+    def run(model: OldStyle) -> list[torch.Tensor]:
+        found = []
+        for seed in range(3):
+            model.zero_grad()
+            x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+            model(x).square().sum().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
+    expected = run(OldStyle())
+    for order in FEW:
+        model = OldStyle()
+        functions = [layer._gradient_checkpointing_func for layer in model.layers]
+        with offloading(model, order) as attached:
+            assert same(run(model), expected)
+            report = attached.report()
+        assert report.offloaded_bytes == report.reloaded_bytes == 3 * 3 * 5 * 16 * 4
+        assert [layer._gradient_checkpointing_func for layer in model.layers] == functions
+
+
+@pytest.mark.parametrize("op", ["made", "offload", "release", "room", "reload", "arrive"])
+def test_h5_h12_h14_each_wait_left_out_is_reported(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`made` and `room` are marks that others wait for: those waits are left out."""
+    victims = {"made": "offload", "room": "reload"}
+    victim = victims.get(op, op)
+    waits = tuple(w for w in VISIT[victim].waits if op not in victims or w != op)
+    broken = VISIT[victim].__class__(
+        victim, VISIT[victim].kind, VISIT[victim].lane, VISIT[victim].point, None, VISIT[victim].reads,
+        VISIT[victim].writes, waits if op in victims else (), VISIT[victim].prior,
+    )  # fmt: skip
+    monkeypatch.setitem(movement.VISIT, victim, broken)  # type: ignore[arg-type]
+    expected = trained(NETWORKS["Llama"]())
+    seen = False
+    for order in (Order(late=frozenset(LANES[:2])), Order(late=frozenset({LANES[0]})), Order()):
+        model = NETWORKS["Llama"]()
+        try:
+            with offloading(model, order):
+                seen |= not same(trained(model), expected)
+        except OrderingError:
+            seen = True
+    assert seen
+
+
+def test_h19_device_memory_that_leaves_is_on_the_host() -> None:
+    """Conservation: what was offloaded is either free or named as held, and the host has as much."""
+    model = NETWORKS["Qwen3"]()
+    with offloading(model) as run:
+        loss = loss_of(model, 0)
+        report = run.report()
+        assert report.freed_bytes + report.held_bytes == report.offloaded_bytes > 0
+        assert report.held_bytes == 0
+        assert report.offloaded_bytes <= report.host_bytes <= report.offloaded_bytes + 512 * 200
+        loss.backward()
+
+
+def test_weights_buffers_and_what_is_given_to_all_layers_stay() -> None:
+    """Cos and sin, masks; frozen weights are saved as plain views (H30)."""
+    model = NETWORKS["Qwen3"]()
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" in name)
+    with offloading(model) as run:
+        loss_of(model, 0).backward()
+        kept = run.report().kept_bytes
+        assert run.report().held_bytes == 0
+    assert kept["it is a weight"] > 0
+    assert kept["it was given to the layer and needs no gradient"] > 0
+    images = NETWORKS["convolutions"]()
+    with offloading(images) as run:
+        loss_of(images, 0).backward()
+        assert run.report().kept_bytes["it is a buffer"] > 0
+
+
+def test_weights_cast_by_autocast_stay() -> None:
+    model = NETWORKS["Llama"]().float()
+    expected, found = [], []
+    for attached in (False, True):
+        model.zero_grad()
+        context = offloading(model) if attached else None
+        run = None if context is None else context.__enter__()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, 0)
+        loss.backward()
+        (found if attached else expected).extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+        if run is not None and context is not None:
+            weights = sum(p.numel() for name, p in model.named_parameters() if "layers" in name)
+            assert run.report().kept_bytes["it is a weight"] >= weights // 2
+            context.__exit__(None, None, None)
+    assert same(found, expected)
+
+
+def test_small_tensors_stay() -> None:
+    model = NETWORKS["Llama"]()
+    backend = SimulatedBackend(threads=1, order=Order(eager=True))
+    with hostward.attach(model, activations=hostward.Activations(min_bytes=1 << 30), backend=backend) as run:
+        loss_of(model, 0).backward()
+        assert run.report().offloaded_bytes == 0
+        assert run.report().kept_bytes["it is small"] > 0
+
+
+def test_host_memory_is_locked_in_the_first_step_alone() -> None:
+    model = NETWORKS["Llama"]()
+    with offloading(model) as run:
+        trained(model, steps=1)
+        made, locked = run._arena.slabs_made, run.report().host_bytes
+        trained(model)
+        assert (run._arena.slabs_made, run.report().host_bytes) == (made, locked)
+
+
+def test_more_host_memory_than_allowed_is_an_error_and_the_model_goes_on() -> None:
+    model = NETWORKS["Llama"]()
+    expected = trained(NETWORKS["Llama"]())
+    with (
+        offloading(model, host_bytes=4096),
+        pytest.raises(hostward.errors.MemoryLimitError, match="4,096 were allowed"),
+    ):
+        trained(model)
+    assert same(trained(NETWORKS["Llama"]()), expected)
+    model = NETWORKS["Llama"]()
+    assert same(trained(model), expected)
+
+
+@pytest.mark.parametrize("mix", [(0.0, 0.0), (1.0, 0.0), (1.0, 0.5)])
+def test_together_with_an_offloaded_optimizer(mix: tuple[float, float]) -> None:
+    def run(order: Order | None, *, attached: bool) -> list[torch.Tensor]:
+        model = NETWORKS["Qwen3"]()
+        backend = SimulatedBackend(threads=1, order=order or Order(eager=True))
+        optimizer = hostward.AdamW(
+            model, lr=1e-2, max_grad_norm=0.5, offload_fraction=mix[0], streamed_fraction=mix[1], backend=backend
+        )
+        if attached:
+            hostward.attach(model, optimizer, activations=hostward.Activations(min_bytes=64))
+        for step in range(3):
+            for i in range(2):
+                with optimizer.accumulate(last=i == 1):
+                    loss_of(model, 2 * step + i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait()
+        return [*(p.detach().clone() for p in model.parameters()), torch.tensor(optimizer.grad_norm)]
+
+    expected = run(None, attached=False)
+    for order in (None, *FEW):
+        assert same(run(order, attached=True), expected)
+
+
+# ---------------------------------------------------------------- what can be asked
+
+
+@every_network
+def test_layers_are_found(name: str) -> None:
+    model = NETWORKS[name]()
+    found = find_layers(model)
+    assert len(found) == 4
+    assert all(model.get_submodule(path) is layer for path, layer in found)
+
+
+def test_layers_that_cannot_be_found_are_named_by_the_user() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+            self.second = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    two = Two()
+    with pytest.raises(ModelError, match="2 lists of layers: first, second"):
+        hostward.attach(two, activations=1)
+    with pytest.raises(ModelError, match="no lists of layers"):
+        hostward.attach(torch.nn.Linear(2, 2), activations=1)
+    with pytest.raises(ModelError, match="no module of the model"):
+        hostward.attach(two, activations=1, layers=[torch.nn.Linear(8, 8)])
+    with pytest.raises(ModelError, match="given twice"):
+        hostward.attach(two, activations=1, layers=[two.first[0], two.first[0]])
+    run = hostward.attach(two, activations=1, layers=[*two.first, *two.second])
+    assert run.layers == ["first.0"]
+    run.detach()
+
+
+@pytest.mark.parametrize("count", [-1, 0, 4, 7])
+def test_as_many_layers_as_there_are_cannot_leave(count: int) -> None:
+    with pytest.raises(ConfigError, match="CPU offloading can be done only for layers less than 4"):
+        hostward.attach(transformer("Llama"), activations=count)
+
+
+def test_nothing_to_offload_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without anything to offload"):
+        hostward.attach(transformer("Llama"))
+    with pytest.raises(ConfigError, match="min_bytes must not be negative"):
+        hostward.attach(transformer("Llama"), activations=hostward.Activations(min_bytes=-1))
+
+
+def test_h28_attached_within_inference_mode() -> None:
+    model = NETWORKS["Llama"]()
+    expected = trained(NETWORKS["Llama"]())
+    with torch.inference_mode():
+        run = hostward.attach(
+            model,
+            activations=hostward.Activations(min_bytes=64),
+            backend=SimulatedBackend(threads=1, order=Order(eager=True)),
+        )
+    assert same(trained(model), expected)
+    run.detach()
+
+
+def test_the_report_reads_well() -> None:
+    model = NETWORKS["Llama"]()
+    with offloading(model) as run:
+        trained(model, steps=1)
+        text = run.report().explain()
+    assert "bytes to the host" in text
+    assert "stays, because it is a weight" in text
+    assert "reload/0" in run.schedule.to_text()
