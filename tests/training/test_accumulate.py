@@ -114,7 +114,7 @@ class Shared(torch.nn.Module):
         self.net, self.reentrant = net, reentrant
 
     def forward(self, seed: int) -> torch.Tensor:
-        x = self.net.embed(tokens(seed)) * self.net.scale
+        x = self.net.embed(tokens(seed))
         for _ in range(2):
             x = checkpoint(self.net.blocks[1], x, use_reentrant=self.reentrant)
         out: torch.Tensor = self.net.head(x).square().mean()

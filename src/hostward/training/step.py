@@ -69,7 +69,11 @@ class StepIssuer(PointIssuer):
         self._pieces = pieces(states)
         self._index = {state: b for b, state in enumerate(states)}
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
-        self._layers_of = {name: {layers[self._index[s]] for s, _, _ in held} for name, held in self._pieces.items()}
+        # Those whose new values come from elsewhere: what the compute lane steps is there for whatever it does next.
+        self._layers_of = {
+            name: {layers[self._index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
+            for name, held in self._pieces.items()
+        }
         self._targets = Targets(backend, states, tracked)
         bindings = Bindings(backend, states, memory, slots, totals, self._targets)
         super().__init__(backend, states, memory, bindings, totals, use_torch_optimizer=use_torch_optimizer)
