@@ -80,11 +80,23 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "Currently there is no support for Pipeline parallelism with CPU offloading",
     ),
-    "cpu-offloading-recompute": (
+    "recompute-method": (
         TINY,
-        "model.cpu_offloading=true model.recompute_granularity=full",
+        "model.recompute_granularity=full",
         1,
-        "CPU offloading does not work when activation recomputation is enabled",
+        "model.recompute_granularity=full without model.recompute_method and model.recompute_num_layers",
+    ),
+    "recompute-groups": (
+        TINY,
+        "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2",
+        1,
+        "model.recompute_method=uniform with model.recompute_num_layers=2: groups of layers",
+    ),
+    "recompute-selective": (
+        TINY,
+        "model.recompute_granularity=selective",
+        1,
+        "model.recompute_granularity=selective is known, but not built yet",
     ),
     "cpu-offloading-fine-grained": (
         TINY,

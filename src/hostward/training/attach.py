@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,18 +27,23 @@ if TYPE_CHECKING:
     from .optimizer import AdamW
 
 
+log = logging.getLogger("hostward")
+
+
 @dataclass(frozen=True, slots=True)
 class Activations:
     """How saved activations leave the device.
 
     num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
     min_bytes: smaller tensors stay. double_buffering: bring them back one layer earlier, for one more layer's worth of
-    device memory. host_bytes: the most page-locked memory that they take; None: what the machine has.
+    device memory. retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row
+    have not needed goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
     """
 
     num_layers: int | None = None
     min_bytes: int = 1024 * 1024
     double_buffering: bool = False
+    retain_pinned_buffers: bool = False
     host_bytes: int | None = None
 
 
@@ -88,7 +94,9 @@ class Attachment:
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
         self.backend = backend
-        self._arena = HostArena(backend, "saved activations", limit_bytes=how.host_bytes)
+        self._arena = HostArena(
+            backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
+        )
         self._sorter = Sorter(backend.device, how.min_bytes)
         self._movement = Movement(backend, self._arena, turns=turns)
         self._visits = Visits(
@@ -157,6 +165,11 @@ def attach(
         )
     found = find_layers(model, layers)
     _check(how, len(found))
+    if how.num_layers == len(found) - 1:
+        log.warning(
+            "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
+            "offload/reload."
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend

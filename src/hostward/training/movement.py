@@ -39,8 +39,11 @@ class Movement:
 
     def begin(self) -> None:
         """A forward begins."""
-        if self._turns and self.arena.blocks_in_use == 0:
-            self.collect()
+        if self.arena.blocks_in_use:
+            return
+        self.collect()
+        self.arena.rest()
+        if self._turns:
             self._backend.end_turn()
             self._backend.begin_turn()
 
