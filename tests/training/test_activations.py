@@ -209,6 +209,7 @@ def test_host_memory_is_locked_in_the_first_step_alone() -> None:
     with offloading(model) as run:
         trained(model, steps=1)
         made, locked = run._arena.slabs_made, run.report().host_bytes
+        assert made == 2, "the first layer's, and at once what the others will need"
         trained(model)
         assert (run._arena.slabs_made, run.report().host_bytes) == (made, locked)
 

@@ -7,6 +7,7 @@ free, a block handed on without the event of its last use, memory that is never 
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 from hypothesis import given
@@ -35,7 +36,7 @@ def test_blocks_in_use_never_overlap(requests: list[tuple[int, bool]]) -> None:
         if give:
             memory.give(held.pop(len(held) // 2), None)
         spans = sorted((b.buffer.data.data_ptr(), b.buffer.nbytes) for b in held if b.buffer.nbytes)
-        assert all(a + n <= b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
         assert memory.blocks_in_use == len(held)
     assert memory.slab_bytes == memory._backend.ledger.by_owner(Tier.HOST).get("test", 0)
 

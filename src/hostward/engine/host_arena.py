@@ -83,6 +83,11 @@ class HostArena:
         self.slab_bytes += size_bytes
         self.slabs_made += 1
 
+    def expect(self, size_bytes: int) -> None:
+        """Requests of about that many bytes together are to come: lock memory for them at once, if that is allowed."""
+        if self._limit_bytes is None or self.slab_bytes + size_bytes <= self._limit_bytes:
+            self.reserve(size_bytes)
+
     def take(self, size_bytes: int) -> Block:
         """A block of at least that many bytes. Raises MemoryLimitError."""
         self._collect()

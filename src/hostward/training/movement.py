@@ -24,7 +24,7 @@ _OWNER = "saved activations"
 class Movement:
     """Copies groups out and spans back, and frees nothing that a lane still works on.
 
-    Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the release), `held` (that somebody
+    Counts, in bytes: `offloaded` (and `parked`, with padding), `freed` (of these, device memory that went with the release), `held` (that somebody
     else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
     """
 
@@ -33,7 +33,7 @@ class Movement:
         self._backend = backend
         self._turns = turns
         self.arena = arena
-        self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = 0
+        self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = self.parked = 0
         # What dies while a lane works on it; filled by finalisers, emptied by the next operation here.
         self._orphans: deque[tuple[list[torch.Tensor], Event]] = deque()
 
@@ -64,6 +64,12 @@ class Movement:
             "offload", f"offload/d2h/activation/{name}", pairs, events, after
         )
         self.offloaded += group.nbytes
+        self.parked += block.buffer.nbytes
+
+    def expect(self, visits: int, group_bytes: int) -> None:
+        """So many visits like one of `group_bytes` are to come. In the first forward host memory is locked for all."""
+        if self.reloaded == 0:
+            self.arena.expect(visits * group_bytes)
 
     def release(self, groups: Iterable[Group]) -> None:
         """The compute lane waits for the copies; then the device memory may go to somebody else."""

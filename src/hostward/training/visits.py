@@ -169,6 +169,8 @@ class Visits:
             self._send(visit)
         if visit.groups:
             self._unreleased.append(visit)
+            if visit.number == 0:
+                self._movement.expect(self._offloaded - 1, self._movement.parked)
 
     def _send(self, visit: Visit) -> None:
         group, visit.open = visit.open, None
