@@ -316,6 +316,23 @@ def test_a_tensor_that_stays_and_is_modified() -> None:
         in_place(True)(net)
 
 
+def test_weights_from_elsewhere_and_detached_ones_stay() -> None:
+    """A parameter that no module of the model holds is one all the same; so is what shares its memory with one."""
+    outside = torch.nn.Parameter(torch.eye(24))
+
+    def kept(inner: Callable[[Block], Callable[[torch.Tensor], torch.Tensor]]) -> int:
+        net = Net()
+        for layer in net.layers:
+            layer.inner = inner(layer)  # type: ignore[arg-type, assignment]
+        with offloading(net, num_layers=3) as run:
+            loss(net, 0).backward()
+            return run.report().kept_bytes["it is a weight"]
+
+    plain = kept(lambda _: torch.nn.functional.gelu)
+    assert kept(lambda _: lambda y: torch.nn.functional.gelu(y @ outside)) == plain + 3 * 24 * 24 * 4
+    assert kept(lambda layer: lambda y: torch.nn.functional.gelu(y * layer.up.bias.detach())) == plain + 3 * 24 * 4
+
+
 def test_hooks_of_others_within_a_layer_win_there() -> None:
     net, seen = Net(), []
 
