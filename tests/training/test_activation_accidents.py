@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hostward
 from hostward.engine.simulated import Order
 from hostward.errors import ModelError
+from hostward.schedule import Lane
 
 Scenario = Callable[["Net"], None]
 autograd = torch._C._autograd
@@ -314,6 +316,64 @@ def test_a_tensor_that_stays_and_is_modified() -> None:
     net = Net()
     with offloading(net, min_bytes=1 << 30), pytest.raises(ModelError, match="modified by an in-place operation"):
         in_place(True)(net)
+
+
+def test_an_output_that_stays_does_not_keep_itself_alive() -> None:
+    """`exp` saves its result: holding that very tensor would be a cycle through the graph, which nothing collects."""
+    seen = []
+
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        out = torch.exp(torch.tanh(y))
+        seen.append(weakref.ref(out))
+        return out
+
+    for min_bytes in (64, 1 << 30):
+        net = Net()
+        for layer in net.layers:
+            layer.inner = inner  # type: ignore[assignment]
+        with offloading(net, min_bytes=min_bytes):
+            loss(net, 0).backward()
+        assert [ref() for ref in seen] == [None] * len(seen)
+
+
+def test_of_a_large_storage_only_what_is_saved_is_copied() -> None:
+    def copied(inner: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        net = Net()
+        for layer in net.layers:
+            layer.inner = inner  # type: ignore[assignment]
+        with offloading(net, num_layers=1) as run:
+            loss(net, 0).backward()
+            return run.report().offloaded_bytes
+
+    row = 24 * 4
+    plain = copied(lambda y: y + 0.0)
+    # Two of six rows: less than half of the storage. Four of them: nearly all of it, so it is copied as it is.
+    assert copied(lambda y: y + 0.0 + (y[:2] * y[:2]).sum()) == plain + 2 * row
+    assert copied(lambda y: y + 0.0 + (y[:4] * y[:4]).sum()) == plain + 6 * row
+
+
+def test_h12_what_dies_while_a_copy_is_at_it_waits_for_that_copy() -> None:
+    """On its way out: a forward that is dropped half way. On its way back: a backward that fails where it is fetched."""
+    net = Net()
+    with offloading(net, Order(late=frozenset({Lane.D2H, Lane.H2D}))) as run:
+        net.layers[1](net.layers[0](batch(0)))
+        dropped = [event for _, event in run._movement._orphans]
+        assert dropped
+        run._movement.collect()
+        assert all(event.native.done for event in dropped)  # type: ignore[attr-defined]
+
+        def fail(_: torch.Tensor) -> None:
+            raise ValueError("backward fails")
+
+        handle = net.layers[3].down.weight.register_hook(fail)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="backward fails"):
+            loss(net, 0).backward()
+        handle.remove()
+        torch.ones(1, requires_grad=True).sum().backward()  # torch holds the last failed graph until here
+        back = [tensors[0] for tensors, _ in run._movement._orphans if tensors[0].dtype is torch.uint8]
+        assert back
+        run._movement.collect()
+        assert not run._movement._orphans
 
 
 def test_weights_from_elsewhere_and_detached_ones_stay() -> None:
