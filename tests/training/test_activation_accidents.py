@@ -332,7 +332,7 @@ def test_an_output_that_stays_does_not_keep_itself_alive() -> None:
         for layer in net.layers:
             layer.inner = inner  # type: ignore[assignment]
         with offloading(net, min_bytes=min_bytes):
-            loss(net, 0).backward()
+            loss(net, 0)  # backward would break the cycle
         assert [ref() for ref in seen] == [None] * len(seen)
 
 
@@ -353,7 +353,7 @@ def test_of_a_large_storage_only_what_is_saved_is_copied() -> None:
 
 
 def test_h12_what_dies_while_a_copy_is_at_it_waits_for_that_copy() -> None:
-    """On its way out: a forward that is dropped half way. On its way back: a backward that fails where it is fetched."""
+    """On its way out: a forward that is dropped half way. On its way back: a backward that fails just before."""
     net = Net()
     with offloading(net, Order(late=frozenset({Lane.D2H, Lane.H2D}))) as run:
         net.layers[1](net.layers[0](batch(0)))
