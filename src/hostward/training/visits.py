@@ -98,6 +98,9 @@ class Visits:
         # One pair for all layers and for ever: compiled code is tied to what it found installed.
         self._pair = (self._pack, self._unpack)
         self._handles: list[RemovableHandle] = []
+        # The first call imports the compiler. Within a forward that would leave the frames of that forward, and its
+        # graph with them, in tracebacks that the compiler's modules keep of optional imports that failed.
+        _call(None, Visits.enter)
         this = weakref.ref(self)
         for i, (_, layer) in enumerate(layers):
             self._handles.append(layer.register_forward_pre_hook(_Enter(this, i), prepend=True, with_kwargs=True))
