@@ -191,7 +191,9 @@ def interrupted_forward(net: Net) -> None:
         with pytest.raises(KeyboardInterrupt):
             loss(net, 1)
         layer.fail = None  # type: ignore[assignment]
-        loss(net, 0).backward()
+        found = loss(net, 0)
+        assert autograd._top_saved_tensors_default_hooks(True) is None, "hooks are on outside all layers"
+        found.backward()
 
 
 def failed_backward(net: Net) -> None:

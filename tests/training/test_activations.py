@@ -19,6 +19,7 @@ from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, ModelError, OrderingError
 from hostward.lowering.activations import VISIT
+from hostward.schedule import Lane
 from hostward.training import movement
 from hostward.training.layers import find_layers
 
@@ -123,6 +124,34 @@ def test_checkpoints_around_module_and_hooks() -> None:
             report = attached.report()
         assert report.offloaded_bytes == report.reloaded_bytes == 3 * 3 * 5 * 16 * 4
         assert [layer._gradient_checkpointing_func for layer in model.layers] == functions
+
+
+@pytest.mark.parametrize(("num_layers", "double_buffering"), [(3, False), (3, True), (2, False)])
+def test_h35_what_a_layer_saved_is_on_its_way_before_backward_reaches_it(
+    num_layers: int, double_buffering: bool
+) -> None:
+    """As many layers ahead as are not offloaded, and one more with double buffering."""
+    model, log = NETWORKS["Llama"](), []
+    layers: list[torch.nn.Module] = list(model.model.layers)  # type: ignore[arg-type, union-attr]
+    with offloading(model, num_layers=num_layers, double_buffering=double_buffering) as run:
+        copy = run.backend.copy
+
+        def logged(lane: Lane, *arguments: object, **options: object) -> object:
+            if lane is Lane.H2D:
+                log.append(f"reload {str(options['name']).rpartition('.')[2]}")
+            return copy(lane, *arguments, **options)  # type: ignore[arg-type]
+
+        run.backend.copy = logged  # type: ignore[assignment, method-assign]
+        for i, layer in enumerate(layers):
+            weight = layer.mlp.down_proj.weight  # type: ignore[union-attr]
+            weight.register_hook(lambda _, i=i: log.append(f"backward {i}"))
+        loss_of(model, 0).backward()
+    ahead = 4 - num_layers + double_buffering
+    for i in range(num_layers):
+        begun = log.index(f"backward {min(3, i + ahead)}")
+        assert log.index(f"reload {i}") < begun, log
+        if i + ahead < 3:
+            assert log.index(f"reload {i}") > log.index(f"backward {i + ahead + 1}"), log
 
 
 @pytest.mark.parametrize("op", ["made", "offload", "release", "room", "reload", "arrive"])
