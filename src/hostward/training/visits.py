@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
 
+from .compiled import forget_compiled
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
 
@@ -101,6 +102,7 @@ class Visits:
         # The first call imports the compiler. Within a forward that would leave the frames of that forward, and its
         # graph with them, in tracebacks that the compiler's modules keep of optional imports that failed.
         _call(None, Visits.enter)
+        forget_compiled()
         this = weakref.ref(self)
         for i, (_, layer) in enumerate(layers):
             self._handles.append(layer.register_forward_pre_hook(_Enter(this, i), prepend=True, with_kwargs=True))
