@@ -80,6 +80,18 @@ OFFLOADING_RULES = (
         shared_with_megatron=True,
     ),
     Rule(
+        "fine-grained-recompute",
+        PERMANENT,
+        ("model.fine_grained_activation_offloading", "model.recompute_granularity", "model.recompute_method"),
+        lambda c, _: (
+            c.model.fine_grained_activation_offloading
+            and c.model.recompute_granularity == "full"
+            and c.model.recompute_method == "uniform"
+        ),
+        "model.fine_grained_activation_offloading=true while all layers are recomputed: their modules save nothing",
+        "set model.recompute_method=block, or model.cpu_offloading=true, which offloads the layers' inputs",
+    ),
+    Rule(
         "cpu-offloading-graphs",
         UNTIL_BUILT,
         ("model.cpu_offloading", "model.cuda_graph_impl"),

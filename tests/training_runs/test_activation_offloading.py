@@ -34,6 +34,11 @@ WAYS = {
         "model.recompute_method=block",
         "model.recompute_num_layers=1",
     ],
+    "attention alone": [
+        "model.fine_grained_activation_offloading=True",
+        "model.offload_modules=[core_attn,attn_proj]",
+        "model.min_offloaded_tensor_size=65536",
+    ],
     "with the optimizer": [*OFFLOADING, *offloaded(1), "optimizer.offload_mix=0.5"],
     "with gradients on the host": [*OFFLOADING, *offloaded(1), "optimizer.gradients=host"],
 }

@@ -104,6 +104,15 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
     ),
+    "fine-grained-recompute": (
+        TINY,
+        (
+            "model.fine_grained_activation_offloading=true model.offload_modules=[core_attn] "
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+        ),
+        1,
+        "model.fine_grained_activation_offloading=true while all layers are recomputed: their modules save nothing",
+    ),
     "cpu-offloading-graphs": (
         TINY,
         "model.cpu_offloading=true model.cuda_graph_impl=local",

@@ -42,5 +42,6 @@ def test_status() -> None:
     assert status("model.cpu_offloading") == "works"
     assert status("model.cpu_offloading_num_layers") == "works"
     assert status("model.cpu_offloading_weights") == "only `false`"
-    assert status("model.offload_modules") == "with `fine_grained_activation_offloading`"
+    assert status("model.offload_modules") == "works"
+    assert status("model.activation_offload_fraction") == "only `1.0`"
     assert status("checkpoint.save_interval") == "works"

@@ -129,7 +129,7 @@ def test_values_set_in_python_are_checked(name: str, value: object, message: str
 def test_known_options_that_are_not_built_are_refused(name: str) -> None:
     info, built = options()[name], NOT_BUILT[name]
     other = next(choice for choice in info.choices if choice != built) if info.choices else None
-    value = other or (2 if info.kind is int else not built)
+    value = other or {int: 2, float: 0.5}.get(info.kind, not built)
     config = tiny()
     namespace, _, option = name.partition(".")
     setattr(getattr(config, namespace), option, value)

@@ -35,6 +35,12 @@ def recompute_layers(model: torch.nn.Module, config: Config) -> int:
 def attach_activations(model: torch.nn.Module, optimizer: AdamW, config: Config) -> Attachment | None:
     """Offloading of activations as the options say; None: off."""
     options = config.model
+    if options.fine_grained_activation_offloading:
+        # Megatron counts elements, and offloads in all layers but those whose backward comes at once.
+        least = options.min_offloaded_tensor_size
+        return attach(
+            model, optimizer, activations=Activations(modules=options.offload_modules, min_bytes=0, min_elements=least)
+        )
     if not (options.cpu_offloading and options.cpu_offloading_num_layers and options.cpu_offloading_activations):
         return None
     how = Activations(

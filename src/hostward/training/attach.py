@@ -19,6 +19,7 @@ from hostward.lowering.activations import VisitsShape, lower_visits
 from hostward.schedule import Schedule
 
 from .layers import find_layers
+from .modules import marks_of
 from .movement import Movement
 from .saved_tensors import Sorter
 from .visits import Visits
@@ -35,13 +36,17 @@ class Activations:
     """How saved activations leave the device.
 
     num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
-    min_bytes: smaller tensors stay. double_buffering: bring them back one layer earlier, for one more layer's worth of
-    device memory. retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row
-    have not needed goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
+    modules: only what these modules within the layers save, by path ("mlp", "self_attn.*_proj") or by Megatron's names
+    (core_attn, attn_proj, ...); (): all. min_bytes: smaller tensors stay; min_elements: so do those of fewer elements.
+    double_buffering: bring them back one layer earlier, for one more layer's worth of device memory.
+    retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row have not needed
+    goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
     """
 
     num_layers: int | None = None
+    modules: Sequence[str] = ()
     min_bytes: int = 1024 * 1024
+    min_elements: int = 0
     double_buffering: bool = False
     retain_pinned_buffers: bool = False
     host_bytes: int | None = None
@@ -86,6 +91,7 @@ class Attachment:
         turns: bool,
     ) -> None:
         """`turns`: nobody else counts the turns of the backend."""
+        marks = marks_of([layer for _, layer in layers], how.modules) if how.modules else None
         offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
         self.layers = [name for name, _ in layers[:offloaded]]
@@ -97,10 +103,10 @@ class Attachment:
         self._arena = HostArena(
             backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
         )
-        self._sorter = Sorter(backend.device, how.min_bytes)
+        self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
         self._movement = Movement(backend, self._arena, turns=turns)
         self._visits = Visits(
-            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead
+            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks
         )
         self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
         weakref.finalize(self, backend.drain)
@@ -185,7 +191,8 @@ def _check(how: Activations, layers: int) -> None:
         )
     if layers < 2:
         raise ConfigError("a model of one layer", why="its backward begins when its forward ends", fix="leave it alone")
-    for name, value in (("min_bytes", how.min_bytes), ("host_bytes", how.host_bytes)):
+    limits = {"min_bytes": how.min_bytes, "min_elements": how.min_elements, "host_bytes": how.host_bytes}
+    for name, value in limits.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name} must not be negative, got {value}")
 
