@@ -346,3 +346,17 @@ def test_the_report_reads_well() -> None:
     assert "bytes to the host" in text
     assert "stays, because it is a weight" in text
     assert "reload/0" in run.schedule.to_text()
+
+
+def test_a_block_of_ones_own_loop() -> None:
+    model = NETWORKS["Llama"]()
+    expected = trained(NETWORKS["Llama"]())
+    backend = SimulatedBackend(threads=1, order=Order(eager=True))
+    with hostward.offload_activations(model, num_layers=2, min_bytes=64, backend=backend) as run:
+        assert same(trained(model), expected)
+        assert run.layers == ["model.layers.0", "model.layers.1"]
+        assert run.report().offloaded_bytes > 0
+    with pytest.raises(ConfigError, match=r"no option 'layer_count'[\s\S]*options are num_layers"):
+        hostward.offload_activations(model, layer_count=2)
+    with pytest.raises(ConfigError, match=r"no option 'num_layer'[\s\S]*did you mean num_layers"):
+        hostward.offload_activations(model, num_layer=2)

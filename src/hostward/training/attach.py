@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,6 +181,33 @@ def attach(
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
     return Attachment(model, backend, found, how, turns=optimizer is None)
+
+
+def offload_activations(
+    model: torch.nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    layers: Sequence[torch.nn.Module] | None = None,
+    backend: Backend | None = None,
+    **how: Any,
+) -> Attachment:
+    """`attach` for a block of one's own loop, with the fields of `Activations` as keywords.
+
+        with hostward.offload_activations(model, num_layers=20):
+            loss(model, batch).backward()
+
+    Raises:
+        ConfigError, ModelError: as `attach`; a keyword that `Activations` does not have.
+    """
+    known = [f.name for f in fields(Activations)]
+    for name in how:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"offload_activations() has no option {name!r}",
+                fix=f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}",
+            )
+    return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
 def _check(how: Activations, layers: int) -> None:
