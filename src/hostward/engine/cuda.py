@@ -291,6 +291,9 @@ class CudaBackend(Backend):
             self._raise_error(slot)
         self.read_timings()
 
+    def compute_key(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
