@@ -144,9 +144,11 @@ class StepIssuer(PointIssuer):
         self._held[gradient.name] = gradient.flat
         for state, i, r in self._pieces[gradient.name]:
             b = self._index[state]
-            if b in self._totals.summed and b in self._in_flight:
-                self._in_flight.remove(b)  # of the microbatch before
-                self._release(b)
+            if b in self._totals.summed and b in self._reported:
+                if b in self._in_flight:
+                    self._in_flight.remove(b)  # of the microbatch before
+                    self._release(b)
+                self._reported.discard(b)
             self._backend.refill(self._gradients[b][i], gradient.flat[r.start : r.stop])
             self._chosen[b].add(i)
             self._fresh[b].add(i)
@@ -239,7 +241,7 @@ class StepIssuer(PointIssuer):
         self.turning = True
 
     def _gradient_point(self, b: int, *, last: bool = True) -> None:
-        if b in self._reported and not (b in self._totals.summed and self._fresh[b]):
+        if b in self._reported:
             return
         if self._fresh[b]:
             self._require_one_dtype(b)
@@ -286,8 +288,7 @@ class StepIssuer(PointIssuer):
         require_no_capture(self._backend)
         dtypes = {g.name: g.flat.dtype for g in gradients}
         for b, state in enumerate(self._states):
-            waiting = self._fresh[b] if b in self._totals.summed or b not in self._reported else ()
-            taken = {str(self._gradients[b][i].data.dtype) for i in waiting}
+            taken = {str(self._gradients[b][i].data.dtype) for i in self._fresh[b] if b not in self._reported}
             found = sorted(taken | {str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
             if len(found) > 1:
                 raise mixed_gradients(state, found)
