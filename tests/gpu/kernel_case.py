@@ -18,6 +18,7 @@ import torch
 from hostward.host import reference
 from hostward.host.adamw import MasterKind, bias_tables
 from hostward.kernels import adamw
+from hostward.kernels.launcher import launch_all
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
@@ -152,10 +153,11 @@ class Case:
         d, (hyper, bc1, isb2) = self.device, self.constants
         if INTERPRETED:
             extra = d.get("remainder", d.get("master", d["exp_avg"]))
-            adamw.launch(
+            launches = adamw.bind(
                 self.table, len(self.lengths), self.blocks, (self.grad_code, weight_code, int(kind)),
                 (d["exp_avg"], d["exp_avg_sq"], extra), (hyper, bc1, isb2, len(bc1)), self.scale, self.skip, self.error,
             )  # fmt: skip
+            launch_all(launches)
         else:
             self.checked_step()
 

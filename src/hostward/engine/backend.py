@@ -102,6 +102,17 @@ class Work(ABC):
         """Enqueue it; returns `done`, which from now on stands for this issue."""
 
 
+class Batch:
+    """Works that are issued together, in this order: `issue` does what issuing one after the other does."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = tuple(works)
+
+    def issue(self) -> None:
+        for work in self._works:
+            work.issue()
+
+
 @dataclass(slots=True)
 class Ledger:
     """Bytes held, by tier and owner, and bytes copied, by direction."""
@@ -247,6 +258,10 @@ class Backend(ABC):
     @abstractmethod
     def mark(self, name: str, lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None) -> Work:
         """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows."""
+
+    def batch(self, works: Sequence[Work]) -> Batch:
+        """These works to be issued together; each also alone."""
+        return Batch(works)
 
     @abstractmethod
     def begin_turn(self) -> None:
