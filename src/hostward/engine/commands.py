@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -203,11 +204,13 @@ class KernelLaunch:
         parameters: the values in the kernel's order, each PARAMETER_BYTES long, the value at its beginning. The driver
             copies them when the launch is enqueued.
 
+    `words` are the parameters as unsigned 64-bit words: write one to change an address from the next issue on.
+
     Raises:
         DeviceError: no programs or no threads, or a parameter of another length.
     """
 
-    __slots__ = ("_native", "_pointers", "_values", "address")
+    __slots__ = ("_native", "_pointers", "_values", "address", "words")
 
     def __init__(
         self, function: int, *, programs: int, threads: int, shared_bytes: int, parameters: Sequence[bytes]
@@ -219,7 +222,8 @@ class KernelLaunch:
                 why=f"a launch has at least one of both, and a parameter takes {PARAMETER_BYTES} bytes",
             )
         n = len(parameters)
-        self._values = ctypes.create_string_buffer(b"".join(parameters), max(1, n * PARAMETER_BYTES))
+        self._values = (ctypes.c_uint64 * max(1, n))(*(int.from_bytes(p, sys.byteorder) for p in parameters))
+        self.words = memoryview(self._values).cast("B").cast("Q")
         first = ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * n)(*(first + i * PARAMETER_BYTES for i in range(n)))
         pointers = ctypes.addressof(self._pointers)

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from hostward.host.adamw import FloatTable
 from hostward.inventory import MasterKind
-from hostward.kernels.launcher import Launch
+from hostward.kernels.adamw import STATE_PARAMETERS
+from hostward.kernels.launcher import ALIGNMENT_BYTES, Launch
 from hostward.kernels.operand import dtype_code
 from hostward.schedule import Lane
 
@@ -152,27 +154,38 @@ class AdamWKernel(TableKernel):
         self._blocks = uploads.map(kernels.block_map, tuple(r.length for r in operands.ranges))
         self.n_launches = 2 if len(self._blocks) else 1
         self._bound: dict[object, Bound] = {}
+        self._launches: Sequence[KernelLaunch] = ()
+        self._dtype: torch.dtype | None = None
+        self._bc1: FloatTable | None = None
+        self._where: tuple[int, int, int] | None = None
 
     def prepare(self, slot: int) -> tuple[Sequence[int], Sequence[KernelLaunch]]:
         exp_avg, exp_avg_sq, low = self._state
-        key = (
-            self._addressed[0].data.dtype,
-            id(self._operands.constants.tables[0]),
-            exp_avg.data.data_ptr(),
-            exp_avg_sq.data.data_ptr(),
-            low.data.data_ptr(),
-        )
-        bound = self._bound.get(key)
-        if bound is None:
-            if len(self._bound) >= _KEPT_LAUNCHES:
-                self._bound.clear()
-            bound = self._bound[key] = self._bind()
-        hyper = self._hyper.stage(self._operands.constants.hyper, slot)
-        return (hyper, self._table.stage([b.data.data_ptr() for b in self._addressed], slot)), bound.native
+        constants = self._operands.constants
+        where = exp_avg.data.data_ptr(), exp_avg_sq.data.data_ptr(), low.data.data_ptr()
+        dtype, bc1 = self._addressed[0].data.dtype, constants.tables[0]
+        if where != self._where or bc1 is not self._bc1 or dtype is not self._dtype:
+            self._fit(dtype, bc1, where)
+        hyper = self._hyper.stage(constants.hyper, slot)
+        return (hyper, self._table.stage([b.data.data_ptr() for b in self._addressed], slot)), self._launches
 
     def forget(self) -> None:
         self._table.forget()
         self._hyper.forget()
+
+    def _fit(self, dtype: torch.dtype, bc1: FloatTable, where: tuple[int, int, int]) -> None:
+        """Choose the launches; the state may be another slot than last time."""
+        # The tables are found by their identity: a Bound keeps them.
+        key = dtype, id(bc1), tuple(address % ALIGNMENT_BYTES for address in where)
+        if key not in self._bound:
+            if len(self._bound) >= _KEPT_LAUNCHES:
+                self._bound.clear()
+            self._bound[key] = self._bind()
+        self._launches = self._bound[key].native
+        if len(self._blocks):
+            for at, address in zip(STATE_PARAMETERS, where, strict=True):
+                self._launches[0].words[at] = address
+        self._dtype, self._bc1, self._where = dtype, bc1, where
 
     def _bind(self) -> Bound:
         from hostward.kernels import adamw as kernels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
 
 LANES = tuple(Lane)
 INDEX = {lane: i for i, lane in enumerate(LANES)}
+
+
+TOGETHER = 32
+"""Works in one native call, at most: the device need not wait for the last of hundreds to be written."""
 
 
 class CudaEvent(Event):
@@ -122,21 +125,30 @@ class CudaBatch(Batch):
 
     def __init__(self, backend: CudaBackend, works: Sequence[Work]) -> None:
         super().__init__(works)
-        self._backend = backend
-        self._parts: list[tuple[list[ListedWork], CommandBatch] | Work] = []
-        for listed, run in groupby(works, key=lambda work: isinstance(work, ListedWork)):
-            if listed:
-                together = [work for work in run if isinstance(work, ListedWork)]
-                self._parts.append((together, CommandBatch([work.listed for work in together], backend.driver)))
+        parts: list[list[ListedWork] | Work] = []
+        for work in works:
+            last = parts[-1] if parts else None
+            if not isinstance(work, ListedWork):
+                parts.append(work)
+            elif isinstance(last, list) and len(last) < TOGETHER:
+                last.append(work)
             else:
-                self._parts += run
+                parts.append([work])
+        self._parts = [_Together(backend, part) if isinstance(part, list) else part for part in parts]
 
     def issue(self) -> None:
         for part in self._parts:
-            if isinstance(part, Work):
-                part.issue()
-            else:
-                enqueue(self._backend, *part)
+            part.issue()
+
+
+class _Together:
+    def __init__(self, backend: CudaBackend, works: Sequence[ListedWork]) -> None:
+        self._backend = backend
+        self._works = works
+        self._commands = CommandBatch([work.listed for work in works], backend.driver)
+
+    def issue(self) -> None:
+        enqueue(self._backend, self._works, self._commands)
 
 
 class CommandWork(ListedWork):

@@ -21,6 +21,9 @@ from hostward.kernels.operand import dtype_code, require_device_operand, require
 BLOCK_ELEMENTS = 4096
 """Elements per row of the block map, the work of one program. A larger share forms the constants less often."""
 
+STATE_PARAMETERS = (2, 3, 4)
+"""Of the first launch that `bind` returns if there are blocks: the parameters that are the addresses of `state`."""
+
 _WARPS = 4
 # Four elements per thread keep 16-byte accesses to fp32 and one register layout for streams of both widths.
 _LANES = 4 * 32 * _WARPS

@@ -24,7 +24,7 @@ from hostward.engine.commands import PARAMETER_BYTES, KernelLaunch
 from hostward.errors import DeviceError
 from hostward.kernels.operand import interpreted
 
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another for those that are not."""
 
 _WARP_THREADS = 32
@@ -221,7 +221,7 @@ def _program_shape(name: str, text: str) -> tuple[list[int], int]:
 
 def _kind(argument: Any) -> object:
     if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % _ALIGNMENT_BYTES == 0
+        return argument.dtype, argument.data_ptr() % ALIGNMENT_BYTES == 0
     if isinstance(argument, int):
         return int, -(2**31) <= argument < 2**31
     return None if argument is None else type(argument)
