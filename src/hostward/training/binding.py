@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from hostward.engine.backend import (
     ALL_ZERO,
     AdamWOperands,
     Backend,
+    Batch,
     BoundRange,
     Buffer,
     Clipping,
@@ -31,6 +32,7 @@ from hostward.schedule import Kind, Lane, Op
 from .slots import Slots
 from .state import BucketState
 from .targets import Targets
+from .torch_host import TorchHostStep
 
 _FIRST_TABLE_LENGTH = 1024
 _KEPT_WORKS = 4096
@@ -47,20 +49,45 @@ class Memory:
     """By bucket and range: the first chunk in `partials`."""
 
 
+@dataclass(frozen=True, slots=True)
+class PointWorks:
+    """The operations of a point, bound to one choice of ranges: those before the first AdamW, then the rest."""
+
+    ops: tuple[Op, ...]
+    asked: Sequence[tuple[int, bool]]
+    """The choices that they depend on: of which bucket, and whether of its fresh ranges."""
+    chosen: list[Set[int]]
+    before: Batch
+    stepping: Batch | None
+
+
+def takes_fresh(op: Op) -> bool:
+    """Whether the operation is over ranges that were not taken before, rather than over all ranges of the step."""
+    return op.kind is Kind.PARTIALS or op.name.startswith("download/")
+
+
 class Bindings:
     """Binds operations once, and again only for another selection of ranges.
 
-    `gradients[bucket][range]` are the device buffers that gradients are put into.
+    `gradients[bucket][range]` are the device buffers that gradients are put into. `by_torch`: torch steps host buckets.
     """
 
     def __init__(
-        self, backend: Backend, states: Sequence[BucketState], memory: Memory, slots: Slots, targets: Targets
+        self,
+        backend: Backend,
+        states: Sequence[BucketState],
+        memory: Memory,
+        slots: Slots,
+        targets: Targets,
+        *,
+        by_torch: bool,
     ) -> None:
         self._backend = backend
         self._states = states
         self._memory = memory
         self._slots = slots
         self._targets = targets
+        self._by_torch = by_torch
         self.gradients = [[empty_buffer("gradients") for _ in s.bucket.ranges] for s in states]
         self.events: defaultdict[str, Event] = defaultdict(backend.event)
         """By name of the operation."""
@@ -69,6 +96,27 @@ class Bindings:
         self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
         self._step_bound: int | None = None
         self._works: dict[tuple[Op, tuple[int, ...]], Work] = {}
+        self._points: dict[str, PointWorks] = {}
+
+    def at(self, point: str, ops: tuple[Op, ...], chosen_of: Callable[[int, bool], Set[int]]) -> PointWorks:
+        """The works of a point, in the order of `ops`: those of last time if all choices are those of last time.
+
+        `chosen_of(bucket, fresh)` are the ranges of operations that `takes_fresh` or not.
+        """
+        found = self._points.get(point)
+        if found is None or found.ops is not ops or found.chosen != [chosen_of(*ask) for ask in found.asked]:
+            found = self._points[point] = self._gather(ops, chosen_of)
+        return found
+
+    def _gather(self, ops: tuple[Op, ...], chosen_of: Callable[[int, bool], Set[int]]) -> PointWorks:
+        ops_here = [op for op in ops if op.kind is not Kind.MODEL]
+        choices = {op: (op.bucket, takes_fresh(op)) for op in ops_here if op.bucket is not None}
+        asked = list(dict.fromkeys(choices.values()))
+        chosen: list[Set[int]] = [frozenset(chosen_of(*ask)) for ask in asked]
+        works = [self.work(op, chosen_of(*choices[op]) if op in choices else ()) for op in ops_here]
+        first = next((i for i, op in enumerate(ops_here) if op.kind is Kind.ADAMW), None)
+        batch = self._backend.batch
+        return PointWorks(ops, asked, chosen, batch(works[:first]), None if first is None else batch(works[first:]))
 
     def work(self, op: Op, chosen: Iterable[int]) -> Work:
         """The operation over the chosen ranges of its bucket; `chosen` is empty for operations on all buckets, and for
@@ -84,6 +132,7 @@ class Bindings:
         """Bind the operations of a bucket, or all, anew: buffers have changed. Nothing of them is pending."""
         kept = {} if bucket is None else {k: work for k, work in self._works.items() if k[0].bucket != bucket}
         self._works = kept
+        self._points.clear()
 
     def trim(self) -> None:
         """Selections of ranges may differ in every step: do not keep all there ever were. Nothing is pending."""
@@ -128,8 +177,11 @@ class Bindings:
         targets = [state.weights[i] for i in chosen] if host else [self._targets.weights[b][i] for i in chosen]
         sources = [state.gradients[i] for i in chosen] if host else gradients
         scalars = self._memory.host_scalars if host else self._memory.device_scalars
-        operands = self.operands(b, chosen, sources, targets)
-        return backend.adamw(op.lane, f"offload/{state.placement.value}/adamw/{name}", operands, scalars, **rest)
+        operands = self._operands(b, chosen, sources, targets)
+        name = f"offload/{state.placement.value}/adamw/{name}"
+        if host and self._by_torch:
+            return TorchHostStep(backend, name, operands, scalars, rest["done"])
+        return backend.adamw(op.lane, name, operands, scalars, **rest)
 
     def _bind_copy(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
         state, down = self._states[b], op.lane is Lane.D2H
@@ -145,7 +197,7 @@ class Bindings:
         pairs = list(zip(here, there, strict=True) if down else zip(there, here, strict=True))
         return self._backend.copy(op.lane, pairs, name=f"offload/{op.lane.value}/{what}/{state.bucket.name}", **rest)
 
-    def operands(
+    def _operands(
         self, b: int, chosen: tuple[int, ...], gradients: Sequence[Buffer], weights: Sequence[Buffer]
     ) -> AdamWOperands:
         """A bucket's state with these gradients and weights, one for each chosen range."""

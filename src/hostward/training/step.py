@@ -30,14 +30,13 @@ from hostward.lowering.optimizer import (
     use_point,
 )
 from hostward.plan import Placement
-from hostward.schedule import Kind, Lane, Op, Schedule
+from hostward.schedule import Lane, Op, Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
 from .gradients import Gradient
 from .slots import Slots
 from .state import BucketState, allocate_gradients, pieces
 from .targets import Targets
-from .torch_host import TorchHostStep
 
 _KEPT_SCHEDULES = 64
 
@@ -70,12 +69,11 @@ class StepIssuer:
         self._slots = slots
         self._layers = tuple(layers)
         self._overlap = overlap
-        self._torch_host = TorchHostStep() if use_torch_optimizer else None
         self._pieces = pieces(states)
         self._index = {state: b for b, state in enumerate(states)}
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
         self._targets = Targets(backend, states, tracked)
-        self._bindings = Bindings(backend, states, memory, slots, self._targets)
+        self._bindings = Bindings(backend, states, memory, slots, self._targets, by_torch=use_torch_optimizer)
         self._gradients = self._bindings.gradients
         self.torn = False
         """Some buckets may have taken a step that others have not. Set here; cleared by who sees the step through."""
@@ -225,7 +223,8 @@ class StepIssuer:
         """Forget gradients that the compute lane may overwrite from here on."""
         for b in buckets:
             for buffer in self._gradients[b]:
-                buffer.data = buffer.data.new_empty(0)
+                if buffer.data.numel():
+                    buffer.data = buffer.data.new_empty(0)
             for name in self._of_bucket[b]:
                 self._held.pop(name, None)
 
@@ -355,35 +354,19 @@ class StepIssuer:
         self._points = self.schedule.points
 
     def _issue(self, point: str) -> None:
-        for op in self._points.get(point, ()):
-            if op.kind is Kind.MODEL:
-                continue
-            if op.kind is Kind.ADAMW:
-                self.torn = True
-                if op.lane is Lane.HOST and op.bucket is not None and self._torch_host is not None:
-                    self._step_by_torch(op.bucket)
-                    continue
-            chosen = () if op.bucket is None else self._chosen_of(op, op.bucket)
-            self._bindings.work(op, chosen).issue()
+        works = self._bindings.at(point, self._points.get(point, ()), self._chosen_of)
+        works.before.issue()
+        if works.stepping is not None:
+            self.torn = True
+            works.stepping.issue()
 
-    def _chosen_of(self, op: Op, b: int) -> set[int]:
-        if op.kind is Kind.PARTIALS or op.name.startswith("download/"):
-            return self._fresh[b]
-        return self._chosen[b] or self._last_chosen[b]
+    def _chosen_of(self, b: int, fresh: bool) -> set[int]:
+        return self._fresh[b] if fresh else self._chosen[b] or self._last_chosen[b]
 
     def _clear_missing(self, b: int) -> None:
         missing = set(range(len(self._gradients[b]))) - self._chosen[b]
         if missing:
             self._bindings.clear(b, sorted(missing)).issue()
-
-    def _step_by_torch(self, b: int) -> None:
-        """On this thread, between empty lanes."""
-        state, chosen = self._states[b], sorted(self._chosen[b])
-        self._backend.synchronise()
-        sources, targets = [state.gradients[i] for i in chosen], [state.weights[i] for i in chosen]
-        operands = self._bindings.operands(b, tuple(chosen), sources, targets)
-        if self._torch_host is not None:
-            self._torch_host.step(operands, self._memory.host_scalars)
 
     def _require_one_dtype(self, b: int) -> None:
         """Raises ModelError if the gradients about to be stepped together differ; makes landing places fit them."""
