@@ -146,12 +146,12 @@ class Buckets:
 
     def __init__(self, backend: CudaBackend, n: int, ranges: int) -> None:
         self.backend = backend
-        self._tier_of = {Tier.DEVICE: backend.device, Tier.HOST: torch.device("cpu")}
-        elements, self._n, self._ranges = RANGE_ELEMENTS * ranges, n, ranges
+        self._n, self._ranges = n, ranges
         self.constants = Constants(Hyper(1e-3, 0.1, 0.9, 0.95, 1e-8), bias_tables(0.9, 0.95, 1000))
         # Two sets, which take turns: an address that stays is not copied again.
-        self._gradients = [[self._tensors(Tier.DEVICE, torch.bfloat16) for _ in range(n)] for _ in range(2)]
+        self._gradients = [self._tensors(Tier.DEVICE) for _ in range(2)]
         self.gradients = [[Buffer(Tier.DEVICE, t, "gradients") for t in one] for one in self._gradients[0]]
+        landing, sources, weights = self._sets(Tier.HOST), self._sets(Tier.HOST), self._sets(Tier.DEVICE)
         chunks = n * ranges * chunks_of(RANGE_ELEMENTS)
         sums, exponents = self._one(Tier.DEVICE, chunks, torch.int64), self._one(Tier.DEVICE, chunks, torch.int32)
         self.works: dict[str, list[Work]] = {
@@ -161,16 +161,10 @@ class Buckets:
                 )
                 for b, g in enumerate(self.gradients)
             ],
-            "gradients to the host": [
-                backend.copy(Lane.D2H, list(zip(landing, g, strict=True)), name="c", waits=[backend.event()])
-                for g, landing in zip(self.gradients, self._sets(Tier.HOST), strict=True)
-            ],
-            "host step": [self._adamw(Lane.HOST, elements, landing) for landing in self._sets(Tier.HOST)],
-            "device step": [self._adamw(Lane.UPDATE, elements, g) for g in self.gradients],
-            "weights to the device": [
-                backend.copy(Lane.H2D, list(zip(there, here, strict=True)), name="c", waits=[backend.event()] * 2)
-                for here, there in zip(self._sets(Tier.HOST), self._sets(Tier.DEVICE), strict=True)
-            ],
+            "gradients to the host": self._copies(Lane.D2H, landing, self.gradients, waits=1),
+            "host step": self._steps(Lane.HOST, landing, sources),
+            "device step": self._steps(Lane.UPDATE, self.gradients, weights),
+            "weights to the device": self._copies(Lane.H2D, weights, sources, waits=2),
             "wait": [backend.mark("w", Lane.COMPUTE, waits=[backend.event()]) for _ in range(n)],
         }
 
@@ -185,26 +179,47 @@ class Buckets:
         self.constants.hyper = Hyper(1e-3 / self.backend.turn, 0.1, 0.9, 0.95, 1e-8)
 
     def _one(self, tier: Tier, elements: int, dtype: torch.dtype) -> Buffer:
-        return Buffer(tier, torch.zeros(elements, dtype=dtype, device=self._tier_of[tier]), "x")
+        device = self.backend.device if tier is Tier.DEVICE else torch.device("cpu")
+        pinned = tier is Tier.HOST and self.backend.device.type == "cuda"
+        return Buffer(tier, torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned), "x")
 
-    def _tensors(self, tier: Tier, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [self._one(tier, RANGE_ELEMENTS, dtype).data for _ in range(self._ranges)]
+    def _tensors(self, tier: Tier) -> list[list[torch.Tensor]]:
+        """bf16, by bucket and range."""
+        whole = self._one(tier, self._n * self._ranges * RANGE_ELEMENTS, torch.bfloat16).data
+        return [list(one.split(RANGE_ELEMENTS)) for one in whole.split(self._ranges * RANGE_ELEMENTS)]
 
     def _sets(self, tier: Tier) -> list[list[Buffer]]:
-        return [[Buffer(tier, t, "x") for t in self._tensors(tier, torch.bfloat16)] for _ in range(self._n)]
+        return [[Buffer(tier, t, "x") for t in one] for one in self._tensors(tier)]
 
-    def _adamw(self, lane: Lane, elements: int, gradients: Sequence[Buffer]) -> Work:
-        tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
-        ranges = [
-            BoundRange(i * RANGE_ELEMENTS, g, w, self._one(tier, 1, torch.int64))
-            for i, (g, w) in enumerate(zip(gradients, self._sets(tier)[0], strict=True))
+    def _copies(
+        self, lane: Lane, to: Sequence[Sequence[Buffer]], source: Sequence[Sequence[Buffer]], waits: int
+    ) -> list[Work]:
+        event = self.backend.event
+        return [
+            self.backend.copy(lane, list(zip(*pair, strict=True)), name="c", waits=[event() for _ in range(waits)])
+            for pair in zip(to, source, strict=True)
         ]
-        dtypes = torch.float32, torch.float32, torch.int16
-        exp_avg, exp_avg_sq, low = (self._one(tier, elements, dtype) for dtype in dtypes)
-        operands = AdamWOperands(ranges, MasterKind.SPLIT, exp_avg, exp_avg_sq, low, self.constants)
-        scalars = Scalars(*(self._one(tier, 1, dtype) for dtype in (torch.float32, torch.int32, torch.float32)))
-        scalars.skip.data.fill_(1)  # nothing is written, so that a turn may be repeated as often as one likes
-        return self.backend.adamw(lane, "s", operands, scalars, waits=[self.backend.event()])
+
+    def _steps(
+        self, lane: Lane, gradients: Sequence[Sequence[Buffer]], weights: Sequence[Sequence[Buffer]]
+    ) -> list[Work]:
+        tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
+        scale, skip, value = (self._one(tier, 1, dtype) for dtype in (torch.float32, torch.int32, torch.float32))
+        skip.data.fill_(1)  # nothing is written, so that a turn may be repeated as often as one likes
+        elements = self._ranges * RANGE_ELEMENTS
+        works = []
+        for pair in zip(gradients, weights, strict=True):
+            counts = self._one(tier, self._ranges, torch.int64).data.split(1)
+            ranges = [
+                BoundRange(i * RANGE_ELEMENTS, g, w, Buffer(tier, counts[i], "x"))
+                for i, (g, w) in enumerate(zip(*pair, strict=True))
+            ]
+            exp_avg, exp_avg_sq = (self._one(tier, elements, torch.float32) for _ in range(2))
+            low = self._one(tier, elements, torch.int16)
+            operands = AdamWOperands(ranges, MasterKind.SPLIT, exp_avg, exp_avg_sq, low, self.constants)
+            scalars = Scalars(scale, skip, value)
+            works.append(self.backend.adamw(lane, "s", operands, scalars, waits=[self.backend.event()]))
+        return works
 
 
 def fastest_s(buckets: Buckets, turns: int, issue: Callable[[], object]) -> float:
