@@ -147,6 +147,7 @@ class Buckets:
     def __init__(self, backend: CudaBackend, n: int, ranges: int) -> None:
         self.backend = backend
         self._n, self._ranges = n, ranges
+        self._events: list[Event] = []
         self.constants = Constants(Hyper(1e-3, 0.1, 0.9, 0.95, 1e-8), bias_tables(0.9, 0.95, 1000))
         # Two sets, which take turns: an address that stays is not copied again.
         self._gradients = [self._tensors(Tier.DEVICE) for _ in range(2)]
@@ -165,7 +166,7 @@ class Buckets:
             "host step": self._steps(Lane.HOST, landing, sources),
             "device step": self._steps(Lane.UPDATE, self.gradients, weights),
             "weights to the device": self._copies(Lane.H2D, weights, sources, waits=2),
-            "wait": [backend.mark("w", Lane.COMPUTE, waits=[backend.event()]) for _ in range(n)],
+            "wait": [backend.mark("w", Lane.COMPUTE, waits=self._made_events(1)) for _ in range(n)],
         }
 
     def turn(self) -> None:
@@ -177,6 +178,11 @@ class Buckets:
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.data = tensor
         self.constants.hyper = Hyper(1e-3 / self.backend.turn, 0.1, 0.9, 0.95, 1e-8)
+
+    def _made_events(self, n: int) -> list[Event]:
+        """Events that nobody records; kept, because a handle is used again once its event is gone."""
+        self._events += [self.backend.event() for _ in range(n)]
+        return self._events[-n:]
 
     def _one(self, tier: Tier, elements: int, dtype: torch.dtype) -> Buffer:
         device = self.backend.device if tier is Tier.DEVICE else torch.device("cpu")
@@ -194,9 +200,8 @@ class Buckets:
     def _copies(
         self, lane: Lane, to: Sequence[Sequence[Buffer]], source: Sequence[Sequence[Buffer]], waits: int
     ) -> list[Work]:
-        event = self.backend.event
         return [
-            self.backend.copy(lane, list(zip(*pair, strict=True)), name="c", waits=[event() for _ in range(waits)])
+            self.backend.copy(lane, list(zip(*pair, strict=True)), name="c", waits=self._made_events(waits))
             for pair in zip(to, source, strict=True)
         ]
 
@@ -218,7 +223,7 @@ class Buckets:
             low = self._one(tier, elements, torch.int16)
             operands = AdamWOperands(ranges, MasterKind.SPLIT, exp_avg, exp_avg_sq, low, self.constants)
             scalars = Scalars(scale, skip, value)
-            works.append(self.backend.adamw(lane, "s", operands, scalars, waits=[self.backend.event()]))
+            works.append(self.backend.adamw(lane, "s", operands, scalars, waits=self._made_events(1)))
         return works
 
 

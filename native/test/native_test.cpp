@@ -149,7 +149,7 @@ int fake_wait(void* stream, void* event, unsigned int) {
 }
 
 int fake_record(void* event, void* stream) {
-  *static_cast<int64_t*>(stream) *= 10;
+  *static_cast<uint64_t*>(stream) *= 10;  // may wrap, in the many rounds below
   *static_cast<int64_t*>(event) += 1;
   return 0;
 }
