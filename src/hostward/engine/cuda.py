@@ -18,6 +18,7 @@ from .backend import (
     RING,
     AdamWOperands,
     Backend,
+    Batch,
     Buffer,
     Clipping,
     Event,
@@ -32,8 +33,20 @@ from .backend import (
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_kernels import KernelTables
 from .cuda_memory import device_slab, host_blocks
-from .cuda_work import INDEX, LANES, CommandWork, CudaEvent, CudaWork, HostWork, KernelWork, TableWork, TaskWork
+from .cuda_work import (
+    INDEX,
+    LANES,
+    CommandWork,
+    CudaBatch,
+    CudaEvent,
+    CudaWork,
+    HostWork,
+    KernelWork,
+    TableWork,
+    TaskWork,
+)
 from .driver import (
+    current_context,
     event_create,
     event_destroy,
     event_elapsed_ms,
@@ -69,7 +82,7 @@ class CudaBackend(Backend):
         """Error words of the host functions of each pending turn."""
         with torch.cuda.device(self.device):
             self._side = {lane: torch.cuda.Stream(self.device) for lane in LANES if lane is not Lane.COMPUTE}  # type: ignore[no-untyped-call]
-        self.streams = Streams(len(LANES))
+            self.streams = Streams(len(LANES), current_context())  # that of the streams
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
         self._compute = torch.cuda.current_stream(self.device).cuda_stream
@@ -86,7 +99,8 @@ class CudaBackend(Backend):
         self._first_base, self._has_base = self.timed_event(), False
         numa_node = numa_node_of(pci_address(self.device.index))
         self._host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
-        self._kernels = KernelTables(self.device, self._upload_arena)
+        current = functools.partial(self.current, Lane.COMPUTE)
+        self._kernels = KernelTables(self.device, self._upload_arena, current)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
         weakref.finalize(self, _drain, list(self._side.values()), self._events)
 
@@ -177,8 +191,8 @@ class CudaBackend(Backend):
         if lane is Lane.HOST:
             task = functools.partial(partials_task, gradients, firsts, out, self.threads)
             return TaskWork(self, name, task, waits, done or self.event())
-        prepare = self._kernels.partials(gradients, lengths, firsts, out)
-        return TableWork(self, name, Lane.COMPUTE, prepare, waits, done or self.event())
+        kernel = self._kernels.partials(gradients, lengths, firsts, out)
+        return TableWork(self, name, Lane.COMPUTE, kernel, waits, done or self.event())
 
     def add(
         self,
@@ -253,6 +267,9 @@ class CudaBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         return CommandWork(self, name, lane, waits, done or self.event())
+
+    def batch(self, works: Sequence[Work]) -> Batch:
+        return CudaBatch(self, works)
 
     # ---------------------------------------------------------------- turns
 

@@ -75,8 +75,8 @@ class StepIssuer(PointIssuer):
             for name, held in self._pieces.items()
         }
         self._targets = Targets(backend, states, tracked)
-        bindings = Bindings(backend, states, memory, slots, totals, self._targets)
-        super().__init__(backend, states, memory, bindings, totals, use_torch_optimizer=use_torch_optimizer)
+        bindings = Bindings(backend, states, memory, slots, totals, self._targets, by_torch=use_torch_optimizer)
+        super().__init__(backend, states, bindings, totals)
         self._uses = dict.fromkeys(layers)
         self._streamed_of: dict[str, list[int]] = {}
         for b, state in enumerate(states):
@@ -246,6 +246,8 @@ class StepIssuer(PointIssuer):
         self._reported.add(b)
         self._last = last
         self._issue_point(gradient_point(b))
+        if b in self._totals.summed:
+            self._totals.added(b, self._fresh[b], last=last)
         if self._shape.overlap:
             self._fresh[b].clear()
         if self._shape.overlap and self._states[b].placement is Placement.HOST:
@@ -266,7 +268,8 @@ class StepIssuer(PointIssuer):
         """Forget gradients that the compute lane may overwrite from here on."""
         for b in buckets:
             for buffer in self._gradients[b]:
-                buffer.data = buffer.data.new_empty(0)
+                if buffer.data.numel():
+                    buffer.data = buffer.data.new_empty(0)
             for name in self._of_bucket[b]:
                 self._held.pop(name, None)
 
