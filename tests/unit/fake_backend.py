@@ -13,7 +13,8 @@ from fake_driver import FakeDriver
 
 from hostward.engine.backend import RING, Event, Ledger
 from hostward.engine.commands import KernelLaunch, Streams
-from hostward.engine.cuda_work import INDEX, LANES, CudaWork, TableKernel
+from hostward.engine.cuda_timing import Timings
+from hostward.engine.cuda_work import INDEX, LANES, TableKernel
 from hostward.engine.uploads import Table, Uploads
 from hostward.schedule import Lane
 
@@ -34,9 +35,10 @@ class FakeBackend:
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
         self.turn = 1
         self.meter: Any = None
-        self.noted: list[CudaWork] = []
+        self.timed_events = 0
         self.kept: defaultdict[int, list[object]] = defaultdict(list)
         self._events = 0x1000
+        self.timings = Timings(self._timed_event, self._elapsed_ms)
         self.uploads = Uploads(torch.device("cpu"), lambda size: torch.zeros(size, dtype=torch.uint8), RING)
 
     def event(self) -> Event:
@@ -47,8 +49,20 @@ class FakeBackend:
         assert isinstance(event.native, int)
         return event.native
 
-    def timed_event(self) -> int:
+    def _timed_event(self) -> int:
+        self.timed_events += 1
         return self.handle_of(self.event())
+
+    def _elapsed_ms(self, begin: int, end: int) -> float:
+        """One second goes by between two records."""
+        newest = {event: at for at, event in enumerate(self.fake.records)}
+        return 1e3 * (newest[end] - newest[begin])
+
+    def begin_turn(self) -> None:
+        self.turn += 1
+        self.timings.read(self.turn % RING, self.meter)
+        if self.meter is not None:
+            self.fake.records += self.timings.begin(self.turn)
 
     def follow_compute(self) -> None:
         pass
@@ -56,9 +70,6 @@ class FakeBackend:
     @contextlib.contextmanager
     def current(self, _: Lane) -> Iterator[None]:
         yield
-
-    def note(self, work: CudaWork) -> None:
-        self.noted.append(work)
 
     def keep(self, memory: object) -> None:
         self.kept[self.turn].append(memory)

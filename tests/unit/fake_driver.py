@@ -25,6 +25,8 @@ class FakeDriver:
 
     refused: int = -1
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
+    """Events, in the order in which they were recorded."""
     context: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class FakeDriver:
     def _call(self, name: str) -> Any:
         def call(*arguments: int | None) -> int:
             self.calls.append((name, *(argument or 0 for argument in arguments)))
+            if name == "record":
+                self.records.append(arguments[0] or 0)
             return 700 if len(self.calls) - 1 == self.refused else 0
 
         return call

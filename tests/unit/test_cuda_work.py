@@ -2,12 +2,14 @@
 
 Seen red: a table copied at every turn, or never again; tables not forgotten after a refused call; one host copy of a
 table for all turns; timed events left in after the meter is gone; a batch that enqueues after the kernel that torch
-launches; addresses of copies not written.
+launches; addresses of copies not written; one pair of timed events for all issues of a work in a turn; timed events not
+used again; timed events used again before they were read; a host task of another turn.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ import torch
 from fake_backend import STREAM_OF, FakeBackend, TwoTables, launch_of
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
-from hostward.engine.cuda_work import TOGETHER, CommandWork, CudaBatch, HostWork, KernelWork, TableWork
+from hostward.engine.cuda_work import TOGETHER, CommandWork, CudaBatch, HostWork, KernelWork, TableWork, TaskWork
+from hostward.engine.host_task import add_task
 from hostward.errors import DeviceError
 from hostward.host.adamw import bias_tables
-from hostward.host.library import Task
+from hostward.host.library import AccumulateTaskStruct, Task
 from hostward.inventory import MasterKind
 from hostward.schedule import Lane
 
@@ -85,29 +88,98 @@ def test_every_pending_turn_has_a_host_copy_of_its_own() -> None:
     assert sources[:RING] == sources[RING:]
 
 
+class Heard:
+    """A meter that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float, int, int]] = []
+
+    def __call__(self, name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None:
+        self.spans.append((name, start_s, end_s, nbytes, turn))
+
+
 def test_timed_events_stand_around_the_kernel_while_there_is_a_meter() -> None:
     backend = FakeBackend()
     work, kernel, _, done = table_work(backend)
     work.issue()
     plain = backend.calls()
-    seen = set()
-    for _ in range(2 * RING):
-        backend.turn += 1
-        backend.meter = "somebody looks"
+    pairs = []
+    for _ in range(3 * RING):
+        backend.meter = Heard()
+        backend.begin_turn()
         kernel.values = [backend.turn, 0]
         work.issue()
-        start, end = work.timing(backend.turn % RING)
+        start, end = work.timed
         calls = backend.calls()
         assert [call[0] for call in calls] == ["wait", "copy", "record", "kernel", "record", "record"]
         assert [call[1] for call in calls if call[0] == "record"] == [start, end, done.native]
-        seen |= {start, end}
-    assert len(seen) == 2 * RING
-    assert backend.noted == [work] * 2 * RING
+        pairs.append((start, end))
+    # No turn that may be pending has the events of another one; those of turns that are over are used again.
+    assert all(len({event for pair in pairs[i : i + RING] for event in pair}) == 2 * RING for i in range(2 * RING))
+    assert len(set(pairs)) == RING
     backend.meter = None
     kernel.forget()
     kernel.values = [10, 20]
     work.issue()
     assert [call[:2] for call in backend.calls() if call[0] != "copy"] == [c[:2] for c in plain if c[0] != "copy"]
+
+
+def copy_work(backend: FakeBackend, name: str = "copy") -> CommandWork:
+    pair = tuple(Buffer(tier, torch.zeros(5), "x") for tier in (Tier.HOST, Tier.DEVICE))
+    return CommandWork(backend, name, Lane.D2H, [], backend.event(), [pair])  # type: ignore[arg-type]
+
+
+def test_every_issue_of_a_turn_is_timed_by_itself() -> None:
+    """Gradients of several microbatches: one work, several copies."""
+    backend, heard = FakeBackend(), Heard()
+    works = [copy_work(backend, "a"), copy_work(backend, "b")]
+    backend.meter = heard
+    backend.begin_turn()
+    turn, base = backend.turn, len(backend.fake.records)
+    for work in (works[0], works[1], works[0]):
+        work.issue()
+    for _ in range(RING):
+        assert heard.spans == []
+        backend.begin_turn()
+    # Two timed events and the one that others wait for, of each issue; times count from the first turn's first record.
+    assert heard.spans == [(name, base + at, base + at + 1.0, 20, turn) for name, at in (("a", 0), ("b", 3), ("a", 6))]
+    assert backend.fake.records[0] != backend.fake.records[base]
+
+
+def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
+    backend = FakeBackend()
+    backend.meter = Heard()
+    made = []
+    for _ in range(3 * RING):
+        backend.begin_turn()
+        for _ in range(5):
+            copy_work(backend).issue()
+        made.append(backend.timed_events)
+    assert len(set(made[RING - 1 :])) == 1
+    # Nor does a meter that goes before it has heard everything.
+    backend.meter = None
+    for _ in range(RING):
+        backend.begin_turn()
+        copy_work(backend).issue()
+    backend.meter = heard = Heard()
+    for _ in range(2 * RING):
+        backend.begin_turn()
+        for _ in range(5):
+            copy_work(backend).issue()
+    assert backend.timed_events == made[-1]
+    assert len(heard.spans) == RING * 5
+
+
+def test_nothing_is_timed_in_a_turn_that_began_without_a_meter() -> None:
+    backend = FakeBackend()
+    backend.begin_turn()
+    backend.meter = Heard()
+    work = copy_work(backend)
+    work.issue()
+    assert [call[0] for call in backend.calls()] == ["copy", "record"]
+    backend.begin_turn()
+    work.issue()
+    assert [call[0] for call in backend.calls()] == ["record", "copy", "record", "record"]
 
 
 @pytest.mark.parametrize("refused", range(5))
@@ -157,18 +229,20 @@ def test_copies_take_addresses_when_they_are_issued() -> None:
         begin = [("wait", stream, event.native, 0) for event in waits]
         assert backend.calls() == [*begin, copy, copy, ("record", done.native, stream)]
     assert backend.ledger.copied_bytes[Lane.D2H] == 3 * 40
-    backend.meter = "somebody looks"
+    backend.meter = Heard()
+    backend.begin_turn()
     work.issue()
     assert [call[0] for call in backend.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
 
 
 def test_a_pure_wait_is_timed_with_its_waits() -> None:
     backend = FakeBackend()
-    backend.meter = "somebody looks"
+    backend.meter = Heard()
+    backend.begin_turn()
     wait, done = backend.event(), backend.event()
     work = CommandWork(backend, "arrive", Lane.COMPUTE, [wait], done)  # type: ignore[arg-type]
     work.issue()
-    start, end = work.timing(backend.turn % RING)
+    start, end = work.timed
     stream = STREAM_OF[Lane.COMPUTE]
     assert backend.calls() == [
         ("record", start, stream),
@@ -208,6 +282,25 @@ def test_every_pending_host_step_has_hyper_parameters_of_its_own() -> None:
     assert backend.calls()[0][3] not in tasks
 
 
+def test_every_pending_turn_has_a_task_of_its_own_over_the_same_operands() -> None:
+    backend = FakeBackend()
+    total, gradient = (Buffer(Tier.HOST, torch.zeros(5), "x") for _ in range(2))
+    task = functools.partial(add_task, [total], [gradient], 1, first=True, partials=None)
+    wait, done = backend.event(), backend.event()
+    work = TaskWork(backend, "add", task, [wait], done)  # type: ignore[arg-type]
+    stream, tasks = STREAM_OF[Lane.HOST], []
+    for _ in range(2 * RING):
+        work.issue()
+        begin, host, end = backend.calls()
+        assert (begin, end) == (("wait", stream, wait.native, 0), ("record", done.native, stream))
+        assert host[:3] == ("host", stream, backend.kept[backend.turn][0].host_function()[0])  # type: ignore[attr-defined]
+        tasks.append(AccumulateTaskStruct.from_address(host[3]))
+        backend.turn += 1
+    assert [task.error for task in tasks] == [
+        backend.errors[turn % RING].ctypes.data for turn in range(1, 2 * RING + 1)
+    ]
+
+
 def test_a_batch_is_its_works_one_after_the_other() -> None:
     """Whatever lies between: kernels that torch launches, and more works than one call takes."""
 
@@ -217,30 +310,40 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
         def by_torch() -> None:
             backend.fake.calls.append(("torch",))
 
+        buffers = [Buffer(Tier.HOST, torch.zeros(5), "x") for _ in range(2)]
         works: list[Any] = []
         for i in range(2 * TOGETHER + 3):
             kernel = KernelWork(backend, f"{i}", Lane.COMPUTE, by_torch, [backend.event()], backend.event())  # type: ignore[arg-type]
             mark = CommandWork(backend, f"{i}", Lane.H2D, [kernel.done], backend.event())  # type: ignore[arg-type]
-            works += [kernel, mark] if i in (0, 1, 7) else [table_work(backend)[0], mark]
+            add = functools.partial(add_task, buffers[:1], buffers[1:], 1, first=i % 2 == 0, partials=None)
+            task = TaskWork(backend, f"{i}", add, [mark.done], backend.event())  # type: ignore[arg-type]
+            works += [kernel, mark] if i in (0, 1, 7) else [table_work(backend)[0], mark, task]
         return backend, works
 
     backend, works = made()
     batch = CudaBatch(backend, works)  # type: ignore[arg-type]
     other, alone = made()
-    for meter in (None, "somebody looks", None):
-        backend.meter = other.meter = meter
+    meters = Heard(), Heard()
+    for turn in range(3):
+        backend.meter, other.meter = meters if turn == 1 else (None, None)
+        backend.begin_turn()
+        other.begin_turn()
         for _ in range(2):
             batch.issue()
             for work in alone:
                 work.issue()
-            ours, theirs = backend.calls(), other.calls()
-            # Addresses of tables differ from one set of works to the other; everything else is the same.
-            strip = [[call for call in calls if call[0] != "copy"] for calls in (ours, theirs)]
-            assert strip[0] == strip[1]
-            assert [call[0] for call in ours] == [call[0] for call in theirs]
-            assert [w.name for w in backend.noted] == [w.name for w in other.noted]
-        backend.turn += 1
-        other.turn += 1
+            # Addresses of tables and tasks differ from one set of works to the other; everything else is the same.
+            ours, theirs = (
+                [call[:1] if call[0] == "copy" else call[:3] if call[0] == "host" else call for call in calls]
+                for calls in (backend.calls(), other.calls())
+            )
+            assert ours == theirs
+    backend.meter, other.meter = meters
+    for _ in range(RING):
+        backend.begin_turn()
+        other.begin_turn()
+    assert len(meters[0].spans) == 2 * len(works)
+    assert meters[0].spans == meters[1].spans
 
 
 def test_a_batch_makes_few_native_calls(monkeypatch: pytest.MonkeyPatch) -> None:

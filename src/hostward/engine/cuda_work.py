@@ -15,6 +15,7 @@ from hostward.schedule import Lane
 
 from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Work
 from .commands import Command, CommandBatch, CommandList, KernelLaunch, Verb
+from .cuda_timing import UNTIMED
 from .host_task import host_task
 from .uploads import Table
 
@@ -44,34 +45,28 @@ class CudaEvent(Event):
 class CudaWork(Work):
     """Waits, then the operation proper, then the record of `done`, all on one lane.
 
-    With a meter, two timed events of this turn stand before and after the operation; without, these two commands
+    With a meter, two timed events of this issue stand before and after the operation; without, these two commands
     record nothing.
     """
 
-    __slots__ = ("_backend", "_metered", "_timed", "_timing", "_waits", "nbytes")
+    __slots__ = ("_backend", "_timed", "_waits", "nbytes", "timed")
 
     def __init__(self, backend: CudaBackend, name: str, lane: Lane, waits: Sequence[Event], done: Event) -> None:
         super().__init__(name, lane, done)
         self._backend = backend
         self._waits = [Command(Verb.WAIT, INDEX[lane], backend.handle_of(event)) for event in waits]
-        self._timing: dict[int, tuple[int, int]] = {}
         self._timed: list[tuple[memoryview, int]] = []
-        self._metered = False
+        self.timed = UNTIMED
+        """The events of the newest issue."""
         self.nbytes = 0
 
     def prepare(self) -> None:
         """Write what this issue needs into the commands. The first part of every issue."""
-        if self._metered or self._backend.meter is not None:
-            self._metered = self._backend.meter is not None
-            events = self.timing(self._backend.turn % RING) if self._metered else (0, 0)
-            for (words, at), event in zip(self._timed, events, strict=True):
+        backend = self._backend
+        if backend.meter is not None or self.timed is not UNTIMED:
+            self.timed = UNTIMED if backend.meter is None else backend.timings.take(backend.turn)
+            for (words, at), event in zip(self._timed, self.timed, strict=True):
                 words[at] = event
-
-    def timing(self, slot: int) -> tuple[int, int]:
-        """The two timed events of turns of this slot."""
-        if slot not in self._timing:
-            self._timing[slot] = self._backend.timed_event(), self._backend.timed_event()
-        return self._timing[slot]
 
     def forget(self) -> None:
         """The issue that `prepare` began has failed."""
@@ -116,7 +111,7 @@ def enqueue(backend: CudaBackend, works: Sequence[ListedWork], commands: Command
                 work.forget()
     if backend.meter is not None:
         for work in works:
-            backend.note(work)
+            backend.timings.note(backend.turn, work, work.nbytes, work.timed)
 
 
 class CudaBatch(Batch):
@@ -359,11 +354,10 @@ class KernelWork(CudaWork):
         backend = self._backend
         backend.follow_compute()
         self.prepare()
-        if self._waits or self._metered:
+        if self._waits or self.timed is not UNTIMED:
             self._before.issue(backend.streams)
         with torch.no_grad(), backend.current(self.lane):
             self._kernel()
         self._after.issue(backend.streams)
-        if self._metered:
-            backend.note(self)
+        backend.timings.note(backend.turn, self, self.nbytes, self.timed)
         return self.done
