@@ -290,10 +290,10 @@ class StepIssuer(PointIssuer):
         dtypes = {g.name: g.flat.dtype for g in gradients}
         for b, state in enumerate(self._states):
             waiting = self._fresh[b] if b in self._totals.summed or b not in self._reported else ()
-            taken = {str(self._gradients[b][i].data.dtype) for i in waiting}
-            found = sorted(taken | {str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
+            found = {self._gradients[b][i].data.dtype for i in waiting}
+            found.update(dtypes[name] for name in self._of_bucket[b] if name in dtypes)
             if len(found) > 1:
-                raise mixed_gradients(state, found)
+                raise mixed_gradients(state, sorted(map(str, found)))
 
     def step(self, groups: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         """Step every range whose gradient was taken. `clipping` is this step's."""

@@ -48,7 +48,8 @@ class WeightWatch:
         """The present contents of these weights are the optimizer's own."""
         for t in tracked:
             self._known[t.name] = (t.parameter._version, t.parameter.data_ptr())
-            self._before_load.pop(t.name, None)
+            if self._before_load:
+                self._before_load.pop(t.name, None)
 
     def before_load(self, t: Tracked) -> None:
         """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
