@@ -71,8 +71,8 @@ class PointIssuer:
         return self._totals.without_sums(b)
 
     def _clear_missing(self, b: int) -> None:
-        missing = set(range(len(self._gradients[b]))) - self._chosen[b]
-        if missing:
+        if len(self._chosen[b]) < len(self._gradients[b]):
+            missing = set(range(len(self._gradients[b]))) - self._chosen[b]
             self._bindings.clear(b, sorted(missing)).issue()
 
     def _require_one_dtype(self, b: int) -> None:
