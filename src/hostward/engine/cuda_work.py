@@ -60,13 +60,15 @@ class CudaWork(Work):
         """The events of the newest issue."""
         self.nbytes = 0
 
+    def time(self) -> None:
+        """Write the timed events of this issue into the commands, or none. Done if there is a meter, or was one."""
+        backend = self._backend
+        self.timed = UNTIMED if backend.meter is None else backend.timings.take(backend.turn)
+        for (words, at), event in zip(self._timed, self.timed, strict=True):
+            words[at] = event
+
     def prepare(self) -> None:
         """Write what this issue needs into the commands. The first part of every issue."""
-        backend = self._backend
-        if backend.meter is not None or self.timed is not UNTIMED:
-            self.timed = UNTIMED if backend.meter is None else backend.timings.take(backend.turn)
-            for (words, at), event in zip(self._timed, self.timed, strict=True):
-                words[at] = event
 
     def forget(self) -> None:
         """The issue that `prepare` began has failed."""
@@ -99,9 +101,11 @@ class ListedWork(CudaWork):
 def enqueue(backend: CudaBackend, works: Sequence[ListedWork], commands: CommandList | CommandBatch) -> None:
     """Issue works whose lists, in the same order, are `commands`. Raises DeviceError."""
     backend.follow_compute()
-    enqueued = False
+    metered, enqueued = backend.meter is not None, False
     try:
         for work in works:
+            if metered or work.timed is not UNTIMED:
+                work.time()
             work.prepare()
         commands.issue(backend.streams)
         enqueued = True
@@ -109,7 +113,7 @@ def enqueue(backend: CudaBackend, works: Sequence[ListedWork], commands: Command
         if not enqueued:
             for work in works:
                 work.forget()
-    if backend.meter is not None:
+    if metered:
         for work in works:
             backend.timings.note(backend.turn, work, work.nbytes, work.timed)
 
@@ -173,7 +177,6 @@ class CommandWork(ListedWork):
         ]
 
     def prepare(self) -> None:
-        super().prepare()
         words = self.listed.words
         for at, buffer in self._addresses:
             words[at] = buffer.data.data_ptr()
@@ -223,7 +226,6 @@ class HostWork(HostCall):
         self._tables: object = None
 
     def prepare(self) -> None:
-        super().prepare()
         constants = self._operands.constants
         if self._tables is not constants.tables:
             self._make_tasks()
@@ -261,7 +263,6 @@ class TaskWork(HostCall):
         self._tasks = [(made, *made.host_function()) for made in tasks]
 
     def prepare(self) -> None:
-        super().prepare()
         self.call(*self._tasks[self._backend.turn % RING])
 
 
@@ -311,7 +312,6 @@ class TableWork(ListedWork):
         self._starts = [made.word(first + i, Verb.KERNEL, "a") for i in range(len(starts))]
 
     def prepare(self) -> None:
-        super().prepare()
         words = self.listed.words
         sources, launches = self._kernel.prepare(self._backend.turn % RING)
         for (source_at, nbytes_at, nbytes), source in zip(self._copies, sources, strict=True):
@@ -353,7 +353,7 @@ class KernelWork(CudaWork):
     def issue(self) -> Event:
         backend = self._backend
         backend.follow_compute()
-        self.prepare()
+        self.time()
         if self._waits or self.timed is not UNTIMED:
             self._before.issue(backend.streams)
         with torch.no_grad(), backend.current(self.lane):
