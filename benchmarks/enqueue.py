@@ -12,10 +12,11 @@ operation, the fastest of --turns turns:
     driver   the driver's calls alone: the same command lists without anything written into them
     ratio    batch over driver
 
+Then whole steps of an optimizer are timed, from gradients that lie in `.grad` to weights that have arrived, per bucket.
+
 With --off-device the driver is a few C functions that return at once (a C compiler is needed) and kernels are launches
-of nothing, so `driver` is the cost of the calls into native code and the other columns are Python's. Without it,
-on a GPU, `triton` is a launch of the same kernel by Triton's own launcher, and whole steps of an optimizer are timed,
-from gradients that lie in `.grad` to weights that have arrived, per bucket.
+of nothing, so `driver` is the cost of the calls into native code and everything else is Python's. Without it, on a GPU,
+`triton` is a launch of the same kernel by Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -113,6 +114,29 @@ class OffDevice(CudaBackend):
     def event(self) -> Event:
         self._made += 1
         return Event(self._made)
+
+    def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
+        return Buffer(Tier.DEVICE, tensor, owner)
+
+    def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
+        for buffer in buffers:
+            buffer.data = buffer.data.new_empty(0)
+
+    def launch(
+        self,
+        name: str,
+        kernel: Callable[[], None],
+        *,
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        lane: Lane = Lane.COMPUTE,
+        waits: Sequence[Event] = (),
+        done: Event | None = None,
+    ) -> Work:
+        return self.mark(name, lane, waits=waits, done=done)
+
+    def capturing(self) -> bool:
+        return False
 
     def follow_compute(self) -> None:
         pass
@@ -278,19 +302,22 @@ class Layer(torch.nn.Module):
         self.bias, self.scale = (torch.nn.Parameter(torch.zeros(256)) for _ in range(2))
 
 
-def whole_steps(layers: int, turns: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def whole_steps(layers: int, turns: int, backend: CudaBackend) -> Iterator[dict[str, Any]]:
     """step() and arrive() of an optimizer over `layers` layers, per bucket."""
     import hostward
 
+    on_device = backend.device.type == "cuda"
     for mix, options in MIXES.items():
-        model = torch.nn.ModuleList(Layer() for _ in range(layers)).to(device, torch.bfloat16)
-        optimizer = hostward.AdamW(model, max_grad_norm=1.0, **options)  # type: ignore[arg-type]
+        model = torch.nn.ModuleList(Layer() for _ in range(layers)).to(backend.device, torch.bfloat16)
+        own = None if on_device else OffDevice()
+        optimizer = hostward.AdamW(model, max_grad_norm=1.0, backend=own, **options)  # type: ignore[arg-type]
         times = []
         for _ in range(turns + 5):
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.wait()
-            torch.cuda.synchronize()
+            if on_device:
+                torch.cuda.synchronize()
             start = time.perf_counter()
             optimizer.step()
             optimizer.arrive()
@@ -323,11 +350,9 @@ def main() -> None:
     if not a.off_device:
         result["triton_launch_us"] = triton_launch_us(buckets, a.turns)
         print(f"{'launch by Triton':24}{result['triton_launch_us']:9.2f}")
-        result["steps"] = list(whole_steps(a.buckets, a.turns, backend.device))
-        for row in result["steps"]:
-            print(
-                f"step() and arrive(), {row['mix']}: {row['us_per_bucket']:.1f} us for each of {row['buckets']} buckets"
-            )
+    result["steps"] = list(whole_steps(a.buckets, a.turns, backend))
+    for row in result["steps"]:
+        print(f"step() and arrive(), {row['mix']}: {row['us_per_bucket']:.1f} us for each of {row['buckets']} buckets")
     if a.json:
         a.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -48,7 +48,7 @@ class Gradient:
                 fix="make the gradient dense, or leave the parameter out of the optimizer",
             )
         flat = grad.detach() if grad.requires_grad else grad
-        return cls(name, flat.contiguous().view(-1))
+        return cls(name, flat.ravel())
 
 
 class Where(StrEnum):
