@@ -84,7 +84,7 @@ class Slots:
         self._layers = [s.bucket.layer for s in states]
         most = len(self._streamed) if staging_bytes is None else max(1, staging_bytes // max(1, self.slot_bytes))
         self._most = min(len(self._streamed), most)
-        self._take(min(FEWEST, self._most))
+        self._set_count(min(FEWEST, self._most))
         self.transient = True
         self._slab: list[Buffer] = []
         self._views = {b: [empty_buffer("slots") for _ in layout] for b, layout in self._layouts.items()}
@@ -97,7 +97,7 @@ class Slots:
         self._seen = 0
         self._profiling = False
 
-    def _take(self, count: int) -> None:
+    def _set_count(self, count: int) -> None:
         self.count = count
         self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
 
@@ -174,7 +174,7 @@ class Slots:
         later = max(n for _, n in self._samples[point:])
         fits = max(0, peak - later) // self.slot_bytes
         before = self.count
-        self._take(min(self._most, FEWEST + fits))
+        self._set_count(min(self._most, FEWEST + fits))
         held = self.count * self.slot_bytes
         self._unstage_at = next((layer for layer, n in self._use_samples if n + held > peak), None)
         self._samples.clear()
