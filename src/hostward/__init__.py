@@ -13,7 +13,7 @@ from . import errors
 from .errors import HostwardError
 
 if TYPE_CHECKING:
-    from .training.attach import Activations, Attachment, attach
+    from .training.attach import Activations, Attachment, attach, offload_activations
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
 
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "attach",
     "errors",
+    "offload_activations",
     "offload_optimizer_states",
 ]
 
@@ -34,6 +35,7 @@ _HOMES = {
     "Activations": "hostward.training.attach",
     "Attachment": "hostward.training.attach",
     "attach": "hostward.training.attach",
+    "offload_activations": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",

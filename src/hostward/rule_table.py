@@ -182,9 +182,8 @@ NOT_BUILT: Mapping[str, object] = {
     "model.expert_model_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
     "model.sequence_parallel": False,
-    "model.cpu_offloading": False,
-    "model.fine_grained_activation_offloading": False,
-    "model.recompute_granularity": None,
+    "model.cpu_offloading_weights": False,
+    "model.activation_offload_fraction": 1.0,
     "model.cuda_graph_impl": "none",
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,
@@ -204,6 +203,9 @@ DIFFERENCES: Mapping[str, str] = {
     ),
     "There is no optimizer.offload_mix": (
         "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
+    ),
+    "CPU offloading does not work when activation recomputation is enabled": (
+        "It does: what leaves are the inputs of recomputed layers."
     ),
     "There is no optimizer.gradients": (
         "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."
@@ -247,6 +249,11 @@ def serial(config: Config) -> bool:
 def streams(config: Config) -> bool:
     """Whether state is asked to be streamed."""
     return config.optimizer.offload_mix is not None or config.optimizer.offload_optimizer_states
+
+
+def recomputed(config: Config) -> bool:
+    """Whether it is said which layers are recomputed."""
+    return config.model.recompute_method is not None and config.model.recompute_num_layers is not None
 
 
 def changed(config: Config, names: tuple[str, ...]) -> list[str]:

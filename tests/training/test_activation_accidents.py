@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hostward
 from hostward.engine.simulated import Order
 from hostward.errors import ModelError
+from hostward.schedule import Lane
 
 Scenario = Callable[["Net"], None]
 autograd = torch._C._autograd
@@ -189,7 +191,9 @@ def interrupted_forward(net: Net) -> None:
         with pytest.raises(KeyboardInterrupt):
             loss(net, 1)
         layer.fail = None  # type: ignore[assignment]
-        loss(net, 0).backward()
+        found = loss(net, 0)
+        assert autograd._top_saved_tensors_default_hooks(True) is None, "hooks are on outside all layers"
+        found.backward()
 
 
 def failed_backward(net: Net) -> None:
@@ -314,6 +318,81 @@ def test_a_tensor_that_stays_and_is_modified() -> None:
     net = Net()
     with offloading(net, min_bytes=1 << 30), pytest.raises(ModelError, match="modified by an in-place operation"):
         in_place(True)(net)
+
+
+def test_an_output_that_stays_does_not_keep_itself_alive() -> None:
+    """`exp` saves its result: holding that very tensor would be a cycle through the graph, which nothing collects."""
+    seen = []
+
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        out = torch.exp(torch.tanh(y))
+        seen.append(weakref.ref(out))
+        return out
+
+    for min_bytes in (64, 1 << 30):
+        net = Net()
+        for layer in net.layers:
+            layer.inner = inner  # type: ignore[assignment]
+        with offloading(net, min_bytes=min_bytes):
+            loss(net, 0)  # backward would break the cycle
+        assert [ref() for ref in seen] == [None] * len(seen)
+
+
+def test_of_a_large_storage_only_what_is_saved_is_copied() -> None:
+    def copied(inner: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        net = Net()
+        for layer in net.layers:
+            layer.inner = inner  # type: ignore[assignment]
+        with offloading(net, num_layers=1) as run:
+            loss(net, 0).backward()
+            return run.report().offloaded_bytes
+
+    row = 24 * 4
+    plain = copied(lambda y: y + 0.0)
+    # Two of six rows: less than half of the storage. Four of them: nearly all of it, so it is copied as it is.
+    assert copied(lambda y: y + 0.0 + (y[:2] * y[:2]).sum()) == plain + 2 * row
+    assert copied(lambda y: y + 0.0 + (y[:4] * y[:4]).sum()) == plain + 6 * row
+
+
+def test_h12_what_dies_while_a_copy_is_at_it_waits_for_that_copy() -> None:
+    """On its way out: a forward that is dropped half way. On its way back: a backward that fails just before."""
+    net = Net()
+    with offloading(net, Order(late=frozenset({Lane.D2H, Lane.H2D}))) as run:
+        net.layers[1](net.layers[0](batch(0)))
+        dropped = [event for _, event in run._movement._orphans]
+        assert dropped
+        run._movement.collect()
+        assert all(event.native.done for event in dropped)  # type: ignore[attr-defined]
+
+        def fail(_: torch.Tensor) -> None:
+            raise ValueError("backward fails")
+
+        handle = net.layers[3].down.weight.register_hook(fail)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="backward fails"):
+            loss(net, 0).backward()
+        handle.remove()
+        torch.ones(1, requires_grad=True).sum().backward()  # torch holds the last failed graph until here
+        back = [tensors[0] for tensors, _ in run._movement._orphans if tensors[0].dtype is torch.uint8]
+        assert back
+        run._movement.collect()
+        assert not run._movement._orphans
+
+
+def test_weights_from_elsewhere_and_detached_ones_stay() -> None:
+    """A parameter that no module of the model holds is one all the same; so is what shares its memory with one."""
+    outside = torch.nn.Parameter(torch.eye(24))
+
+    def kept(inner: Callable[[Block], Callable[[torch.Tensor], torch.Tensor]]) -> int:
+        net = Net()
+        for layer in net.layers:
+            layer.inner = inner(layer)  # type: ignore[arg-type, assignment]
+        with offloading(net, num_layers=3) as run:
+            loss(net, 0).backward()
+            return run.report().kept_bytes["it is a weight"]
+
+    plain = kept(lambda _: torch.nn.functional.gelu)
+    assert kept(lambda _: lambda y: torch.nn.functional.gelu(y @ outside)) == plain + 3 * 24 * 24 * 4
+    assert kept(lambda layer: lambda y: torch.nn.functional.gelu(y * layer.up.bias.detach())) == plain + 3 * 24 * 4
 
 
 def test_hooks_of_others_within_a_layer_win_there() -> None:

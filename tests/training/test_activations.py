@@ -19,6 +19,7 @@ from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, ModelError, OrderingError
 from hostward.lowering.activations import VISIT
+from hostward.schedule import Lane
 from hostward.training import movement
 from hostward.training.layers import find_layers
 
@@ -125,6 +126,34 @@ def test_checkpoints_around_module_and_hooks() -> None:
         assert [layer._gradient_checkpointing_func for layer in model.layers] == functions
 
 
+@pytest.mark.parametrize(("num_layers", "double_buffering"), [(3, False), (3, True), (2, False)])
+def test_h35_what_a_layer_saved_is_on_its_way_before_backward_reaches_it(
+    num_layers: int, double_buffering: bool
+) -> None:
+    """As many layers ahead as are not offloaded, and one more with double buffering."""
+    model, log = NETWORKS["Llama"](), []
+    layers: list[torch.nn.Module] = list(model.model.layers)  # type: ignore[arg-type, union-attr]
+    with offloading(model, num_layers=num_layers, double_buffering=double_buffering) as run:
+        copy = run.backend.copy
+
+        def logged(lane: Lane, *arguments: object, **options: object) -> object:
+            if lane is Lane.H2D:
+                log.append(f"reload {str(options['name']).rpartition('.')[2]}")
+            return copy(lane, *arguments, **options)  # type: ignore[arg-type]
+
+        run.backend.copy = logged  # type: ignore[assignment, method-assign]
+        for i, layer in enumerate(layers):
+            weight = layer.mlp.down_proj.weight  # type: ignore[union-attr]
+            weight.register_hook(lambda _, i=i: log.append(f"backward {i}"))
+        loss_of(model, 0).backward()
+    ahead = 4 - num_layers + double_buffering
+    for i in range(num_layers):
+        begun = log.index(f"backward {min(3, i + ahead)}")
+        assert log.index(f"reload {i}") < begun, log
+        if i + ahead < 3:
+            assert log.index(f"reload {i}") > log.index(f"backward {i + ahead + 1}"), log
+
+
 @pytest.mark.parametrize("op", ["made", "offload", "release", "room", "reload", "arrive"])
 def test_h5_h12_h14_each_wait_left_out_is_reported(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`made` and `room` are marks that others wait for: those waits are left out."""
@@ -209,6 +238,7 @@ def test_host_memory_is_locked_in_the_first_step_alone() -> None:
     with offloading(model) as run:
         trained(model, steps=1)
         made, locked = run._arena.slabs_made, run.report().host_bytes
+        assert made == 2, "the first layer's, and at once what the others will need"
         trained(model)
         assert (run._arena.slabs_made, run.report().host_bytes) == (made, locked)
 
@@ -316,3 +346,17 @@ def test_the_report_reads_well() -> None:
     assert "bytes to the host" in text
     assert "stays, because it is a weight" in text
     assert "reload/0" in run.schedule.to_text()
+
+
+def test_a_block_of_ones_own_loop() -> None:
+    model = NETWORKS["Llama"]()
+    expected = trained(NETWORKS["Llama"]())
+    backend = SimulatedBackend(threads=1, order=Order(eager=True))
+    with hostward.offload_activations(model, num_layers=2, min_bytes=64, backend=backend) as run:
+        assert same(trained(model), expected)
+        assert run.layers == ["model.layers.0", "model.layers.1"]
+        assert run.report().offloaded_bytes > 0
+    with pytest.raises(ConfigError, match=r"no option 'layer_count'[\s\S]*options are num_layers"):
+        hostward.offload_activations(model, layer_count=2)
+    with pytest.raises(ConfigError, match=r"no option 'num_layer'[\s\S]*did you mean num_layers"):
+        hostward.offload_activations(model, num_layer=2)

@@ -80,17 +80,38 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "Currently there is no support for Pipeline parallelism with CPU offloading",
     ),
-    "cpu-offloading-recompute": (
+    "recompute-method": (
         TINY,
-        "model.cpu_offloading=true model.recompute_granularity=full",
+        "model.recompute_granularity=full",
         1,
-        "CPU offloading does not work when activation recomputation is enabled",
+        "model.recompute_granularity=full without model.recompute_method and model.recompute_num_layers",
+    ),
+    "recompute-groups": (
+        TINY,
+        "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2",
+        1,
+        "model.recompute_method=uniform with model.recompute_num_layers=2: groups of layers",
+    ),
+    "recompute-selective": (
+        TINY,
+        "model.recompute_granularity=selective",
+        1,
+        "model.recompute_granularity=selective is known, but not built yet",
     ),
     "cpu-offloading-fine-grained": (
         TINY,
         "model.cpu_offloading=true model.fine_grained_activation_offloading=true model.offload_modules=[core_attn]",
         1,
         "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
+    ),
+    "fine-grained-recompute": (
+        TINY,
+        (
+            "model.fine_grained_activation_offloading=true model.offload_modules=[core_attn] "
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+        ),
+        1,
+        "model.fine_grained_activation_offloading=true while all layers are recomputed: their modules save nothing",
     ),
     "cpu-offloading-graphs": (
         TINY,

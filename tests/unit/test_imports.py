@@ -17,7 +17,18 @@ FILES = sorted(ROOT.rglob("*.py"))
 # A module imports only from its own row and those above it.
 LAYERS = (
     ("errors",),
-    ("inventory", "names", "hardware", "config", "rules", "rule_table", "combinations", "overrides", "options_doc"),
+    (
+        "inventory",
+        "names",
+        "hardware",
+        "config",
+        "rules",
+        "rule_table",
+        "combinations",
+        "activation_rules",
+        "overrides",
+        "options_doc",
+    ),
     ("plan", "planner"),
     ("schedule", "ordering", "lowering"),
     ("engine", "host", "kernels"),

@@ -39,6 +39,9 @@ def test_every_rule_shows_a_text() -> None:
 def test_status() -> None:
     assert status("optimizer.optimizer_cpu_offload") == "works"
     assert status("optimizer.offload_optimizer_states") == status("optimizer.pin_cpu_grads") == "works"
-    assert status("model.cpu_offloading") == "only `false`"
-    assert status("model.cpu_offloading_num_layers") == "with `cpu_offloading`"
+    assert status("model.cpu_offloading") == "works"
+    assert status("model.cpu_offloading_num_layers") == "works"
+    assert status("model.cpu_offloading_weights") == "only `false`"
+    assert status("model.offload_modules") == "works"
+    assert status("model.activation_offload_fraction") == "only `1.0`"
     assert status("checkpoint.save_interval") == "works"

@@ -129,7 +129,7 @@ def test_values_set_in_python_are_checked(name: str, value: object, message: str
 def test_known_options_that_are_not_built_are_refused(name: str) -> None:
     info, built = options()[name], NOT_BUILT[name]
     other = next(choice for choice in info.choices if choice != built) if info.choices else None
-    value = other or (2 if info.kind is int else not built)
+    value = other or {int: 2, float: 0.5}.get(info.kind, not built)
     config = tiny()
     namespace, _, option = name.partition(".")
     setattr(getattr(config, namespace), option, value)
@@ -205,7 +205,7 @@ def test_the_mix_takes_one_word() -> None:
 
 def test_all_violations_come_at_once_with_their_fixes() -> None:
     config = tiny(
-        "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 model.cpu_offloading=true"
+        "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 model.sequence_parallel=true"
     )
     with pytest.raises(ConfigError) as caught:
         check(config)
@@ -216,8 +216,8 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
         "     fix: choose model.num_query_groups so that it divides the heads\n"
         "  2. global batch size (3) is not divisible by micro batch size (2) times data parallel size (1)\n"
         "     fix: set train.global_batch_size to a multiple of that product\n"
-        "  3. model.cpu_offloading=true is known, but not built yet\n"
-        "     fix: set model.cpu_offloading=false"
+        "  3. model.sequence_parallel=true is known, but not built yet\n"
+        "     fix: set model.sequence_parallel=false"
     )
 
 

@@ -13,6 +13,9 @@ from hostward.inventory import align
 from .backend import Backend, Buffer, Event, Tier
 
 ALIGNMENT_BYTES = 512
+_REMEMBERED = 8
+"""Steps whose need is remembered."""
+_SLACK = 1.25
 
 
 @dataclass(eq=False, slots=True)
@@ -32,12 +35,17 @@ class HostArena:
     Args:
         owner: what the memory is for, in the ledger and in errors.
         limit_bytes: the most memory that all slabs take; None: what the machine has.
+        retain: keep what has been locked until `close`. False: `rest` gives back what has not been needed for a while.
     """
 
-    def __init__(self, backend: Backend, owner: str, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, backend: Backend, owner: str, *, limit_bytes: int | None = None, retain: bool = True) -> None:
         self._backend = backend
         self._owner = owner
         self._limit_bytes = limit_bytes
+        self._retain = retain
+        self._taken_bytes = 0
+        self._most_bytes = 0
+        self._mosts: deque[int] = deque(maxlen=_REMEMBERED)
         self._slabs: list[Buffer] = []
         self._rest: Buffer | None = None
         self._rest_start = 0
@@ -75,19 +83,23 @@ class HostArena:
         self.slab_bytes += size_bytes
         self.slabs_made += 1
 
+    def expect(self, size_bytes: int) -> None:
+        """Requests of about that many bytes together are to come: lock memory for them at once, if that is allowed."""
+        if self._limit_bytes is None or self.slab_bytes + size_bytes <= self._limit_bytes:
+            self.reserve(size_bytes)
+
     def take(self, size_bytes: int) -> Block:
         """A block of at least that many bytes. Raises MemoryLimitError."""
         self._collect()
         size_bytes = align(size_bytes, ALIGNMENT_BYTES)
-        self._blocks += 1
         free = self._free.get(size_bytes)
+        if not free:
+            self.reserve(size_bytes)
+        self._blocks += 1
+        self._taken_bytes += size_bytes
+        self._most_bytes = max(self._most_bytes, self._taken_bytes)
         if free:
             return free.popleft()
-        try:
-            self.reserve(size_bytes)
-        except MemoryLimitError:
-            self._blocks -= 1
-            raise
         start, slab = self._rest_start, self._rest
         self._rest_start += size_bytes
         data = torch.empty(0, dtype=torch.uint8) if slab is None else slab.data[start : start + size_bytes]
@@ -97,6 +109,21 @@ class HostArena:
         """Take a block back; `after` is its last use. May be called from a finaliser."""
         block.after = after
         self._returned.append(block)
+
+    def rest(self) -> None:
+        """Nothing is in use, between two steps. What has been locked and the last few have not needed is given back,
+        which empties all lanes; it is locked anew when it is needed.
+        """
+        if self.blocks_in_use:
+            return
+        self._mosts.append(self._most_bytes)
+        self._most_bytes = 0
+        if not self._retain and len(self._mosts) == _REMEMBERED and self.slab_bytes > _SLACK * max(self._mosts):
+            most_bytes = max(self._mosts)
+            self.close()
+            self._mosts.clear()
+            if most_bytes:
+                self.reserve(most_bytes)
 
     def close(self) -> None:
         """Return all memory to the system. No block is in use."""
@@ -110,4 +137,5 @@ class HostArena:
         while self._returned:
             block = self._returned.popleft()
             self._blocks -= 1
+            self._taken_bytes -= block.buffer.nbytes
             self._free.setdefault(block.buffer.nbytes, deque()).append(block)

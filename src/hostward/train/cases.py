@@ -25,6 +25,16 @@ _DEFAULT = ((0.25, "host", "serial"), (0.5, "mixed", "hidden"), (1.0, "host", "h
 """Each placement and each schedule once, in as few runs as that takes."""
 
 _OFFLOADING = (
+    "model.cpu_offloading",
+    "model.cpu_offloading_num_layers",
+    "model.cpu_offloading_activations",
+    "model.cpu_offloading_weights",
+    "model.cpu_offloading_double_buffering",
+    "model.cpu_offloading_retain_pinned_cpu_buffers",
+    "model.fine_grained_activation_offloading",
+    "model.offload_modules",
+    "model.min_offloaded_tensor_size",
+    "model.activation_offload_fraction",
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
     "optimizer.overlap_cpu_optimizer_d2h_h2d",

@@ -25,9 +25,11 @@ from hostward.inventory import Dtype
 from hostward.plan import Placement
 from hostward.rules import check
 from hostward.schedule import Lane
+from hostward.training.attach import Attachment
 from hostward.training.optimizer import AdamW
 
 from . import resume
+from .activations import attach_activations, recompute_layers
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import build_model, training_loss
@@ -66,6 +68,8 @@ class Run:
     iteration_s: list[float] = field(default_factory=list)
     slot_bytes: int = 0
     """Most device memory of streamed state seen between a step and the next forward."""
+    attachment: Attachment | None = None
+    """Offloading of activations, where it is asked for."""
     saved: Path | None = None
     first_iteration: int = 0
     trace: Trace | None = None
@@ -147,7 +151,9 @@ def prepare(recipe: str, config: Config) -> Run:
     _require_vocabulary(model, dataset)
     optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
+    recompute_layers(model, config)
     run = Run(recipe, config, device, dataset, model, optimizer, scaler)
+    run.attachment = attach_activations(model, optimizer, config)
     if resume_from is not None:
         resume.load(run, resume_from)
     run.first_iteration = run.iteration
@@ -290,6 +296,7 @@ def report(run: Run) -> RunReport:
         host_buckets=plan.count(Placement.HOST),
         streamed_buckets=plan.count(Placement.STREAMED),
         placements=plan.explain(),
+        activations=None if run.attachment is None else run.attachment.report(),
         offload=None if run.trace is None else measured(run.trace, run.iteration),
         memory=memory,
         moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hostward.engine.trace import Trace
+from hostward.training.attach import ActivationReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,6 +94,8 @@ class RunReport:
     streamed_buckets: int
     placements: str
     """Of the optimizer state, in words."""
+    activations: ActivationReport | None
+    """Of what layers saved for backward, where it is offloaded."""
     offload: OffloadReport | None
     """None where nothing was offloaded and no trace was asked for."""
     memory: MemoryReport
@@ -133,6 +136,8 @@ def render(report: RunReport) -> list[Table]:
         "data": report.data,
         "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
     }
+    if report.activations is not None:
+        rows |= {"saved activations": report.activations.explain()}
     if report.offload is not None:
         span = f"iterations {report.offload.first_iteration} to {report.offload.last_iteration}"
         rows |= {f"measured, {span}": "\n".join(report.offload.lines)}

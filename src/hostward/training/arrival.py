@@ -8,8 +8,6 @@ numbered layer registered before them, or than the root, if there is none.
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hostward.inspect import Tracked
 from hostward.names import plain_name
 
-log = logging.getLogger("hostward")
+from .compiled import forget_compiled
 
 Use = Callable[[str], None]
 
@@ -45,7 +43,7 @@ class Arrivals:
         use: Use,
         use_all: Callable[[], None],
     ) -> None:
-        _forget_compiled()
+        forget_compiled()
         self._use = use
         self._use_all = use_all
         self._handles: list[RemovableHandle] = []
@@ -84,16 +82,6 @@ class Arrivals:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _forget_compiled() -> None:
-    """Let whatever a compiler has made be made anew: dynamo looks at a module's hooks when it compiles a caller, and
-    never again, so a graph from before would go on without ours.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    if utils is not None and utils.counters["stats"]["unique_graphs"]:
-        log.info("code compiled before the optimizer was made is compiled anew, so that it waits for weights")
-        torch.compiler.reset()
 
 
 def _add(by_module: dict[torch.nn.Module, list[str]], module: torch.nn.Module, layer: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from hostward.lowering.activations import VisitsShape, lower_visits
 from hostward.schedule import Schedule
 
 from .layers import find_layers
+from .modules import marks_of
 from .movement import Movement
 from .saved_tensors import Sorter
 from .visits import Visits
@@ -26,18 +29,27 @@ if TYPE_CHECKING:
     from .optimizer import AdamW
 
 
+log = logging.getLogger("hostward")
+
+
 @dataclass(frozen=True, slots=True)
 class Activations:
     """How saved activations leave the device.
 
     num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
-    min_bytes: smaller tensors stay. double_buffering: bring them back one layer earlier, for one more layer's worth of
-    device memory. host_bytes: the most page-locked memory that they take; None: what the machine has.
+    modules: only what these modules within the layers save, by path ("mlp", "self_attn.*_proj") or by Megatron's names
+    (core_attn, attn_proj, ...); (): all. min_bytes: smaller tensors stay; min_elements: so do those of fewer elements.
+    double_buffering: bring them back one layer earlier, for one more layer's worth of device memory.
+    retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row have not needed
+    goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
     """
 
     num_layers: int | None = None
+    modules: Sequence[str] = ()
     min_bytes: int = 1024 * 1024
+    min_elements: int = 0
     double_buffering: bool = False
+    retain_pinned_buffers: bool = False
     host_bytes: int | None = None
 
 
@@ -80,6 +92,7 @@ class Attachment:
         turns: bool,
     ) -> None:
         """`turns`: nobody else counts the turns of the backend."""
+        marks = marks_of([layer for _, layer in layers], how.modules) if how.modules else None
         offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
         self.layers = [name for name, _ in layers[:offloaded]]
@@ -88,11 +101,13 @@ class Attachment:
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
         self.backend = backend
-        self._arena = HostArena(backend, "saved activations", limit_bytes=how.host_bytes)
-        self._sorter = Sorter(backend.device, how.min_bytes)
+        self._arena = HostArena(
+            backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
+        )
+        self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
         self._movement = Movement(backend, self._arena, turns=turns)
         self._visits = Visits(
-            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead
+            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks
         )
         self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
         weakref.finalize(self, backend.drain)
@@ -157,10 +172,42 @@ def attach(
         )
     found = find_layers(model, layers)
     _check(how, len(found))
+    if how.num_layers == len(found) - 1:
+        log.warning(
+            "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
+            "offload/reload."
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
     return Attachment(model, backend, found, how, turns=optimizer is None)
+
+
+def offload_activations(
+    model: torch.nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    layers: Sequence[torch.nn.Module] | None = None,
+    backend: Backend | None = None,
+    **how: Any,
+) -> Attachment:
+    """`attach` for a block of one's own loop, with the fields of `Activations` as keywords.
+
+        with hostward.offload_activations(model, num_layers=20):
+            loss(model, batch).backward()
+
+    Raises:
+        ConfigError, ModelError: as `attach`; a keyword that `Activations` does not have.
+    """
+    known = [f.name for f in fields(Activations)]
+    for name in how:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"offload_activations() has no option {name!r}",
+                fix=f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}",
+            )
+    return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
 def _check(how: Activations, layers: int) -> None:
@@ -172,7 +219,8 @@ def _check(how: Activations, layers: int) -> None:
         )
     if layers < 2:
         raise ConfigError("a model of one layer", why="its backward begins when its forward ends", fix="leave it alone")
-    for name, value in (("min_bytes", how.min_bytes), ("host_bytes", how.host_bytes)):
+    limits = {"min_bytes": how.min_bytes, "min_elements": how.min_elements, "host_bytes": how.host_bytes}
+    for name, value in limits.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name} must not be negative, got {value}")
 

@@ -24,8 +24,8 @@ _OWNER = "saved activations"
 class Movement:
     """Copies groups out and spans back, and frees nothing that a lane still works on.
 
-    Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the release), `held` (that somebody
-    else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
+    Counts, in bytes: `offloaded`, `parked` (the same with padding), `freed` (of these, device memory that went with the
+    release), `held` (that somebody else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
     """
 
     def __init__(self, backend: Backend, arena: HostArena, *, turns: bool) -> None:
@@ -33,14 +33,17 @@ class Movement:
         self._backend = backend
         self._turns = turns
         self.arena = arena
-        self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = 0
+        self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = self.parked = 0
         # What dies while a lane works on it; filled by finalisers, emptied by the next operation here.
         self._orphans: deque[tuple[list[torch.Tensor], Event]] = deque()
 
     def begin(self) -> None:
         """A forward begins."""
-        if self._turns and self.arena.blocks_in_use == 0:
-            self.collect()
+        if self.arena.blocks_in_use:
+            return
+        self.collect()
+        self.arena.rest()
+        if self._turns:
             self._backend.end_turn()
             self._backend.begin_turn()
 
@@ -61,6 +64,12 @@ class Movement:
             "offload", f"offload/d2h/activation/{name}", pairs, events, after
         )
         self.offloaded += group.nbytes
+        self.parked += block.buffer.nbytes
+
+    def expect(self, visits: int, group_bytes: int) -> None:
+        """So many visits like one of `group_bytes` are to come. In the first forward host memory is locked for all."""
+        if self.reloaded == 0:
+            self.arena.expect(visits * group_bytes)
 
     def release(self, groups: Iterable[Group]) -> None:
         """The compute lane waits for the copies; then the device memory may go to somebody else."""

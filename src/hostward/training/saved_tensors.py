@@ -24,6 +24,7 @@ class Why(StrEnum):
     """Why a saved tensor stays on the device."""
 
     LAYER = "its layer stays"
+    MODULE = "its module stays"
     RECOMPUTED = "it is made in a recomputation"
     WEIGHT = "it is a weight"
     BUFFER = "it is a buffer"
@@ -158,12 +159,13 @@ class Sorter:
 
     Args:
         device: where tensors that may leave lie.
-        min_bytes: smaller spans stay.
+        min_bytes: smaller spans stay. min_elements: so do tensors of fewer elements.
     """
 
-    def __init__(self, device: torch.device, min_bytes: int) -> None:
+    def __init__(self, device: torch.device, min_bytes: int, min_elements: int = 0) -> None:
         self._device = device
         self._min_bytes = min_bytes
+        self._min_elements = min_elements
         self._weights: set[int] = set()
         self._buffers: set[int] = set()
         self.kept_bytes: Counter[Why] = Counter()
@@ -194,7 +196,8 @@ class Sorter:
         if storage in shared:
             return Why.SHARED
         first, last = bytes_of(tensor)
-        return Why.SMALL if last - first < self._min_bytes else None
+        small = last - first < self._min_bytes or tensor.numel() < self._min_elements
+        return Why.SMALL if small else None
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,21 +6,25 @@ what comes next, so that it is there in time; that a tensor comes back at all, a
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
 
+from .compiled import forget_compiled
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
+from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call
+
+log = logging.getLogger("hostward")
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """Copies start when that much has been saved, not only at the end of the layer."""
@@ -52,6 +56,8 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.visits: list[tuple[int, Visit | None]] = []
+        self.marks: list[tuple[torch.nn.Module, bool]] = []
+        """Marked modules that run now, innermost last, and whether what they save leaves."""
 
 
 class Visits:
@@ -63,6 +69,7 @@ class Visits:
         offloaded: the first of them whose saved tensors leave.
         window: so many visits' tensors stay on the device.
         ahead: reloads come so many visits earlier than needed to keep the window.
+        marks: by layer, modules within whose calls saved tensors leave (True) or stay (False); None: all leave.
     """
 
     def __init__(
@@ -75,7 +82,9 @@ class Visits:
         offloaded: int,
         window: int,
         ahead: int,
+        marks: Sequence[Mapping[torch.nn.Module, bool]] | None = None,
     ) -> None:
+        self._marked = marks is not None
         self._root = root
         self._names = [name for name, _ in layers]
         self._around = [
@@ -94,14 +103,21 @@ class Visits:
         self._unreleased: deque[Visit] = deque()
         self._last: weakref.ref[Visit] | None = None
         self._numbers = 0
-        self.seen_bytes = 0
+        self._warned = False
         # One pair for all layers and for ever: compiled code is tied to what it found installed.
         self._pair = (self._pack, self._unpack)
         self._handles: list[RemovableHandle] = []
+        # The first call imports the compiler. Within a forward that would leave the frames of that forward, and its
+        # graph with them, in tracebacks that the compiler's modules keep of optional imports that failed.
+        call(None, "enter")
+        forget_compiled()
         this = weakref.ref(self)
         for i, (_, layer) in enumerate(layers):
-            self._handles.append(layer.register_forward_pre_hook(_Enter(this, i), prepend=True, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(_Leave(this, i), always_call=True))
+            self._handles.append(layer.register_forward_pre_hook(Enter(this, i), prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(Leave(this, i), always_call=True))
+        for module, leaves in (item for held in marks or () for item in held.items()):
+            self._handles.append(module.register_forward_pre_hook(Mark(this, leaves), prepend=True))
+            self._handles.append(module.register_forward_hook(Unmark(this), always_call=True))
 
     def close(self) -> None:
         """Take the hooks off. What has been saved stays, and comes back when backward asks."""
@@ -123,8 +139,7 @@ class Visits:
             self._stack.visits.append((layer, None))
             return
         if layer == 0 or self._last is None:
-            self._sorter.know(self._root)
-            self._movement.begin()
+            self._begin()
         before = None if self._last is None else self._last()
         visit = Visit(layer, self._numbers, before, _shared(inputs))
         self._numbers += 1
@@ -140,8 +155,30 @@ class Visits:
                 ) from error
             visit.installed = True
         self._stack.visits.append((layer, visit))
+        self._stack.marks.clear()
         while self._unreleased and self._unreleased[0].number <= visit.number - self._window:
             self._release(self._unreleased.popleft())
+
+    def _begin(self) -> None:
+        """A forward begins."""
+        self._sorter.know(self._root)
+        self._movement.begin()
+        if self._numbers and not self._movement.offloaded and not self._warned:
+            self._warned = True
+            kept = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in self._sorter.kept_bytes.items())
+            log.warning(
+                "the first forward has offloaded nothing; what was saved stays because: %s", kept or "nothing was"
+            )
+
+    def mark(self, module: torch.nn.Module, leaves: bool) -> None:
+        """A marked module is about to run."""
+        self._stack.marks.append((module, leaves))
+
+    def unmark(self, module: torch.nn.Module) -> None:
+        """It has run, or failed; or never began."""
+        marks = self._stack.marks
+        while any(inner is module for inner, _ in marks) and marks.pop()[0] is not module:
+            pass
 
     def leave(self, layer: int, output: object) -> None:
         """A layer has run, or failed: its hook is called in any case but for KeyboardInterrupt and the like, and even
@@ -161,7 +198,7 @@ class Visits:
         if visit is not None:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(_Back(weakref.ref(self), visit))
+                    tensor.grad_fn.register_prehook(Back(weakref.ref(self), visit))
                     break
 
     def _finish(self, visit: Visit) -> None:
@@ -169,6 +206,8 @@ class Visits:
             self._send(visit)
         if visit.groups:
             self._unreleased.append(visit)
+            if visit.number == 0:
+                self._movement.expect(self._offloaded - 1, self._movement.parked)
 
     def _send(self, visit: Visit) -> None:
         group, visit.open = visit.open, None
@@ -203,6 +242,9 @@ class Visits:
             return sorter.keep(tensor, Why.LAYER)
         if torch._C._current_graph_task_id() != -1:
             return sorter.keep(tensor, Why.RECOMPUTED)
+        marks = self._stack.marks
+        if self._marked and not (marks and marks[-1][1]):
+            return sorter.keep(tensor, Why.MODULE)
         why = sorter.why_kept(tensor, visit.shared)
         if why is not None:
             return sorter.keep(tensor, why)
@@ -217,7 +259,6 @@ class Visits:
             visit.open = Group(self._let_go)
         group, span = visit.open, span_of(tensor)
         group.add(span)
-        self.seen_bytes += span.nbytes
         self._active.setdefault(key, []).append((span, weakref.ref(group)))
         handle = Handle(group, span, tensor)
         if group.nbytes >= _GROUP_BYTES:
@@ -312,48 +353,3 @@ def _shared(inputs: object) -> frozenset[int]:
         if not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             found.append(tensor.untyped_storage()._cdata)
     return frozenset(found)
-
-
-class _Enter:
-    """Forward pre-hook. A copy of the module takes it along, and it does nothing there."""
-
-    def __init__(self, visits: weakref.ref[Visits] | None = None, layer: int = 0) -> None:
-        self._visits, self._layer = visits, layer
-
-    def __call__(self, _: object, args: object, kwargs: object) -> None:
-        _call(self._visits, Visits.enter, self._layer, (args, kwargs))
-
-    def __reduce__(self) -> tuple[type[_Enter], tuple[()]]:
-        return _Enter, ()
-
-
-class _Leave:
-    """Forward hook, called also where forward fails."""
-
-    def __init__(self, visits: weakref.ref[Visits] | None = None, layer: int = 0) -> None:
-        self._visits, self._layer = visits, layer
-
-    def __call__(self, _: object, __: object, output: object) -> None:
-        _call(self._visits, Visits.leave, self._layer, output)
-
-    def __reduce__(self) -> tuple[type[_Leave], tuple[()]]:
-        return _Leave, ()
-
-
-class _Back:
-    """Before backward of a layer's output. It holds the visit, which holds no graph."""
-
-    def __init__(self, visits: weakref.ref[Visits], visit: Visit) -> None:
-        self._visits, self._visit = visits, visit
-
-    def __call__(self, _: object) -> None:
-        visits = self._visits()
-        if visits is not None:
-            visits.back(self._visit)
-
-
-@_disable_dynamo
-def _call(visits: Any, method: Callable[..., None], *arguments: object) -> None:
-    alive = None if visits is None else visits()
-    if alive is not None:
-        method(alive, *arguments)

@@ -1,0 +1,197 @@
+"""What layers save for backward, kept, recomputed, offloaded: time, device memory, host memory, and equal gradients.
+
+    python benchmarks/activations.py --tokens 8192 --seq 4096 --json benchmarks/results/DATE-activations.json
+    python benchmarks/activations.py --tokens 32768 --seq 32768 --rows checkpoint,offload:23+checkpoint --json FILE
+
+Forward and backward alone, without an optimizer; gradients are dropped. Each row runs in a process of its own. The
+first row is the base and runs last once more, so that a drift of the machine shows. Rows are separated by commas:
+
+    keep                    everything stays
+    checkpoint              each layer keeps its input and is recomputed (block:M: the first M layers)
+    offload:N               the first N layers' saved tensors leave (offload2:N: with double buffering)
+    save_on_cpu             torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
+    A+checkpoint, A+block:M any of the two before, and recomputation
+
+`gradient_bits` is a sum over the bits of all gradients of the first iteration: rows with the same number have, as far
+as it can tell, the same gradients. The model is the one of step.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training_row import SEED, SHAPES, build, device_memory, loss_of, synchronise
+
+from machine import describe
+
+GIB = 1 << 30
+BATCHES = 4
+_ROW = re.compile(
+    r"(?P<what>keep|checkpoint|save_on_cpu|block:\d+|offload2?:\d+)(\+(?P<recompute>checkpoint|block:\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of saved tensors. `recomputed`: the first so many layers; None: all, 0: none."""
+
+    offloaded: int
+    double_buffering: bool
+    save_on_cpu: bool
+    recomputed: int | None
+
+
+def row_of(text: str) -> Row:
+    """Raises ValueError for a name that is none of a row."""
+    match = _ROW.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no row: keep, checkpoint, block:M, offload:N, offload2:N, save_on_cpu, A+checkpoint"
+        )
+    what, recompute = match["what"], match["recompute"] or ""
+    if what in ("checkpoint",) or what.startswith("block:"):
+        what, recompute = "keep", what
+    recomputed = None if recompute == "checkpoint" else int(recompute.partition(":")[2] or 0)
+    kind, _, count = what.partition(":")
+    return Row(int(count or 0), kind == "offload2", kind == "save_on_cpu", recomputed)
+
+
+def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+    """One row, in this process."""
+    row, device = row_of(text), torch.device(arguments.device)
+    model: Any = build(SHAPES[arguments.model], arguments.seq, device)
+    layers = model.model.layers
+    for layer in layers[0 if row.recomputed == 0 else row.recomputed or len(layers) :]:
+        layer.gradient_checkpointing = False
+    run = None
+    if row.offloaded:
+        import hostward
+
+        how = hostward.Activations(num_layers=row.offloaded, double_buffering=row.double_buffering)
+        run = hostward.attach(model, activations=how)
+    generator = torch.Generator().manual_seed(SEED + 1)
+    size = (arguments.tokens // arguments.seq, arguments.seq)
+    vocab = SHAPES[arguments.model].vocab
+    batches = [torch.randint(0, vocab, size, generator=generator).to(device) for _ in range(BATCHES)]
+
+    def iterate(number: int) -> torch.Tensor:
+        for weight in model.parameters():
+            weight.grad = None
+        save = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+        with save if row.save_on_cpu else contextlib.nullcontext():
+            loss = loss_of(model, batches[number % BATCHES], SHAPES[arguments.model].loss_chunk)
+        loss.backward()
+        return loss.detach()
+
+    started = time.perf_counter()
+    loss = iterate(0)
+    synchronise(device)
+    first_s = time.perf_counter() - started
+    bits = sum(int(p.grad.view(torch.int16).to(torch.int64).sum()) for p in model.parameters())
+    for number in range(1, arguments.warmup):
+        iterate(number)
+    synchronise(device)
+    on_gpu = device.type == "cuda"
+    weights_bytes = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times_s = []
+    for number in range(arguments.steps):
+        started = time.perf_counter()
+        iterate(number)
+        synchronise(device)
+        times_s.append(time.perf_counter() - started)
+    found: dict[str, Any] = {
+        "step_s": statistics.median(times_s),
+        "step_s_all": times_s,
+        "first_step_s": first_s,
+        "loss": loss.item(),
+        "gradient_bits": bits,
+        "before_bytes": weights_bytes,
+        **(device_memory() if on_gpu else {}),
+    }
+    if run is not None:
+        report = run.report()
+        steps = arguments.warmup + arguments.steps
+        found |= {
+            "offloaded_bytes": report.offloaded_bytes // steps,
+            "held_bytes": report.held_bytes // steps,
+            "on_demand_bytes": report.on_demand_bytes // steps,
+            "host_bytes": report.host_bytes,
+            "report": report.explain(),
+        }
+        run.detach()
+    return found
+
+
+def child(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+    """The same in a process of its own."""
+    command = [sys.executable, __file__, "--one", text]
+    for name in ("model", "tokens", "seq", "warmup", "steps", "device"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.row_limit_s, check=False)
+    if done.returncode != 0:
+        return {"status": "failed", "why": done.stderr.strip()[-800:]}
+    return {"status": "ok", **json.loads(done.stdout.strip().splitlines()[-1])}
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    base = next((r for r in rows if r["status"] == "ok"), None)
+    print(f"{'row':28} {'ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  same gradients")
+    for r in rows:
+        if r["status"] != "ok" or base is None:
+            print(f"{r['row']:28} {r['status']}: {r.get('why', '')[-120:]}")
+            continue
+        same = "yes" if r["gradient_bits"] == base["gradient_bits"] else "NO"
+        peak, host = r.get("device_peak_bytes", 0) / GIB, r.get("host_bytes", 0) / GIB
+        ratio = r["step_s"] / base["step_s"]
+        print(f"{r['row']:28} {r['step_s'] * 1e3:9.1f} {ratio:7.3f} {peak:9.2f} {host:9.2f}  {same}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="1.7b", choices=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument(
+        "--rows", default="keep,checkpoint,offload:4,offload:8,offload:12,offload:8+block:16,offload:23+checkpoint"
+    )
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: smoke test only")
+    parser.add_argument("--row-limit-s", type=float, default=240.0)
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        print(json.dumps(measure(arguments, arguments.one)))
+        return
+    names = arguments.rows.split(",")
+    for name in names:
+        row_of(name)
+    rows: list[dict[str, Any]] = []
+    for name in [*names, names[0]]:
+        rows.append({"row": name, **child(arguments, name)})
+        print(f"  {name}: {rows[-1].get('step_s', rows[-1].get('why'))}", file=sys.stderr, flush=True)
+        if arguments.json is not None:
+            facts = {"command": " ".join(sys.argv), "machine": describe(), "shape": asdict(SHAPES[arguments.model])}
+            facts |= {"tokens": arguments.tokens, "seq": arguments.seq}
+            arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Rules on options of activations, weights and recomputation, as data; see `hostward.combinations`."""
+
+from __future__ import annotations
+
+from hostward.rule_table import (
+    OFFLOAD_MODULES,
+    Kind,
+    Rule,
+    braces,
+    recomputed,
+    unknown_modules,
+)
+
+PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
+
+OFFLOADING_RULES = (
+    Rule(
+        "cpu-offloading-layers",
+        PERMANENT,
+        ("model.cpu_offloading", "model.cpu_offloading_num_layers", "model.num_layers"),
+        lambda c, _: (
+            c.model.cpu_offloading
+            and (c.model.cpu_offloading_num_layers < 0 or 0 < c.model.num_layers <= c.model.cpu_offloading_num_layers)
+        ),
+        "CPU offloading can be done only for layers less than {model.num_layers}",
+        "set model.cpu_offloading_num_layers in [0, model.num_layers - 1]",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-nothing",
+        PERMANENT,
+        ("model.cpu_offloading", "model.cpu_offloading_activations", "model.cpu_offloading_weights"),
+        lambda c, _: (
+            c.model.cpu_offloading and not c.model.cpu_offloading_activations and not c.model.cpu_offloading_weights
+        ),
+        "CPU Offloading is enabled while it is not mentioned what to offload (weights/activations)",
+        "set model.cpu_offloading_activations or model.cpu_offloading_weights",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "cpu-offloading-pipeline",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.pipeline_model_parallel_size"),
+        lambda c, _: c.model.cpu_offloading and c.model.pipeline_model_parallel_size > 1,
+        "Currently there is no support for Pipeline parallelism with CPU offloading",
+        "set model.pipeline_model_parallel_size=1 or model.cpu_offloading=false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "recompute-method",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_method", "model.recompute_num_layers"),
+        lambda c, _: c.model.recompute_granularity == "full" and not recomputed(c),
+        "model.recompute_granularity=full without model.recompute_method and model.recompute_num_layers",
+        "set model.recompute_method=uniform and model.recompute_num_layers=1 for all layers, or block for the first N",
+    ),
+    Rule(
+        "recompute-groups",
+        UNTIL_BUILT,
+        ("model.recompute_method", "model.recompute_num_layers"),
+        lambda c, _: c.model.recompute_method == "uniform" and (c.model.recompute_num_layers or 1) > 1,
+        "model.recompute_method=uniform with model.recompute_num_layers={model.recompute_num_layers}: groups of layers",
+        "set model.recompute_num_layers=1",
+    ),
+    Rule(
+        "recompute-selective",
+        UNTIL_BUILT,
+        ("model.recompute_granularity",),
+        lambda c, _: c.model.recompute_granularity == "selective",
+        "model.recompute_granularity=selective is known, but not built yet",
+        "set model.recompute_granularity=full or null",
+    ),
+    Rule(
+        "cpu-offloading-fine-grained",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.fine_grained_activation_offloading"),
+        lambda c, _: c.model.cpu_offloading and c.model.fine_grained_activation_offloading,
+        "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
+        "set one of the two to false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "fine-grained-recompute",
+        PERMANENT,
+        ("model.fine_grained_activation_offloading", "model.recompute_granularity", "model.recompute_method"),
+        lambda c, _: (
+            c.model.fine_grained_activation_offloading
+            and c.model.recompute_granularity == "full"
+            and c.model.recompute_method == "uniform"
+        ),
+        "model.fine_grained_activation_offloading=true while all layers are recomputed: their modules save nothing",
+        "set model.recompute_method=block, or model.cpu_offloading=true, which offloads the layers' inputs",
+    ),
+    Rule(
+        "cpu-offloading-graphs",
+        UNTIL_BUILT,
+        ("model.cpu_offloading", "model.cuda_graph_impl"),
+        lambda c, _: c.model.cpu_offloading and c.model.cuda_graph_impl not in ("none", "full_iteration"),
+        "CUDA graphs not supported with CPU offloading.",
+        "set model.cuda_graph_impl=none or model.cpu_offloading=false",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "offload-modules-unknown",
+        PERMANENT,
+        ("model.offload_modules",),
+        lambda c, _: bool(unknown_modules(c)),
+        lambda c, _: (
+            f"Invalid choices for offload_modules: {braces(unknown_modules(c))}."
+            f" Allowed modules are: {braces(OFFLOAD_MODULES)}"
+        ),
+        "choose from the allowed modules",
+        documented="Invalid choices for offload_modules: {...}. Allowed modules are: {...}",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "offload-modules-none",
+        PERMANENT,
+        ("model.fine_grained_activation_offloading", "model.offload_modules"),
+        lambda c, _: c.model.fine_grained_activation_offloading and not c.model.offload_modules,
+        "model.fine_grained_activation_offloading=true names no module in model.offload_modules",
+        "set model.offload_modules=[core_attn], for example",
+    ),
+    Rule(
+        "offload-attn-proj",
+        PERMANENT,
+        ("model.offload_modules",),
+        lambda c, _: "attn_proj" in c.model.offload_modules and "core_attn" not in c.model.offload_modules,
+        "attn_proj cannot be set to offload_modules alone without core_attn because the input of attn_proj is the"
+        " output of core_attn, which is needed in core_attn.backward().",
+        "add core_attn to model.offload_modules",
+        shared_with_megatron=True,
+    ),
+)

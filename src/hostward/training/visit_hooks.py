@@ -1,0 +1,70 @@
+"""The hooks that report to `hostward.training.visits`. A module that is copied or pickled takes its hooks along, and
+they do nothing there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+if TYPE_CHECKING:
+    from .visits import Visit, Visits
+
+
+class _Hook:
+    def __init__(self, visits: weakref.ref[Visits] | None = None, about: Any = None) -> None:
+        self._visits, self._about = visits, about
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return type(self), ()
+
+
+class Enter(_Hook):
+    """Forward pre-hook of a layer, `about` its number."""
+
+    def __call__(self, _: object, args: object, kwargs: object) -> None:
+        call(self._visits, "enter", self._about, (args, kwargs))
+
+
+class Leave(_Hook):
+    """Forward hook of a layer, called also where forward fails."""
+
+    def __call__(self, _: object, __: object, output: object) -> None:
+        call(self._visits, "leave", self._about, output)
+
+
+class Mark(_Hook):
+    """Forward pre-hook of a marked module; `about`: what it saves leaves."""
+
+    def __call__(self, module: torch.nn.Module, *_: object) -> None:
+        call(self._visits, "mark", module, self._about)
+
+
+class Unmark(_Hook):
+    """Forward hook of a marked module."""
+
+    def __call__(self, module: torch.nn.Module, *_: object) -> None:
+        call(self._visits, "unmark", module)
+
+
+class Back:
+    """Before backward of a layer's output. It holds the visit, which holds no graph."""
+
+    def __init__(self, visits: weakref.ref[Visits], visit: Visit) -> None:
+        self._visits, self._visit = visits, visit
+
+    def __call__(self, _: object) -> None:
+        visits = self._visits()
+        if visits is not None:
+            visits.back(self._visit)
+
+
+@_disable_dynamo
+def call(visits: weakref.ref[Visits] | None, method: str, *arguments: object) -> None:
+    """Report to `visits`, if it is alive. A compiled caller breaks its graph here."""
+    alive = None if visits is None else visits()
+    if alive is not None:
+        getattr(alive, method)(*arguments)

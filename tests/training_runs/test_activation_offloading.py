@@ -1,0 +1,92 @@
+"""Activations offloaded and recomputed by the options of recipes: the same training, bit for bit.
+
+Seen red: options that are read and not carried out; recomputation that leaves the inputs on the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runs import different, offloaded, saved
+from conftest import Cli
+
+from hostward import recipes
+from hostward.errors import ConfigError
+from hostward.overrides import apply_overrides
+from hostward.rules import check
+
+OFFLOADING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2"]
+RECOMPUTING = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
+WAYS = {
+    "offloaded": OFFLOADING,
+    "one layer, two buffers": [
+        "model.cpu_offloading=True",
+        "model.cpu_offloading_num_layers=1",
+        "model.cpu_offloading_double_buffering=True",
+    ],
+    "retained": [*OFFLOADING, "model.cpu_offloading_retain_pinned_cpu_buffers=True"],
+    "recomputed": RECOMPUTING,
+    "inputs of recomputed layers": [*OFFLOADING, *RECOMPUTING],
+    "some recomputed, some not": [
+        *OFFLOADING,
+        "model.recompute_granularity=full",
+        "model.recompute_method=block",
+        "model.recompute_num_layers=1",
+    ],
+    "attention alone": [
+        "model.fine_grained_activation_offloading=True",
+        "model.offload_modules=[core_attn,attn_proj]",
+        "model.min_offloaded_tensor_size=65536",
+    ],
+    "with the optimizer": [*OFFLOADING, *offloaded(1), "optimizer.offload_mix=0.5"],
+    "with gradients on the host": [*OFFLOADING, *offloaded(1), "optimizer.gradients=host"],
+}
+# Wide enough that what a layer saves is more than the least that is worth a copy.
+SIZES = ["model.seq_length=1024", "model.hidden_size=256", "model.params_dtype=bf16"]
+COMMON = [*SIZES, "model.num_layers=4", "model.experts_implementation=eager", "train.train_iters=2"]
+
+
+def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
+    base = train(*COMMON, f"checkpoint.save={tmp_path / 'base'}").report
+    tensors, _ = saved(tmp_path / "base")
+    seen = {}
+    for name, words in WAYS.items():
+        folder = tmp_path / name.replace(" ", "-")
+        other = train(*COMMON, *words, f"checkpoint.save={folder}").report
+        for key in ("losses", "grad_norms"):
+            assert other[key] == base[key], name
+        assert different(saved(folder)[0], tensors) == [], name
+        seen[name] = other["activations"]
+    assert base["activations"] is None
+    assert seen["recomputed"] is None
+    for name in WAYS.keys() - {"recomputed"}:
+        assert seen[name]["offloaded_bytes"] == seen[name]["reloaded_bytes"] > 0, name
+        assert seen[name]["on_demand_bytes"] == 0, name
+    inputs = seen["inputs of recomputed layers"]["offloaded_bytes"]
+    assert inputs == 2 * 2 * 4 * 1024 * 256 * 2  # steps, layers, sequences, length, hidden, bytes
+    assert inputs < seen["some recomputed, some not"]["offloaded_bytes"] < seen["offloaded"]["offloaded_bytes"]
+
+
+def test_the_report_tells_what_left(train: Cli) -> None:
+    outcome = train(*COMMON, *OFFLOADING)
+    assert "saved activations" in outcome.out
+    assert "bytes to the host" in outcome.out
+
+
+def test_no_layer_is_off(train: Cli) -> None:
+    report = train("train.train_iters=1", "model.cpu_offloading=True").report
+    assert report["activations"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["model.cpu_offloading=True", "model.cpu_offloading_num_layers=4"], "only for layers less than 4"),
+        (["model.recompute_granularity=full"], "without model.recompute_method"),
+        (["model.recompute_granularity=selective"], "not built yet"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check(apply_overrides(recipes.load("qwen3_moe_tiny_pretrain_config"), words))

@@ -1,0 +1,113 @@
+"""Host memory that comes and goes in every step is locked once.
+
+Seen red: blocks that are not reused, memory that a finaliser's block gives back twice, a limit that counts what is
+free, a block handed on without the event of its last use, memory that is never given back.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hostward.engine.backend import Event, Tier
+from hostward.engine.host_arena import ALIGNMENT_BYTES, Block, HostArena
+from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import MemoryLimitError
+
+KIB = 1024
+
+
+def arena(**options: object) -> HostArena:
+    return HostArena(SimulatedBackend(threads=1, order=Order(eager=True)), "test", **options)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5 * KIB), st.booleans()), max_size=60))
+def test_blocks_in_use_never_overlap(requests: list[tuple[int, bool]]) -> None:
+    """Whatever is taken and given back in whatever order."""
+    memory, held = arena(), list[Block]()
+    for size_bytes, give in requests:
+        block = memory.take(size_bytes)
+        assert block.buffer.nbytes >= size_bytes
+        held.append(block)
+        if give:
+            memory.give(held.pop(len(held) // 2), None)
+        spans = sorted((b.buffer.data.data_ptr(), b.buffer.nbytes) for b in held if b.buffer.nbytes)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        assert memory.blocks_in_use == len(held)
+    assert memory.slab_bytes == memory._backend.ledger.by_owner(Tier.HOST).get("test", 0)
+
+
+def test_steps_with_the_same_sizes_lock_nothing_after_the_first() -> None:
+    memory, sizes = arena(), (3 * KIB, KIB, 7 * KIB, KIB)
+    for _ in range(4):
+        blocks = [memory.take(n) for n in sizes]
+        for block in blocks:
+            memory.give(block, None)
+        memory.rest()
+        assert memory.slabs_made == len(sizes)
+        assert memory.slab_bytes == sum(sizes)
+
+
+def test_what_is_reserved_serves_what_follows() -> None:
+    memory = arena()
+    memory.reserve(8 * KIB)
+    for _ in range(4):
+        memory.take(2 * KIB)
+    assert memory.slabs_made == 1
+    memory.take(1)
+    assert memory.slabs_made == 2
+    assert memory.slab_bytes == 8 * KIB + ALIGNMENT_BYTES
+
+
+def test_h21_a_block_is_handed_on_with_the_event_of_its_last_use() -> None:
+    memory, event = arena(), Event()
+    block = memory.take(KIB)
+    assert block.after is None
+    memory.give(block, event)
+    assert memory.take(KIB).after is event
+
+
+def test_a_limit_is_kept_and_nothing_is_lost() -> None:
+    memory = arena(limit_bytes=4 * KIB)
+    first = memory.take(3 * KIB)
+    with pytest.raises(MemoryLimitError, match="test: 5,120 bytes of host memory needed"):
+        memory.take(2 * KIB)
+    assert memory.blocks_in_use == 1
+    memory.give(first, None)
+    assert memory.take(3 * KIB).buffer.data.data_ptr() == first.buffer.data.data_ptr()
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_what_eight_steps_have_not_needed_goes_back(retain: bool) -> None:
+    memory = arena(retain=retain)
+    for size_bytes in (64 * KIB, *[4 * KIB] * 20):
+        memory.give(memory.take(size_bytes), None)
+        memory.rest()
+    assert memory.slab_bytes == (68 if retain else 4) * KIB
+    ledger = memory._backend.ledger
+    assert ledger.by_owner(Tier.HOST) == {"test": memory.slab_bytes}
+    assert ledger.pinned_bytes == memory.slab_bytes
+
+
+def test_nothing_goes_back_while_something_is_in_use() -> None:
+    memory = arena(retain=False)
+    held = memory.take(64 * KIB)
+    for _ in range(20):
+        memory.give(memory.take(KIB), None)
+        memory.rest()
+    assert memory.slab_bytes == 65 * KIB
+    memory.give(held, None)
+
+
+def test_closed_it_holds_nothing() -> None:
+    memory = arena()
+    memory.give(memory.take(KIB), None)
+    memory.close()
+    gc.collect()
+    assert memory._backend.ledger.by_owner(Tier.HOST) == {}
+    memory.take(KIB)
+    assert memory.slab_bytes == KIB
