@@ -307,6 +307,10 @@ class Backend(ABC):
     def synchronise(self) -> None:
         """Wait on the host until all lanes are empty; raises what a host function reported."""
 
+    def compute_key(self) -> int:
+        """Tells the caller's current compute stream from others."""
+        return 0
+
     def capturing(self) -> bool:
         """Whether what is issued now would become part of a CUDA graph."""
         return False

@@ -29,8 +29,9 @@ class Block:
 class HostArena:
     """Blocks of page-locked memory.
 
-    A block that was given back serves the next request of its size: steps ask for the same sizes again and again. What
-    no block fits comes from the rest of a slab, or from a new slab.
+    Within a step a block that was given back serves the next request of its size; what no block fits comes from the
+    rest of a slab, or from a new slab of exactly that size. Between steps all slabs are empty again, so that steps of
+    other sizes use the same memory.
 
     Args:
         owner: what the memory is for, in the ledger and in errors.
@@ -43,16 +44,15 @@ class HostArena:
         self._owner = owner
         self._limit_bytes = limit_bytes
         self._retain = retain
-        self._taken_bytes = 0
-        self._most_bytes = 0
-        self._mosts: deque[int] = deque(maxlen=_REMEMBERED)
         self._slabs: list[Buffer] = []
-        self._rest: Buffer | None = None
-        self._rest_start = 0
+        self._ends: list[int] = []
+        """By slab: the first byte that no block has."""
         self._free: dict[int, deque[Block]] = {}
         # Blocks come back in finalisers, on whatever thread and at whatever moment: a deque takes them safely.
         self._returned: deque[Block] = deque()
-        self._blocks = 0
+        self._blocks = self._taken_bytes = self._most_bytes = 0
+        self._mosts: deque[int] = deque(maxlen=_REMEMBERED)
+        self._grown = False
         self.slab_bytes = 0
         """Bytes held."""
         self.slabs_made = 0
@@ -64,12 +64,7 @@ class HostArena:
         return self._blocks
 
     def reserve(self, size_bytes: int) -> None:
-        """Lock memory for requests of that many bytes together, unless the rest of a slab has them. Raises
-        MemoryLimitError.
-        """
-        left = 0 if self._rest is None else self._rest.nbytes - self._rest_start
-        if size_bytes <= left:
-            return
+        """Lock a slab of that many bytes. Raises MemoryLimitError."""
         if self._limit_bytes is not None and self.slab_bytes + size_bytes > self._limit_bytes:
             raise MemoryLimitError(
                 f"{self._owner}: {self.slab_bytes + size_bytes:,} bytes of host memory needed",
@@ -79,30 +74,32 @@ class HostArena:
         with torch.inference_mode(False):
             (slab,) = self._backend.allocate(Tier.HOST, [size_bytes], torch.uint8, self._owner, pinned=True)
         self._slabs.append(slab)
-        self._rest, self._rest_start = slab, 0
+        self._ends.append(0)
         self.slab_bytes += size_bytes
         self.slabs_made += 1
-
-    def expect(self, size_bytes: int) -> None:
-        """Requests of about that many bytes together are to come: lock memory for them at once, if that is allowed."""
-        if self._limit_bytes is None or self.slab_bytes + size_bytes <= self._limit_bytes:
-            self.reserve(size_bytes)
+        self._grown = True
 
     def take(self, size_bytes: int) -> Block:
         """A block of at least that many bytes. Raises MemoryLimitError."""
         self._collect()
         size_bytes = align(size_bytes, ALIGNMENT_BYTES)
         free = self._free.get(size_bytes)
-        if not free:
-            self.reserve(size_bytes)
+        block = free.popleft() if free else self._cut(size_bytes)
         self._blocks += 1
         self._taken_bytes += size_bytes
         self._most_bytes = max(self._most_bytes, self._taken_bytes)
-        if free:
-            return free.popleft()
-        start, slab = self._rest_start, self._rest
-        self._rest_start += size_bytes
-        data = torch.empty(0, dtype=torch.uint8) if slab is None else slab.data[start : start + size_bytes]
+        return block
+
+    def _cut(self, size_bytes: int) -> Block:
+        # The fullest slab that has room: large rests stay for large requests.
+        rests = [(slab.nbytes - end, i) for i, (slab, end) in enumerate(zip(self._slabs, self._ends, strict=True))]
+        fitting = [rest for rest in rests if rest[0] >= size_bytes]
+        if not fitting:
+            self.reserve(size_bytes)
+        i = min(fitting)[1] if fitting else len(self._slabs) - 1
+        start = self._ends[i]
+        self._ends[i] = start + size_bytes
+        data = self._slabs[i].data[start : start + size_bytes]
         return Block(Buffer(Tier.HOST, data, self._owner, pinned=True))
 
     def give(self, block: Block, after: Event | None) -> None:
@@ -111,27 +108,35 @@ class HostArena:
         self._returned.append(block)
 
     def rest(self) -> None:
-        """Nothing is in use, between two steps. What has been locked and the last few have not needed is given back,
-        which empties all lanes; it is locked anew when it is needed.
+        """Between two steps: nothing is in use, and whatever used it comes before what the compute lane holds now.
+
+        Slabs that together are much more than a step needs are made anew, if they have grown in this one; and without
+        `retain`, if the last few have not needed them. That empties all lanes.
         """
         if self.blocks_in_use:
             return
+        self._free.clear()
+        self._ends = [0] * len(self._slabs)
         self._mosts.append(self._most_bytes)
         self._most_bytes = 0
-        if not self._retain and len(self._mosts) == _REMEMBERED and self.slab_bytes > _SLACK * max(self._mosts):
-            most_bytes = max(self._mosts)
+        grown, self._grown = self._grown, False
+        need_bytes = self._mosts[-1] if grown else max(self._mosts)
+        idle = not self._retain and len(self._mosts) == _REMEMBERED
+        if (grown or idle) and self.slab_bytes > _SLACK * need_bytes:
             self.close()
             self._mosts.clear()
-            if most_bytes:
-                self.reserve(most_bytes)
+            if need_bytes:
+                self.reserve(need_bytes)
+            self._grown = False
 
     def close(self) -> None:
         """Return all memory to the system. No block is in use."""
         self._backend.free(self._slabs)
         self._slabs.clear()
+        self._ends.clear()
         self._free.clear()
         self._returned.clear()
-        self._rest, self._rest_start, self.slab_bytes = None, 0, 0
+        self.slab_bytes = 0
 
     def _collect(self) -> None:
         while self._returned:

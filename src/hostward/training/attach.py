@@ -122,7 +122,9 @@ class Attachment:
         )  # fmt: skip
 
     def detach(self) -> None:
-        """Leave the model as it was. Host memory goes back when nothing that was saved is needed any more."""
+        """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
+        call returns it later.
+        """
         for wrapped in self._wrapped:
             wrapped.undo()
         self._visits.close()
@@ -165,11 +167,7 @@ def attach(
     Raises:
         ConfigError: nothing to offload is asked for, or more layers than there are. ModelError: no layers were found.
     """
-    how = Activations(num_layers=activations) if isinstance(activations, int) else activations
-    if how is None:
-        raise ConfigError(
-            "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
-        )
+    how = _how(activations)
     found = find_layers(model, layers)
     _check(how, len(found))
     if how.num_layers == len(found) - 1:
@@ -210,6 +208,21 @@ def offload_activations(
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
+def _how(given: object) -> Activations:
+    if given is None:
+        raise ConfigError(
+            "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
+        )
+    if isinstance(given, Activations):
+        return given
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ConfigError(
+            f"activations={given!r} says not what to offload",
+            fix="activations=hostward.Activations(...), or a number of layers",
+        )
+    return Activations(num_layers=given)
+
+
 def _check(how: Activations, layers: int) -> None:
     if how.num_layers is not None and not 0 < how.num_layers < layers:
         raise ConfigError(
@@ -219,6 +232,8 @@ def _check(how: Activations, layers: int) -> None:
         )
     if layers < 2:
         raise ConfigError("a model of one layer", why="its backward begins when its forward ends", fix="leave it alone")
+    if isinstance(how.modules, str):
+        raise ConfigError(f"modules={how.modules!r} is a string", fix=f"modules=({how.modules!r},)")
     limits = {"min_bytes": how.min_bytes, "min_elements": how.min_elements, "host_bytes": how.host_bytes}
     for name, value in limits.items():
         if value is not None and value < 0:

@@ -24,7 +24,7 @@ _OWNER = "saved activations"
 class Movement:
     """Copies groups out and spans back, and frees nothing that a lane still works on.
 
-    Counts, in bytes: `offloaded`, `parked` (the same with padding), `freed` (of these, device memory that went with the
+    Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the
     release), `held` (that somebody else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
     """
 
@@ -33,9 +33,17 @@ class Movement:
         self._backend = backend
         self._turns = turns
         self.arena = arena
-        self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = self.parked = 0
+        self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = 0
         # What dies while a lane works on it; filled by finalisers, emptied by the next operation here.
         self._orphans: deque[tuple[list[torch.Tensor], Event]] = deque()
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self._backend.capturing()
+
+    def stream(self) -> int:
+        """The compute stream of the caller."""
+        return self._backend.compute_key()
 
     def begin(self) -> None:
         """A forward begins."""
@@ -64,12 +72,6 @@ class Movement:
             "offload", f"offload/d2h/activation/{name}", pairs, events, after
         )
         self.offloaded += group.nbytes
-        self.parked += block.buffer.nbytes
-
-    def expect(self, visits: int, group_bytes: int) -> None:
-        """So many visits like one of `group_bytes` are to come. In the first forward host memory is locked for all."""
-        if self.reloaded == 0:
-            self.arena.expect(visits * group_bytes)
 
     def release(self, groups: Iterable[Group]) -> None:
         """The compute lane waits for the copies; then the device memory may go to somebody else."""
@@ -119,13 +121,13 @@ class Movement:
 
     def arrive(self, group: Group, span: Span) -> None:
         """The compute lane waits for what has been reloaded together with `span`."""
-        arrival = span.arrival
-        if arrival is None or arrival.waited:
+        arrival, stream = span.arrival, self._backend.compute_key()
+        if arrival is None or stream in arrival.waited:
             return
         together = [s for s in group.spans if s.arrival is arrival and s.held is not None]
         reads = [Buffer(Tier.DEVICE, _of(s.held), _OWNER) for s in together]
         self._mark("arrive", {"reload": arrival.event}, reads=reads)
-        arrival.waited = True
+        arrival.waited.add(stream)
 
     def let_go(self, group: Group) -> None:
         """No handle on the group is left. Called from a finaliser: notes what there is to wait for, and no more."""

@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from hostward.engine.backend import Event
 from hostward.engine.host_arena import Block
 from hostward.errors import ModelError
+
+if TYPE_CHECKING:
+    from .visits import Visit
 
 
 class Why(StrEnum):
@@ -31,6 +34,7 @@ class Why(StrEnum):
     SHARED = "it was given to the layer and needs no gradient"
     SMALL = "it is small"
     KIND = "it is no plain tensor on the device"
+    STREAM = "it was made on another stream"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +66,10 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The event of a reload, and whether the compute lane has waited for it."""
+    """The event of a reload, and the compute streams that have waited for it."""
 
     event: Event
-    waited: bool = False
+    waited: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -74,6 +78,8 @@ class Group:
 
     let_go: Callable[[Group], None]
     """Called when no handle is left; possibly from a finaliser."""
+    visit: Visit | None = None
+    """In which it left. It holds no graph."""
     spans: list[Span] = field(default_factory=list)
     nbytes: int = 0
     block: Block | None = None
@@ -95,7 +101,8 @@ class Kept:
     __slots__ = ("data", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.data = tensor.detach()
+        # A leaf as it is: who swaps its data, as sharding does, means this one too.
+        self.data = tensor if tensor.grad_fn is None and tensor._base is None else tensor.detach()
         self.version = tensor._version
 
     def unpack(self) -> torch.Tensor:
@@ -171,7 +178,16 @@ class Sorter:
         self.kept_bytes: Counter[Why] = Counter()
 
     def know(self, module: torch.nn.Module) -> None:
-        """Note the storages of weights and buffers; they may have changed since the last forward."""
+        """Note the storages of weights and buffers; they may have changed since the last forward. Raises ModelError for
+        a model that lies elsewhere now.
+        """
+        first = next(module.parameters(), None)
+        if first is not None and first.device != self._device:
+            raise ModelError(
+                f"the model lies on {first.device}, and what it saves is offloaded from {self._device}",
+                why="it was moved after attach()",
+                fix="detach(), move the model, and attach again",
+            )
         self._weights = {p.untyped_storage()._cdata for p in module.parameters() if type(p) is torch.nn.Parameter}
         self._buffers = {b.untyped_storage()._cdata for b in module.buffers() if type(b) is torch.Tensor}
 
@@ -209,11 +225,13 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), int(last + 1) * tensor.element_size()
 
 
-def span_of(tensor: torch.Tensor) -> Span:
-    """The bytes to copy for a tensor: its storage, unless that is more than twice what the tensor spans."""
+def span_of(tensor: torch.Tensor, *, whole: bool = False) -> Span:
+    """The bytes to copy for a tensor: its storage, unless that is more than twice what the tensor spans. `whole`: its
+    storage, because other parts of it are saved as well.
+    """
     first, last = bytes_of(tensor)
     storage = tensor.untyped_storage()
-    if storage.nbytes() <= 2 * (last - first):
+    if whole or storage.nbytes() <= 2 * (last - first):
         first, last = 0, storage.nbytes()
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     data.set_(storage, first, (last - first,), (1,))

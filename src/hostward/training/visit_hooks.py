@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class _Hook:
-    def __init__(self, visits: weakref.ref[Visits] | None = None, about: Any = None) -> None:
+    # It keeps the offloading alive, whether anybody holds the attachment or not, until it is taken off.
+    def __init__(self, visits: Visits | None = None, about: Any = None) -> None:
         self._visits, self._about = visits, about
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
@@ -63,8 +64,7 @@ class Back:
 
 
 @_disable_dynamo
-def call(visits: weakref.ref[Visits] | None, method: str, *arguments: object) -> None:
-    """Report to `visits`, if it is alive. A compiled caller breaks its graph here."""
-    alive = None if visits is None else visits()
-    if alive is not None:
-        getattr(alive, method)(*arguments)
+def call(visits: Visits | None, method: str, *arguments: object) -> None:
+    """Report to `visits`, if there are any. A compiled caller breaks its graph here."""
+    if visits is not None:
+        getattr(visits, method)(*arguments)

@@ -6,6 +6,7 @@ what comes next, so that it is there in time; that a tensor comes back at all, a
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import weakref
@@ -34,7 +35,10 @@ _autograd = torch._C._autograd
 class Visit:
     """One call of a layer, and the groups that left in it (alive as long as handles on them are)."""
 
-    __slots__ = ("__weakref__", "before", "groups", "installed", "layer", "number", "open", "released", "shared")
+    __slots__ = (
+        "__weakref__", "before", "begun", "groups", "installed", "layer", "number", "open", "released", "shared",
+        "stream",
+    )  # fmt: skip
 
     def __init__(self, layer: int, number: int, before: Visit | None, shared: frozenset[int]) -> None:
         self.layer = layer
@@ -43,7 +47,8 @@ class Visit:
         self.shared = shared
         self.open: Group | None = None
         self.groups: list[weakref.ref[Group]] = []
-        self.released = False
+        self.released = self.begun = False
+        self.stream = 0
         self.installed = False
         """Our hooks are on for what autograd saves."""
 
@@ -104,6 +109,8 @@ class Visits:
         self._last: weakref.ref[Visit] | None = None
         self._numbers = 0
         self._warned = False
+        self._within = 0
+        """Calls of layers inside a checkpoint that began outside."""
         # One pair for all layers and for ever: compiled code is tied to what it found installed.
         self._pair = (self._pack, self._unpack)
         self._handles: list[RemovableHandle] = []
@@ -111,13 +118,12 @@ class Visits:
         # graph with them, in tracebacks that the compiler's modules keep of optional imports that failed.
         call(None, "enter")
         forget_compiled()
-        this = weakref.ref(self)
         for i, (_, layer) in enumerate(layers):
-            self._handles.append(layer.register_forward_pre_hook(Enter(this, i), prepend=True, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(Leave(this, i), always_call=True))
+            self._handles.append(layer.register_forward_pre_hook(Enter(self, i), prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(Leave(self, i), always_call=True))
         for module, leaves in (item for held in marks or () for item in held.items()):
-            self._handles.append(module.register_forward_pre_hook(Mark(this, leaves), prepend=True))
-            self._handles.append(module.register_forward_hook(Unmark(this), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(Mark(self, leaves), prepend=True))
+            self._handles.append(module.register_forward_hook(Unmark(self), always_call=True))
 
     def close(self) -> None:
         """Take the hooks off. What has been saved stays, and comes back when backward asks."""
@@ -135,9 +141,24 @@ class Visits:
         while self._stack.visits and self._stack.visits[-1][0] not in self._around[layer]:
             self._take_off()  # what an interrupted forward has left
         self._clean()
-        if not torch.is_grad_enabled() or _inside_checkpoint() or torch._C._current_graph_task_id() != -1:
+        recomputed = torch._C._current_graph_task_id() != -1
+        inside = torch.is_grad_enabled() and not recomputed and _inside_checkpoint()
+        if not torch.is_grad_enabled() or inside or recomputed:
             self._stack.visits.append((layer, None))
+            self._within += inside
+            if self._within >= 2 * len(self._names) and not self._movement.offloaded and not self._warned:
+                self._warned = True
+                log.warning(
+                    "nothing is offloaded: layers run inside checkpoints that begin outside of them, and keep nothing; "
+                    "let the model checkpoint its layers itself, before attach()"
+                )
             return
+        if self._movement.capturing():
+            raise ModelError(
+                "a layer with offloaded activations inside the capture of a CUDA graph",
+                why="its copies and waits belong to no graph",
+                fix="detach() before the capture",
+            )
         if layer == 0 or self._last is None:
             self._begin()
         before = None if self._last is None else self._last()
@@ -153,7 +174,7 @@ class Visits:
                     why=str(error),
                     fix="detach() before functorch transforms, or call the layers without them",
                 ) from error
-            visit.installed = True
+            visit.installed, visit.stream = True, self._movement.stream()
         self._stack.visits.append((layer, visit))
         self._stack.marks.clear()
         while self._unreleased and self._unreleased[0].number <= visit.number - self._window:
@@ -196,18 +217,16 @@ class Visits:
             if number == layer:
                 break
         if visit is not None:
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(Back(weakref.ref(self), visit))
-                    break
+            back = Back(weakref.ref(self), visit)
+            for node in {tensor.grad_fn for tensor in _tensors(output)}:
+                if node is not None:
+                    node.register_prehook(back)
 
     def _finish(self, visit: Visit) -> None:
         if visit.open is not None:
             self._send(visit)
         if visit.groups:
             self._unreleased.append(visit)
-            if visit.number == 0:
-                self._movement.expect(self._offloaded - 1, self._movement.parked)
 
     def _send(self, visit: Visit) -> None:
         group, visit.open = visit.open, None
@@ -245,19 +264,22 @@ class Visits:
         marks = self._stack.marks
         if self._marked and not (marks and marks[-1][1]):
             return sorter.keep(tensor, Why.MODULE)
+        if self._movement.stream() != visit.stream:
+            return sorter.keep(tensor, Why.STREAM)
         why = sorter.why_kept(tensor, visit.shared)
         if why is not None:
             return sorter.keep(tensor, why)
         first, last = bytes_of(tensor)
         key = tensor.untyped_storage()._cdata
-        for span, ref in self._active.get(key, ()):
+        entries = self._active.get(key, ())
+        for span, ref in entries:
             group = ref()
             fits = span.start <= first and last <= span.start + span.nbytes and span.version == tensor._version
             if fits and group is not None and span.data is not None:
                 return Handle(group, span, tensor)
         if visit.open is None:
-            visit.open = Group(self._let_go)
-        group, span = visit.open, span_of(tensor)
+            visit.open = Group(self._let_go, visit)
+        group, span = visit.open, span_of(tensor, whole=bool(entries))
         group.add(span)
         self._active.setdefault(key, []).append((span, weakref.ref(group)))
         handle = Handle(group, span, tensor)
@@ -277,6 +299,9 @@ class Visits:
         span, group = saved.span, saved.group
         if span.data is not None:
             return saved.view_of(span.data)
+        visit = group.visit
+        if visit is not None and not visit.begun:
+            self.back(visit)  # its output's node has been replaced, or was not used
         if span.held is None:
             self._movement.reload(group, "on demand", on_demand=True)
         self._movement.arrive(group, span)
@@ -290,6 +315,7 @@ class Visits:
 
     def back(self, visit: Visit) -> None:
         """Backward is about to go through the layer of a visit: what the visits before it saved is fetched."""
+        visit.begun = True
         self._movement.collect()
         if not visit.released and visit in self._unreleased:
             self._unreleased.remove(visit)  # still here, and needed now
@@ -345,6 +371,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
 
 
 def _shared(inputs: object) -> frozenset[int]:
