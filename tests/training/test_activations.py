@@ -321,6 +321,12 @@ def test_as_many_layers_as_there_are_cannot_leave(count: int) -> None:
         hostward.attach(transformer("Llama"), activations=count)
 
 
+def test_an_optimizer_of_torch_is_left_out() -> None:
+    model = transformer("Llama")
+    with pytest.raises(ConfigError, match=r"attach\(\) with a SGD[\s\S]*leave the optimizer out"):
+        hostward.attach(model, torch.optim.SGD(model.parameters()), activations=1)  # type: ignore[arg-type]
+
+
 def test_nothing_to_offload_is_refused() -> None:
     with pytest.raises(ConfigError, match="without anything to offload"):
         hostward.attach(transformer("Llama"))

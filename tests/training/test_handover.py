@@ -385,3 +385,32 @@ def test_gradients_set_by_hand_after_others_were_given_up() -> None:
     set_gradients(other_model, 0)
     other.step()
     assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("last", [True, False])
+@every_mix
+def test_a_module_that_is_cleared_between_two_microbatches(mix: str, last: bool, gradients: str) -> None:
+    """What had been taken is dropped, as it is where nothing is taken."""
+    model, optimizer = make(mix, gradients=gradients)
+    with optimizer.accumulate(last=last):
+        loss_of(model, 0).backward()
+    model.zero_grad()
+    with optimizer.accumulate(last=True):
+        loss_of(model, 1).backward()
+    optimizer.step()
+    other_model, other = make("device")
+    loss_of(other_model, 1).backward()
+    other.step()
+    assert_equal(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+def test_some_gradients_that_are_cleared_between_two_microbatches() -> None:
+    model, optimizer = make("host", gradients="host")
+    loss_of(model, 0).backward()
+    model.blocks[1].zero_grad()
+    with pytest.raises(ModelError, match=r"clear all of them with optimizer\.zero_grad"):
+        loss_of(model, 1).backward()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()

@@ -143,6 +143,25 @@ def test_gradients_that_are_added_up_on_the_host_are_compared(verify: Cli) -> No
     assert comparison["microbatches"] == 4
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"],
+        ["optimizer.optimizer_cpu_offload=True", "optimizer.gradients=host"],
+    ],
+)
+def test_what_its_own_cases_would_leave_out_is_refused(verify: Cli, words: list[str]) -> None:
+    outcome = verify(*words)
+    assert outcome.code == 2
+    assert "verify would not carry out" in outcome.err
+
+
+def test_activations_are_compared_with_the_optimizers_share(verify: Cli) -> None:
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    outcome = verify(*words, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1")
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
 # -------------------------------------------------------------------- it can fail
 
 

@@ -25,7 +25,7 @@ a wait stands for the newest issue of the operation that it names, as everywhere
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hostward.ordering import repeated, require_ordered
@@ -78,9 +78,9 @@ class StepShape:
     summed: frozenset[int] = field(default=frozenset())
 
 
-def inbox_of(summed: frozenset[int], bucket: int) -> int:
-    """The landing place of a summed bucket: they take the inboxes in turn."""
-    return sum(b < bucket for b in summed) % INBOXES
+def inboxes_of(summed: frozenset[int]) -> dict[int, int]:
+    """The landing place of each summed bucket: they take the inboxes in turn."""
+    return {b: i % INBOXES for i, b in enumerate(sorted(summed))}
 
 
 def slot_of(placements: Sequence[Placement], bucket: int, slots: int) -> int:
@@ -116,6 +116,7 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops: list[Op] = []
     in_flight: list[int] = []
     weights = tuple(f"weight/{b}" for b in range(len(shape.placements)))
+    inboxes = inboxes_of(shape.summed)
     for b in reversed(present):
         gradient = f"gradient/{b}"
         ops.append(Op(f"backward/{b}", Kind.MODEL, Lane.COMPUTE, gradient_point(b), b, weights, (gradient,)))
@@ -126,7 +127,7 @@ def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
         if shape.placements[b] is Placement.HOST:
             if len(in_flight) == GRADIENTS_IN_FLIGHT:
                 ops.append(_release(in_flight.pop(0), release_point, "download"))
-            ops += _added(shape, present, b) if b in shape.summed else [_download(b)]
+            ops += _added(inboxes, shape.absent, b) if b in shape.summed else [_download(b)]
             in_flight.append(b)
     return ops + [_release(b, release_point, "download") for b in in_flight]
 
@@ -136,12 +137,12 @@ def _download(b: int) -> Op:
     return Op(f"download/{b}", Kind.COPY, Lane.D2H, gradient_point(b), b, reads, writes, waits)
 
 
-def _added(shape: StepShape, present: Sequence[int], b: int) -> list[Op]:
-    inbox = inbox_of(shape.summed, b)
-    sharing = [e for e in sorted(shape.summed, reverse=True) if inbox_of(shape.summed, e) == inbox]
+def _added(inboxes: Mapping[int, int], absent: frozenset[int], b: int) -> list[Op]:
+    inbox = inboxes[b]
+    sharing = [e for e in reversed(inboxes) if inboxes[e] == inbox and e not in absent]
     # Gradient points come in any order and more than once: whoever used the inbox last is among all that share it.
-    earlier = tuple(f"add/{e}" for e in sharing if e > b and e in present)
-    before = tuple(f"add/{e}" for e in sharing if e <= b and e in present)
+    earlier = tuple(f"add/{e}" for e in sharing if e > b)
+    before = tuple(f"add/{e}" for e in sharing if e <= b)
     point, gradient, landing, total = gradient_point(b), f"gradient/{b}", f"inbox/{inbox}", f"total/{b}"
     return [
         Op(f"made/{b}", Kind.JOIN, Lane.COMPUTE, point, b),

@@ -11,6 +11,7 @@ from hostward.config import Config, options
 from hostward.errors import ConfigError
 from hostward.plan import Placement, Plan
 from hostward.planner import checked_fraction
+from hostward.rule_table import changed
 
 from .placing import shares
 
@@ -46,6 +47,8 @@ _OFFLOADING = (
     "optimizer.optimizer_state_offload_fraction",
     "optimizer.optimizer_state_offload_chunk_size_mb",
 )
+
+_KEPT_AS_GIVEN = ("model.cpu_offloading", "model.fine_grained_activation_offloading", "optimizer.gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,14 @@ def choose(
     own = shares(config).offload_fraction
     if not given and own:
         return [Case(own, "as given", "as given", _microbatches(c), c) for c in counts]
+    dropped = changed(config, _KEPT_AS_GIVEN)
+    if dropped:
+        raise ConfigError(
+            f"verify would not carry out {', '.join(dropped)}",
+            why="its own cases choose what is offloaded, and leave other offloading out",
+            fix="give the optimizer's share too (optimizer.optimizer_cpu_offload=True "
+            "optimizer.optimizer_offload_fraction=1.0): then the options as given are what is compared",
+        )
     wanted = list(product(fractions or FRACTIONS, placements or PLACEMENTS[:1], schedules or SCHEDULES[:1]))
     return [_case(c, *choice) for c in counts for choice in (wanted if given else _DEFAULT)]
 

@@ -31,6 +31,7 @@ class Accumulation:
             raise ModelError(
                 "accumulate() inside accumulate()", why="a microbatch is the last one or not", fix="use one block each"
             )
+        self._handover.drop_cleared()
         self._handover.armed, self._handover.inside = self._last, True
 
     @_disable_dynamo

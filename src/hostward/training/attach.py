@@ -19,6 +19,7 @@ from hostward.errors import ConfigError
 from hostward.lowering.activations import VisitsShape, lower_visits
 from hostward.schedule import Schedule
 
+from .control import Control
 from .layers import find_layers
 from .modules import marks_of
 from .movement import Movement
@@ -168,6 +169,12 @@ def attach(
         ConfigError: nothing to offload is asked for, or more layers than there are. ModelError: no layers were found.
     """
     how = _how(activations)
+    if optimizer is not None and not isinstance(optimizer, Control):
+        raise ConfigError(
+            f"attach() with a {type(optimizer).__name__}",
+            why="only an optimizer of hostward has lanes to share",
+            fix="leave the optimizer out: attach(model, activations=...)",
+        )
     found = find_layers(model, layers)
     _check(how, len(found))
     if how.num_layers == len(found) - 1:

@@ -163,6 +163,9 @@ class Taker(Protocol):
     def flush(self, name: str) -> None:
         """A parameter whose gradients are added up on the host is about to get another one."""
 
+    def discard(self) -> None:
+        """No step will be made with what was taken."""
+
     def give_back(self, name: str) -> torch.Tensor:
         """Return a gradient that was taken, in a tensor of its own if need be: more is to be added to it."""
 
@@ -221,6 +224,14 @@ class Handover:
         t = self._by_name[name]
         moved = t.parameter.grad
         if not isinstance(moved, MovedGradient):
+            if name in self.taken:
+                self.drop_cleared()
+            if name in self.taken:
+                raise ModelError(
+                    f"the gradient of parameter {name!r} was cleared after the optimizer had taken it",
+                    why=f"{len(self.taken)} gradients were taken, and not all of them were cleared",
+                    fix="clear all of them with optimizer.zero_grad(), or none",
+                )
             return
         if moved.became is Where.LOST:
             _raise_lost(t.name)
@@ -233,6 +244,12 @@ class Handover:
             t.parameter.grad = self._taker.give_back(t.name).view(t.parameter.shape)
         else:
             t.parameter.grad = None
+
+    def drop_cleared(self) -> None:
+        """If all that was taken has been cleared through the module, forget it: as what is in `.grad` would be."""
+        if self.taken and not any(isinstance(self._by_name[n].parameter.grad, MovedGradient) for n in self.taken):
+            self._taker.discard()
+            self.forget()
 
     def after(self, name: str) -> None:
         """Autograd has added to the parameter's gradient."""

@@ -24,8 +24,8 @@ _OWNER = "saved activations"
 class Movement:
     """Copies groups out and spans back, and frees nothing that a lane still works on.
 
-    Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the
-    release), `held` (that somebody else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
+    Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the release), `held` (that somebody
+    else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
     """
 
     def __init__(self, backend: Backend, arena: HostArena, *, turns: bool) -> None:

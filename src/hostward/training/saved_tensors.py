@@ -130,13 +130,10 @@ class Handle:
 
     def __del__(self) -> None:
         self.span.handles -= 1
-        self._count()
+        self.unpacked()
 
     def unpacked(self) -> None:
-        """It has been unpacked from what was reloaded last."""
-        self._count()
-
-    def _count(self) -> None:
+        """It needs what was reloaded last no more: it has been unpacked from it, or is gone."""
         arrival = self.span.arrival
         if arrival is not None and self.arrival is not arrival:
             self.arrival = arrival
@@ -173,13 +170,20 @@ class Sorter:
         self._device = device
         self._min_bytes = min_bytes
         self._min_elements = min_elements
+        self._parameters: list[torch.nn.Parameter] = []
+        self._module_buffers: list[torch.Tensor] = []
         self._weights: set[int] = set()
         self._buffers: set[int] = set()
         self.kept_bytes: Counter[Why] = Counter()
 
     def know(self, module: torch.nn.Module) -> None:
-        """Note the storages of weights and buffers; they may have changed since the last forward. Raises ModelError for
-        a model that lies elsewhere now.
+        """Whose weights and buffers stay. Those that come later are known by their type."""
+        self._parameters = [p for p in module.parameters() if type(p) is torch.nn.Parameter]
+        self._module_buffers = [b for b in module.buffers() if type(b) is torch.Tensor]
+
+    def refresh(self, module: torch.nn.Module) -> None:
+        """Look up the storages of weights and buffers; they may have changed since the last forward. Raises ModelError
+        for a model that lies elsewhere now.
         """
         first = next(module.parameters(), None)
         if first is not None and first.device != self._device:
@@ -188,8 +192,8 @@ class Sorter:
                 why="it was moved after attach()",
                 fix="detach(), move the model, and attach again",
             )
-        self._weights = {p.untyped_storage()._cdata for p in module.parameters() if type(p) is torch.nn.Parameter}
-        self._buffers = {b.untyped_storage()._cdata for b in module.buffers() if type(b) is torch.Tensor}
+        self._weights = {p.untyped_storage()._cdata for p in self._parameters}
+        self._buffers = {b.untyped_storage()._cdata for b in self._module_buffers}
 
     def keep(self, tensor: torch.Tensor, why: Why) -> Kept:
         self.kept_bytes[why] += tensor.numel() * tensor.element_size()

@@ -149,9 +149,11 @@ class StepIssuer(PointIssuer):
         flat = self._held[gradient.name] = gradient.flat
         summed = self._totals.summed
         for b, i, span in self._parts[gradient.name]:
-            if b in summed and b in self._in_flight:
-                self._in_flight.remove(b)  # of the microbatch before
-                self._release(b)
+            if b in summed and b in self._reported:
+                if b in self._in_flight:
+                    self._in_flight.remove(b)  # of the microbatch before
+                    self._release(b)
+                self._reported.discard(b)
             self._backend.refill(self._gradients[b][i], flat if span is None else flat[span])
             self._chosen[b].add(i)
             self._fresh[b].add(i)
@@ -241,7 +243,7 @@ class StepIssuer(PointIssuer):
         self.turning = True
 
     def _gradient_point(self, b: int, *, last: bool = True) -> None:
-        if b in self._reported and not (b in self._totals.summed and self._fresh[b]):
+        if b in self._reported:
             return
         if self._fresh[b]:
             self._require_one_dtype(b)
@@ -290,8 +292,7 @@ class StepIssuer(PointIssuer):
         require_no_capture(self._backend)
         dtypes = {g.name: g.flat.dtype for g in gradients}
         for b, state in enumerate(self._states):
-            waiting = self._fresh[b] if b in self._totals.summed or b not in self._reported else ()
-            found = {self._gradients[b][i].data.dtype for i in waiting}
+            found = {self._gradients[b][i].data.dtype for i in self._fresh[b] if b not in self._reported}
             found.update(dtypes[name] for name in self._of_bucket[b] if name in dtypes)
             if len(found) > 1:
                 raise mixed_gradients(state, sorted(map(str, found)))

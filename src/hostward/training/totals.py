@@ -8,7 +8,7 @@ import torch
 
 from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.inventory import Bucket
-from hostward.lowering.optimizer import INBOXES, inbox_of
+from hostward.lowering.optimizer import INBOXES, inboxes_of
 
 from .choices import Addition
 from .state import BucketState
@@ -34,6 +34,7 @@ class Totals:
     ) -> None:
         self._states = states
         self.summed = summed
+        self._inbox_of = inboxes_of(summed)
         size_bytes = inbox_bytes([states[b].bucket for b in summed]) // INBOXES
         count = min(INBOXES, len(summed))
         self._inboxes: list[Buffer] = []
@@ -57,7 +58,7 @@ class Totals:
 
     def inbox(self, bucket: int, index: int) -> Buffer:
         """Where the gradient of one range lands."""
-        slot, whole, dtype = self._inboxes[inbox_of(self.summed, bucket)], self._states[bucket], self._dtypes[bucket]
+        slot, whole, dtype = self._inboxes[self._inbox_of[bucket]], self._states[bucket], self._dtypes[bucket]
         start = whole.bucket.offsets[index]
         data = slot.data.view(dtype)[start : start + whole.bucket.ranges[index].numel]
         return Buffer(slot.tier, data, slot.owner, slot.pinned)

@@ -98,6 +98,7 @@ class Visits:
         ]
         """By layer, those whose calls it may be within: a checkpoint around it counts as a call of itself."""
         self._sorter = sorter
+        sorter.know(root)
         self._movement = movement
         self._offloaded = offloaded
         self._window = window
@@ -182,7 +183,7 @@ class Visits:
 
     def _begin(self) -> None:
         """A forward begins."""
-        self._sorter.know(self._root)
+        self._sorter.refresh(self._root)
         self._movement.begin()
         if self._numbers and not self._movement.offloaded and not self._warned:
             self._warned = True
