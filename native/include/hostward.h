@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 2
+#define HOSTWARD_ABI_VERSION 3
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -140,9 +140,10 @@ HOSTWARD_API void hostward_accumulate_host_function(void* task);
 
 enum hostward_command_kind {
   HOSTWARD_COMMAND_WAIT = 0,   /* the stream waits for event a */
-  HOSTWARD_COMMAND_RECORD = 1, /* event a is recorded on the stream */
+  HOSTWARD_COMMAND_RECORD = 1, /* event a is recorded on the stream; nothing is called for event 0 */
   HOSTWARD_COMMAND_COPY = 2,   /* `bytes` bytes to address a from address b; nothing is called for 0 bytes */
-  HOSTWARD_COMMAND_HOST = 3    /* the stream calls the C function a with argument b */
+  HOSTWARD_COMMAND_HOST = 3,   /* the stream calls the C function a with argument b */
+  HOSTWARD_COMMAND_KERNEL = 4  /* the kernel launch at address a, a hostward_launch, which is read when it is issued */
 };
 
 typedef struct {
@@ -151,19 +152,45 @@ typedef struct {
   uint64_t a, b, bytes;
 } hostward_command;
 
-/* Addresses of cuStreamWaitEvent, cuEventRecord, cuMemcpyAsync and cuLaunchHostFunc, or of functions like them. */
+typedef struct {
+  void* function;    /* CUfunction of the context that is current */
+  void** parameters; /* address of each parameter's value, in the kernel's order */
+  uint32_t programs; /* blocks, along x */
+  uint32_t threads;  /* of a block, along x */
+  uint32_t shared_bytes;
+  uint32_t reserved;
+} hostward_launch;
+
+typedef struct {
+  const hostward_command* commands;
+  int64_t n;
+} hostward_command_list;
+
+/* Addresses of the driver's functions cuStreamWaitEvent, cuEventRecord, cuMemcpyAsync, cuLaunchHostFunc,
+ * cuLaunchKernel, cuCtxGetCurrent and cuCtxSetCurrent, or of functions like them. */
 typedef struct {
   void* stream_wait_event;
   void* event_record;
   void* memcpy_async;
   void* launch_host_function;
+  void* launch_kernel;
+  void* context_get_current;
+  void* context_set_current;
 } hostward_driver;
 
-/* Enqueues commands[0..n) in order, each on streams[lane]. Returns n, or the index of the first that failed with the
- * driver's result in *code; those behind it are not enqueued. No pointer may be null. An unknown kind fails with
- * CUDA_ERROR_INVALID_VALUE (1). */
-HOSTWARD_API int64_t hostward_issue(const hostward_driver* driver, void* const* streams,
-                                    const hostward_command* commands, int64_t n, int32_t* code);
+typedef struct {
+  int64_t list;    /* which list; -1: the context could not be made current, and nothing has been enqueued */
+  int64_t command; /* which of its commands */
+  int32_t code;    /* the driver's result */
+  int32_t reserved;
+} hostward_issue_failure;
+
+/* Enqueues the commands of all lists in order, each on streams[lane], with `context` current on this thread (0: with
+ * whatever is). Returns 0, or 1 with *failure telling the first that failed; those behind it are not enqueued. No other
+ * pointer may be null. An unknown kind fails with CUDA_ERROR_INVALID_VALUE (1). Parameters of kernels are copied before
+ * this returns; what they and the other commands point to belongs to the caller until the streams have come by. */
+HOSTWARD_API int hostward_issue(const hostward_driver* driver, void* context, void* const* streams,
+                                const hostward_command_list* lists, int64_t n_lists, hostward_issue_failure* failure);
 
 /* Asks for the pages of [memory, memory + bytes), which is page-aligned and not touched yet, to come from NUMA node
  * `node` while that has some; -1 leaves it to the system. Returns 0 or the errno of the refusal, which changes nothing.

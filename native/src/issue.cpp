@@ -1,5 +1,5 @@
-// Enqueues a list of driver commands in one call: what a bound operation costs is one call from Python, not one per
-// wait, copy and record.
+// Enqueues lists of driver commands in one call: what a step costs is a few calls from Python, not one per wait, copy,
+// kernel and record.
 #include <stdint.h>
 
 #include "hostward.h"
@@ -13,6 +13,11 @@ typedef int (*EventRecord)(void* event, void* stream);
 typedef int (*MemcpyAsync)(uint64_t destination, uint64_t source, uint64_t bytes, void* stream);
 typedef void (*HostFunction)(void* argument);
 typedef int (*LaunchHostFunction)(void* stream, HostFunction function, void* argument);
+typedef int (*LaunchKernel)(void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                            unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
+                            void* stream, void** parameters, void** extra);
+typedef int (*ContextGetCurrent)(void** context);
+typedef int (*ContextSetCurrent)(void* context);
 
 constexpr int kInvalidValue = 1;  // CUDA_ERROR_INVALID_VALUE
 
@@ -25,6 +30,7 @@ int issue_one(const hostward_driver& driver, void* stream, const hostward_comman
     case HOSTWARD_COMMAND_WAIT:
       return reinterpret_cast<StreamWaitEvent>(driver.stream_wait_event)(stream, pointer(command.a), 0);
     case HOSTWARD_COMMAND_RECORD:
+      if (command.a == 0) return 0;
       return reinterpret_cast<EventRecord>(driver.event_record)(pointer(command.a), stream);
     case HOSTWARD_COMMAND_COPY:
       if (command.bytes == 0) return 0;
@@ -32,22 +38,50 @@ int issue_one(const hostward_driver& driver, void* stream, const hostward_comman
     case HOSTWARD_COMMAND_HOST:
       return reinterpret_cast<LaunchHostFunction>(driver.launch_host_function)(
           stream, reinterpret_cast<HostFunction>(pointer(command.a)), pointer(command.b));
+    case HOSTWARD_COMMAND_KERNEL: {
+      const auto& launch = *static_cast<const hostward_launch*>(pointer(command.a));
+      return reinterpret_cast<LaunchKernel>(driver.launch_kernel)(launch.function, launch.programs, 1, 1,
+                                                                  launch.threads, 1, 1, launch.shared_bytes, stream,
+                                                                  launch.parameters, nullptr);
+    }
     default:
       return kInvalidValue;
   }
 }
 
+// Issues everything; on a failure says where and with which result.
+bool issue_all(const hostward_driver& driver, void* const* streams, const hostward_command_list* lists, int64_t n_lists,
+               hostward_issue_failure* failure) {
+  for (int64_t k = 0; k < n_lists; ++k) {
+    for (int64_t i = 0; i < lists[k].n; ++i) {
+      const hostward_command& command = lists[k].commands[i];
+      const int result = issue_one(driver, streams[command.lane], command);
+      if (result != 0) {
+        *failure = {k, i, result, 0};
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 }  // namespace
 }  // namespace hostward
 
-int64_t hostward_issue(const hostward_driver* driver, void* const* streams, const hostward_command* commands, int64_t n,
-                       int32_t* code) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int result = hostward::issue_one(*driver, streams[commands[i].lane], commands[i]);
+int hostward_issue(const hostward_driver* driver, void* context, void* const* streams,
+                   const hostward_command_list* lists, int64_t n_lists, hostward_issue_failure* failure) {
+  // The thread may be one that has used another device last, or none.
+  void* before = context;
+  if (context != nullptr) {
+    int result = reinterpret_cast<hostward::ContextGetCurrent>(driver->context_get_current)(&before);
+    if (result == 0 && before != context)
+      result = reinterpret_cast<hostward::ContextSetCurrent>(driver->context_set_current)(context);
     if (result != 0) {
-      *code = result;
-      return i;
+      *failure = {-1, 0, result, 0};
+      return 1;
     }
   }
-  return n;
+  const bool all = hostward::issue_all(*driver, streams, lists, n_lists, failure);
+  if (before != context) reinterpret_cast<hostward::ContextSetCurrent>(driver->context_set_current)(before);
+  return all ? 0 : 1;
 }

@@ -149,7 +149,7 @@ int fake_wait(void* stream, void* event, unsigned int) {
 }
 
 int fake_record(void* event, void* stream) {
-  *static_cast<int64_t*>(stream) *= 10;
+  *static_cast<uint64_t*>(stream) *= 10;  // may wrap, in the many rounds below
   *static_cast<int64_t*>(event) += 1;
   return 0;
 }
@@ -161,6 +161,28 @@ int fake_launch(void*, void (*function)(void*), void* argument) {
   return 0;
 }
 
+// A kernel without programs is refused, as the driver does; the others add their parameters to their stream.
+int fake_kernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                unsigned shared, void* stream, void** parameters, void** extra) {
+  if (x == 0 || y != 1 || z != 1 || extra != nullptr) return 1;
+  *static_cast<int64_t*>(stream) += *static_cast<int64_t*>(parameters[0]) + *static_cast<int32_t*>(parameters[1]);
+  *static_cast<int64_t*>(function) += x * threads + shared;
+  return 0;
+}
+
+void* current_context = nullptr;
+
+int fake_get_context(void** context) {
+  *context = current_context;
+  return 0;
+}
+
+int fake_set_context(void* context) {
+  if (context == &current_context) return 201;
+  current_context = context;
+  return 0;
+}
+
 void add_one(void* argument) { ++*static_cast<int64_t*>(argument); }
 
 template <class T>
@@ -168,9 +190,38 @@ uint64_t address(T* pointer) {
   return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer));
 }
 
+void launches(const hostward_driver& driver) {
+  int64_t lane = 0, function = 0, wide = 1LL << 40;
+  int32_t narrow = 2;
+  void* parameters[2] = {&wide, &narrow};
+  void* const streams[1] = {&lane};
+  hostward_launch launch = {&function, parameters, 3, 128, 5, 0};
+  const hostward_command command = {HOSTWARD_COMMAND_KERNEL, 0, address(&launch), 0, 0};
+  const hostward_command_list list = {&command, 1};
+  hostward_issue_failure failure = {};
+  expect(hostward_issue(&driver, nullptr, streams, &list, 1, &failure) == 0, "a kernel is launched");
+  expect(lane == (1LL << 40) + 2 && function == 3 * 128 + 5, "with its parameters, blocks, threads and shared bytes");
+  narrow = 3;
+  launch.programs = 0;
+  expect(hostward_issue(&driver, nullptr, streams, &list, 1, &failure) == 1 && failure.code == 1,
+         "launches are read late");
+}
+
+template <class Enqueue>
+void contexts(Enqueue enqueue) {
+  int own = 0, other = 0;
+  current_context = &other;
+  expect(enqueue(&own) == 0 && current_context == &other, "the context of before is current again");
+  current_context = &own;
+  expect(enqueue(&own) == 0 && current_context == &own, "the right context stays");
+  expect(enqueue(&current_context) == 1 && current_context == &own, "a context that cannot be current is refused");
+}
+
 void issue() {
-  const hostward_driver driver = {reinterpret_cast<void*>(fake_wait), reinterpret_cast<void*>(fake_record),
-                                  reinterpret_cast<void*>(fake_copy), reinterpret_cast<void*>(fake_launch)};
+  const hostward_driver driver = {reinterpret_cast<void*>(fake_wait),       reinterpret_cast<void*>(fake_record),
+                                  reinterpret_cast<void*>(fake_copy),       reinterpret_cast<void*>(fake_launch),
+                                  reinterpret_cast<void*>(fake_kernel),     reinterpret_cast<void*>(fake_get_context),
+                                  reinterpret_cast<void*>(fake_set_context)};
   int64_t lanes[2] = {0, 0}, events[2] = {3, 4}, called = 0;
   void* const streams[2] = {&lanes[0], &lanes[1]};
   hostward_command commands[6] = {
@@ -181,21 +232,30 @@ void issue() {
       {HOSTWARD_COMMAND_HOST, 1, address(add_one), address(&called), 0},
       {HOSTWARD_COMMAND_RECORD, 1, address(&events[1]), 0, 0},
   };
-  int32_t code = 0;
-  expect(hostward_issue(&driver, streams, commands, 6, &code) == 6, "all commands are issued");
-  expect(lanes[0] == 4 && lanes[1] == 30 && events[0] == 3 && events[1] == 5 && called == 2 && code == 0,
+  const hostward_command_list lists[2] = {{commands, 4}, {commands + 4, 2}};
+  hostward_issue_failure failure = {};
+  const auto enqueue = [&](void* context) { return hostward_issue(&driver, context, streams, lists, 2, &failure); };
+  expect(enqueue(nullptr) == 0, "all commands are issued");
+  expect(lanes[0] == 4 && lanes[1] == 30 && events[0] == 3 && events[1] == 5 && called == 2,
          "each on its stream, in order");
   constexpr int kRounds = 100000;
   const auto started = std::chrono::steady_clock::now();
-  for (int i = 0; i < kRounds; ++i) hostward_issue(&driver, streams, commands, 5, &code);
+  for (int i = 0; i < kRounds; ++i) enqueue(nullptr);
   const std::chrono::duration<double, std::nano> elapsed = std::chrono::steady_clock::now() - started;
-  printf("a list of 5 commands: %.1f ns\n", elapsed.count() / kRounds);
+  printf("two lists of 6 commands: %.1f ns\n", elapsed.count() / kRounds);
   commands[2].bytes = 8;
   called = 0;
-  expect(hostward_issue(&driver, streams, commands, 6, &code) == 2 && code == 700 && called == 0,
-         "a refused command ends the list");
-  commands[1].kind = 9;
-  expect(hostward_issue(&driver, streams, commands, 6, &code) == 1 && code == 1, "an unknown kind is refused");
+  expect(enqueue(nullptr) == 1 && failure.list == 0 && failure.command == 2 && failure.code == 700 && called == 0,
+         "a refused command ends the lists");
+  commands[2].bytes = 0;
+  commands[5].kind = 9;
+  expect(enqueue(nullptr) == 1 && failure.list == 1 && failure.command == 1 && failure.code == 1,
+         "an unknown kind is refused");
+  commands[5] = {HOSTWARD_COMMAND_RECORD, 0, 0, 0, 0};
+  lanes[0] = 7;
+  expect(enqueue(nullptr) == 0 && lanes[0] == 7 + events[1], "event 0 is not recorded");
+  launches(driver);
+  contexts(enqueue);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from .errors import ConfigError
@@ -93,6 +93,8 @@ class Schedule:
     """
 
     ops: tuple[Op, ...]
+    points: Mapping[str, tuple[Op, ...]] = field(init=False, repr=False, compare=False)
+    """The operations of each point, in order of issue; points in order of their first operation."""
 
     def __post_init__(self) -> None:
         everything = {op.name for op in self.ops}
@@ -107,18 +109,14 @@ class Schedule:
             if missing:
                 raise ConfigError(f"schedule: {op.name!r} waits for {missing[0]!r}, which is not issued before it")
             seen.add(op.name)
+        points: dict[str, list[Op]] = {}
+        for op in self.ops:
+            points.setdefault(op.point, []).append(op)
+        object.__setattr__(self, "points", {point: tuple(ops) for point, ops in points.items()})
 
     @property
     def by_name(self) -> Mapping[str, Op]:
         return {op.name: op for op in self.ops}
-
-    @property
-    def points(self) -> Mapping[str, tuple[Op, ...]]:
-        """The operations of each point, in order of issue; points in order of their first operation."""
-        found: dict[str, list[Op]] = {}
-        for op in self.ops:
-            found.setdefault(op.point, []).append(op)
-        return {point: tuple(ops) for point, ops in found.items()}
 
     def without_wait(self, name: str, wait: str) -> Schedule:
         """The same with one wait deleted: what tests of the ordering rule do. `~x` names a wait of the turn before."""

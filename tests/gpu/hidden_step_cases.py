@@ -11,6 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hostward
+from hostward.engine.backend import Backend
+from hostward.engine.cuda import CudaBackend
 from hostward.engine.cuda_work import CudaWork
 from hostward.schedule import Lane
 from hostward.training.state import same_bits
@@ -124,16 +126,17 @@ def reference(steps: int = 20, microbatches: int = 2) -> dict[str, torch.Tensor]
 
 
 def slow(lanes: list[Lane], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation issued on these lanes comes behind a sleeping kernel, from here on."""
-    follow = CudaWork.commands
+    """Every operation issued on these lanes comes behind a sleeping kernel, from here on, and is enqueued alone."""
+    prepare = CudaWork.prepare
 
-    def behind_a_sleep(self: CudaWork, *arguments: Any) -> Any:
+    def behind_a_sleep(self: CudaWork) -> None:
         if self.lane in lanes:
             if self.lane is Lane.COMPUTE:
                 torch.cuda._sleep(SLEEP_CYCLES // 10)
             else:
                 with torch.cuda.stream(self._backend._side[self.lane]):
                     torch.cuda._sleep(SLEEP_CYCLES)
-        return follow(self, *arguments)
+        prepare(self)
 
-    monkeypatch.setattr(CudaWork, "commands", behind_a_sleep)
+    monkeypatch.setattr(CudaWork, "prepare", behind_a_sleep)
+    monkeypatch.setattr(CudaBackend, "batch", Backend.batch)

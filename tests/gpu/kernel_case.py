@@ -18,6 +18,7 @@ import torch
 from hostward.host import reference
 from hostward.host.adamw import MasterKind, bias_tables
 from hostward.kernels import adamw
+from hostward.kernels.launcher import Launch, launch_all
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
@@ -148,16 +149,25 @@ class Case:
 
     def step(self) -> None:
         """One step on the device."""
-        weight_code, kind = LAYOUTS[self.layout]
-        d, (hyper, bc1, isb2) = self.device, self.constants
         if INTERPRETED:
-            extra = d.get("remainder", d.get("master", d["exp_avg"]))
-            adamw.launch(
-                self.table, len(self.lengths), self.blocks, (self.grad_code, weight_code, int(kind)),
-                (d["exp_avg"], d["exp_avg_sq"], extra), (hyper, bc1, isb2, len(bc1)), self.scale, self.skip, self.error,
-            )  # fmt: skip
+            launch_all(self.bound())
         else:
             self.checked_step()
+
+    def bound(self) -> list[Launch]:
+        """The launches of a step, unchecked."""
+        weight_code, kind = LAYOUTS[self.layout]
+        d, (hyper, bc1, isb2) = self.device, self.constants
+        return adamw.bind(
+            self.table, len(self.lengths), self.blocks, (self.grad_code, weight_code, int(kind)),
+            (d["exp_avg"], d["exp_avg_sq"], self.extra()), (hyper, bc1, isb2, len(bc1)), self.scale, self.skip,
+            self.error,
+        )  # fmt: skip
+
+    def extra(self) -> torch.Tensor:
+        """What the kernel takes besides weight and moments."""
+        d = self.device
+        return d.get("remainder", d.get("master", d["exp_avg"]))
 
     def checked_step(self, **changed: Any) -> None:
         """One step through the public function, with some operands replaced."""

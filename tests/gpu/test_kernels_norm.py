@@ -25,6 +25,7 @@ from kernel_case import (
 from hostward.errors import ConfigError, PlacementError
 from hostward.host import reference
 from hostward.kernels import norm
+from hostward.kernels.launcher import launch_all
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quiet_numpy")
@@ -44,7 +45,7 @@ def run_partials(gradients: list[np.ndarray[Any, Any]], code: int, shift: int = 
     sums = torch.full((int(firsts[-1]),), -1, dtype=torch.int64, device=DEVICE)
     exponents = torch.full((int(firsts[-1]),), -1, dtype=torch.int32, device=DEVICE)
     if INTERPRETED:
-        norm.bind_partials(items, chunk_map, code, sums, exponents)()
+        launch_all(norm.bind_partials(items, chunk_map, code, sums, exponents))
     else:
         norm.norm_partials(items, chunk_map, code, sums, exponents)
     return from_device(sums, np.int64), from_device(exponents, np.int32)
@@ -185,7 +186,7 @@ def test_partials_go_where_first_chunk_says() -> None:
     exponents = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
     chunk_map = to_device(norm.chunk_map([5000, 100]))
     if INTERPRETED:
-        norm.bind_partials(items, chunk_map, 0, sums, exponents)()
+        launch_all(norm.bind_partials(items, chunk_map, 0, sums, exponents))
     else:
         norm.norm_partials(items, chunk_map, 0, sums, exponents)
     (first, first_exponents), (second, second_exponents) = (reference.norm_partials(g) for g in gradients)

@@ -7,6 +7,7 @@ wait of an arrival left out.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -197,6 +198,22 @@ def test_h2_a_model_trained_on_a_side_stream(reference: tuple[torch.dtype, Any],
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream() if i % 3 else side)
             step(model, optimizer, i)
     torch.cuda.synchronize()
+    found = result(model, optimizer)
+    assert [name for name in expected if not same_bits(expected[name], found[name])] == []
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_h2_steps_from_threads_that_have_never_used_the_device(reference: tuple[torch.dtype, Any], mix: str) -> None:
+    dtype, (expected, _) = reference
+    model, optimizer = make(dtype, **MIXES[mix])
+    for i in range(8):
+        for j in range(2):
+            with optimizer.accumulate(last=j == 1):
+                model(batch(i * 10 + j, dtype)).float().square().mean().backward()
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        optimizer.zero_grad()
     found = result(model, optimizer)
     assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 

@@ -102,6 +102,17 @@ class Work(ABC):
         """Enqueue it; returns `done`, which from now on stands for this issue."""
 
 
+class Batch:
+    """Works that are issued together, in this order: `issue` does what issuing one after the other does."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = tuple(works)
+
+    def issue(self) -> None:
+        for work in self._works:
+            work.issue()
+
+
 @dataclass(slots=True)
 class Ledger:
     """Bytes held, by tier and owner, and bytes copied, by direction."""
@@ -275,6 +286,10 @@ class Backend(ABC):
         """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows. `writes` is what
         that code has written before, `reads` what it is about to read.
         """
+
+    def batch(self, works: Sequence[Work]) -> Batch:
+        """These works to be issued together; each also alone."""
+        return Batch(works)
 
     @abstractmethod
     def begin_turn(self) -> None:

@@ -18,6 +18,7 @@ from .backend import (
     RING,
     AdamWOperands,
     Backend,
+    Batch,
     Buffer,
     Clipping,
     Event,
@@ -32,8 +33,20 @@ from .backend import (
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_kernels import KernelTables
 from .cuda_memory import device_slab, host_blocks
-from .cuda_work import INDEX, LANES, CommandWork, CudaEvent, CudaWork, HostWork, KernelWork, TableWork, TaskWork
+from .cuda_timing import Timings
+from .cuda_work import (
+    INDEX,
+    LANES,
+    CommandWork,
+    CudaBatch,
+    CudaEvent,
+    HostWork,
+    KernelWork,
+    TableWork,
+    TaskWork,
+)
 from .driver import (
+    current_context,
     event_create,
     event_destroy,
     event_elapsed_ms,
@@ -69,7 +82,7 @@ class CudaBackend(Backend):
         """Error words of the host functions of each pending turn."""
         with torch.cuda.device(self.device):
             self._side = {lane: torch.cuda.Stream(self.device) for lane in LANES if lane is not Lane.COMPUTE}  # type: ignore[no-untyped-call]
-        self.streams = Streams(len(LANES))
+            self.streams = Streams(len(LANES), current_context())  # that of the streams
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
         self._compute = torch.cuda.current_stream(self.device).cuda_stream
@@ -80,13 +93,11 @@ class CudaBackend(Backend):
         self._fences = [[self._plain_event() for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
-        self._noted: list[list[CudaWork]] = [[] for _ in range(RING)]
-        self._turns, self._based = [0] * RING, [-1] * RING
-        self._bases = [self.timed_event() for _ in range(RING)]
-        self._first_base, self._has_base = self.timed_event(), False
+        self.timings = Timings(self._timed_event, event_elapsed_ms)
         numa_node = numa_node_of(pci_address(self.device.index))
         self._host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
-        self._kernels = KernelTables(self.device, self._upload_arena)
+        current = functools.partial(self.current, Lane.COMPUTE)
+        self._kernels = KernelTables(self.device, self._upload_arena, current)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
         weakref.finalize(self, _drain, list(self._side.values()), self._events)
 
@@ -177,8 +188,8 @@ class CudaBackend(Backend):
         if lane is Lane.HOST:
             task = functools.partial(partials_task, gradients, firsts, out, self.threads)
             return TaskWork(self, name, task, waits, done or self.event())
-        prepare = self._kernels.partials(gradients, lengths, firsts, out)
-        return TableWork(self, name, Lane.COMPUTE, prepare, waits, done or self.event())
+        kernel = self._kernels.partials(gradients, lengths, firsts, out)
+        return TableWork(self, name, Lane.COMPUTE, kernel, waits, done or self.event())
 
     def add(
         self,
@@ -254,6 +265,9 @@ class CudaBackend(Backend):
     ) -> Work:
         return CommandWork(self, name, lane, waits, done or self.event())
 
+    def batch(self, works: Sequence[Work]) -> Batch:
+        return CudaBatch(self, works)
+
     # ---------------------------------------------------------------- turns
 
     def begin_turn(self) -> None:
@@ -264,11 +278,12 @@ class CudaBackend(Backend):
             if not event_query(handle):
                 event_synchronize(handle)
         self._kept[slot].clear()
-        self._read_timings(slot)
-        self._turns[slot] = self.turn
+        self.timings.read(slot, self.meter)
         self._raise_error(slot)
         if self.meter is not None:
-            self._mark_base()
+            self.follow_compute()
+            records = [Command(Verb.RECORD, INDEX[Lane.COMPUTE], event) for event in self.timings.begin(self.turn)]
+            CommandList(records, self.driver).issue(self.streams)
 
     def end_turn(self) -> None:
         self.follow_compute()
@@ -289,7 +304,8 @@ class CudaBackend(Backend):
             kept.clear()
         for slot in range(RING):
             self._raise_error(slot)
-        self.read_timings()
+        for turn in range(self.turn + 1, self.turn + 1 + RING):
+            self.timings.read(turn % RING, self.meter)
 
     def compute_key(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
@@ -340,15 +356,7 @@ class CudaBackend(Backend):
         """Keep it alive until this turn is over: a host function uses it."""
         self._kept[self.turn % RING].append(memory)
 
-    def note(self, work: CudaWork) -> None:
-        """The work has been issued in this turn with its timed events. They mean nothing in a turn that began before
-        the meter was there: it has no base.
-        """
-        slot = self.turn % RING
-        if self._based[slot] == self.turn:
-            self._noted[slot].append(work)
-
-    def timed_event(self) -> int:
+    def _timed_event(self) -> int:
         handle = event_create(timing=True)
         self._events.append(handle)
         return handle
@@ -359,29 +367,6 @@ class CudaBackend(Backend):
         handle = event_create(timing=False)
         self._events.append(handle)
         return handle
-
-    def _mark_base(self) -> None:
-        """Times of a turn count from its base, the time of bases from the first: floats hold short spans better."""
-        self.follow_compute()
-        for base in [self._bases[self.turn % RING], *([self._first_base] if not self._has_base else [])]:
-            CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], base)], self.driver).issue(self.streams)
-        self._has_base = True
-        self._based[self.turn % RING] = self.turn
-
-    def _read_timings(self, slot: int) -> None:
-        noted, self._noted[slot] = self._noted[slot], []
-        if self.meter is None or not noted or not self._has_base:
-            return
-        base, turn = self._bases[slot], self._turns[slot]
-        offset_s = event_elapsed_ms(self._first_base, base) / 1e3
-        for work in noted:
-            start, end = (offset_s + event_elapsed_ms(base, event) / 1e3 for event in work.timing(slot))
-            self.meter(work.name, work.lane, start, end, work.nbytes, turn)
-
-    def read_timings(self) -> None:
-        """Report what is still to be reported. All lanes are empty."""
-        for turn in range(self.turn + 1, self.turn + 1 + RING):
-            self._read_timings(turn % RING)
 
     def _raise_error(self, slot: int) -> None:
         code = int(self.errors[slot][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from hostward.host.accumulate import AccumulateTask, NormTask
 from hostward.host.adamw import AdamWTask
 from hostward.schedule import Lane
 
-from .backend import RING, AdamWOperands, Buffer, Event, Scalars, Work
-from .commands import Command, CommandList, Verb
+from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Work
+from .commands import Command, CommandBatch, CommandList, KernelLaunch, Verb
+from .cuda_timing import UNTIMED
 from .host_task import host_task
 from .uploads import Table
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 LANES = tuple(Lane)
 INDEX = {lane: i for i, lane in enumerate(LANES)}
+TOGETHER = 32
+"""Works in one native call, at most: the device need not wait for the last of hundreds to be written."""
 
 
 class CudaEvent(Event):
@@ -41,56 +45,114 @@ class CudaEvent(Event):
 class CudaWork(Work):
     """Waits, then the operation proper, then the record of `done`, all on one lane.
 
-    With a meter, two timed events of this turn stand before and after the operation.
+    With a meter, two timed events of this issue stand before and after the operation; without, these two commands
+    record nothing.
     """
 
-    __slots__ = ("_backend", "_lists", "_timing", "_waits", "nbytes")
+    __slots__ = ("_backend", "_timed", "_waits", "nbytes", "timed")
 
     def __init__(self, backend: CudaBackend, name: str, lane: Lane, waits: Sequence[Event], done: Event) -> None:
         super().__init__(name, lane, done)
         self._backend = backend
-        self._waits = [backend.handle_of(event) for event in waits]
-        self._lists: dict[tuple[str, int], CommandList] = {}
-        self._timing: dict[int, tuple[int, int]] = {}
+        self._waits = [Command(Verb.WAIT, INDEX[lane], backend.handle_of(event)) for event in waits]
+        self._timed: list[tuple[memoryview, int]] = []
+        self.timed = UNTIMED
+        """The events of the newest issue."""
         self.nbytes = 0
 
-    def waiting(self) -> list[Command]:
-        return [Command(Verb.WAIT, INDEX[self.lane], handle) for handle in self._waits]
+    def time(self) -> None:
+        """Write the timed events of this issue into the commands, or none. Done if there is a meter, or was one."""
+        backend = self._backend
+        self.timed = UNTIMED if backend.meter is None else backend.timings.take(backend.turn)
+        for (words, at), event in zip(self._timed, self.timed, strict=True):
+            words[at] = event
+
+    def prepare(self) -> None:
+        """Write what this issue needs into the commands. The first part of every issue."""
+
+    def forget(self) -> None:
+        """The issue that `prepare` began has failed."""
+
+    def commands(
+        self, before: Sequence[Command], operation: Sequence[Command], after: Sequence[Command]
+    ) -> CommandList:
+        """The list of all of these, the operation between timed events."""
+        timed = Command(Verb.RECORD, INDEX[self.lane], 0)
+        made = CommandList([*before, timed, *operation, timed, *after], self._backend.driver)
+        for at in (len(before), len(before) + 1 + len(operation)):
+            self._timed.append((made.words, made.word(at, Verb.RECORD, "a")))
+        return made
 
     def recording(self) -> list[Command]:
         return [Command(Verb.RECORD, INDEX[self.lane], self._backend.handle_of(self.done))]
 
-    def commands(self, part: str, build: Callable[[], list[Command]]) -> CommandList:
-        """The command list `part`, built when it is needed first. Timed events differ from turn to turn."""
-        turn = self._backend.turn % RING if self._backend.meter is not None else -1
-        found = self._lists.get((part, turn))
-        if found is None:
-            found = self._lists[part, turn] = CommandList(build(), self._backend.driver)
-        return found
 
-    def timed(self, which: int) -> list[Command]:
-        """The timed event before (0) or after (1) the operation, if somebody looks."""
-        if self._backend.meter is None:
-            return []
-        return [Command(Verb.RECORD, INDEX[self.lane], self.timing(self._backend.turn % RING)[which])]
+class ListedWork(CudaWork):
+    """A work that is one command list. Several that follow one another are enqueued by one call."""
 
-    def timing(self, slot: int) -> tuple[int, int]:
-        """The two timed events of turns of this slot."""
-        if slot not in self._timing:
-            self._timing[slot] = self._backend.timed_event(), self._backend.timed_event()
-        return self._timing[slot]
+    __slots__ = ("listed",)
+    listed: CommandList
 
-    def enqueued(self) -> Event:
-        """What every issue ends with."""
-        if self._backend.meter is not None:
-            self._backend.note(self)
+    def issue(self) -> Event:
+        enqueue(self._backend, (self,), self.listed)
         return self.done
 
 
-class CommandWork(CudaWork):
+def enqueue(backend: CudaBackend, works: Sequence[ListedWork], commands: CommandList | CommandBatch) -> None:
+    """Issue works whose lists, in the same order, are `commands`. Raises DeviceError."""
+    backend.follow_compute()
+    metered, enqueued = backend.meter is not None, False
+    try:
+        for work in works:
+            if metered or work.timed is not UNTIMED:
+                work.time()
+            work.prepare()
+        commands.issue(backend.streams)
+        enqueued = True
+    finally:
+        if not enqueued:
+            for work in works:
+                work.forget()
+    if metered:
+        for work in works:
+            backend.timings.note(backend.turn, work, work.nbytes, work.timed)
+
+
+class CudaBatch(Batch):
+    """Works in order; neighbours that are command lists are enqueued together."""
+
+    def __init__(self, backend: CudaBackend, works: Sequence[Work]) -> None:
+        super().__init__(works)
+        parts: list[list[ListedWork] | Work] = []
+        for work in works:
+            last = parts[-1] if parts else None
+            if not isinstance(work, ListedWork):
+                parts.append(work)
+            elif isinstance(last, list) and len(last) < TOGETHER:
+                last.append(work)
+            else:
+                parts.append([work])
+        self._parts = [_Together(backend, part) if isinstance(part, list) else part for part in parts]
+
+    def issue(self) -> None:
+        for part in self._parts:
+            part.issue()
+
+
+class _Together:
+    def __init__(self, backend: CudaBackend, works: Sequence[ListedWork]) -> None:
+        self._backend = backend
+        self._works = works
+        self._commands = CommandBatch([work.listed for work in works], backend.driver)
+
+    def issue(self) -> None:
+        enqueue(self._backend, self._works, self._commands)
+
+
+class CommandWork(ListedWork):
     """Copies, or nothing but waits."""
 
-    __slots__ = ("_moving", "_pairs", "_wait_is_timed")
+    __slots__ = ("_addresses",)
 
     def __init__(
         self,
@@ -102,32 +164,45 @@ class CommandWork(CudaWork):
         pairs: Sequence[tuple[Buffer, Buffer]] = (),
     ) -> None:
         super().__init__(backend, name, lane, waits, done)
-        self._pairs = tuple(pairs)
         self.nbytes = sum(source.nbytes for _, source in pairs)
-
-    def issue(self) -> Event:
-        backend = self._backend
-        backend.follow_compute()
-        commands = self.commands("all", self._build)
-        first = len(commands) - len(self._pairs) - (1 if backend.meter is None else 2)
-        for i, (destination, source) in enumerate(self._pairs):
-            commands.set_destination(first + i, destination.data.data_ptr())
-            commands.set_source(first + i, source.data.data_ptr())
-        commands.issue(backend.streams)
-        if self.nbytes:
-            backend.ledger.copied_bytes[self.lane] += self.nbytes
-        return self.enqueued()
-
-    def _build(self) -> list[Command]:
-        lane = INDEX[self.lane]
-        copies = [Command(Verb.COPY, lane, 1, 1, source.nbytes) for _, source in self._pairs]
-        waiting = self.waiting()
+        copies = [Command(Verb.COPY, INDEX[lane], 0, 0, source.nbytes) for _, source in pairs]
         # What a pure wait costs is the wait itself.
-        before = [*waiting, *self.timed(0)] if copies else [*self.timed(0), *waiting]
-        return [*before, *copies, *self.timed(1), *self.recording()]
+        before, operation = (self._waits, copies) if copies else ([], self._waits)
+        self.listed = made = self.commands(before, operation, self.recording())
+        first = len(before) + 1
+        self._addresses = [
+            (made.word(first + i, Verb.COPY, field), buffer)
+            for i, pair in enumerate(pairs)
+            for field, buffer in zip("ab", pair, strict=True)
+        ]
+
+    def prepare(self) -> None:
+        words = self.listed.words
+        for at, buffer in self._addresses:
+            words[at] = buffer.data.data_ptr()
+        if self.nbytes:
+            self._backend.ledger.copied_bytes[self.lane] += self.nbytes
 
 
-class HostWork(CudaWork):
+class HostCall(ListedWork):
+    """A host function; which one, and over what, is written at every issue."""
+
+    __slots__ = ("_function_at", "_task_at")
+
+    def __init__(self, backend: CudaBackend, name: str, waits: Sequence[Event], done: Event) -> None:
+        super().__init__(backend, name, Lane.HOST, waits, done)
+        self.listed = made = self.commands(self._waits, [Command(Verb.HOST, INDEX[Lane.HOST], 0)], self.recording())
+        at = len(self._waits) + 1
+        self._function_at, self._task_at = made.word(at, Verb.HOST, "a"), made.word(at, Verb.HOST, "b")
+
+    def call(self, task: object, function: int, argument: int) -> None:
+        """This issue calls `function(argument)`, which needs `task` until then."""
+        words = self.listed.words
+        words[self._function_at], words[self._task_at] = function, argument
+        self._backend.keep(task)
+
+
+class HostWork(HostCall):
     """AdamW of a bucket as a host function. Tasks are immutable once enqueued: a ring of them, one for each turn that
     may be pending, each with hyper-parameters of its own.
     """
@@ -143,36 +218,32 @@ class HostWork(CudaWork):
         waits: Sequence[Event],
         done: Event,
     ) -> None:
-        super().__init__(backend, name, Lane.HOST, waits, done)
+        super().__init__(backend, name, waits, done)
         self._operands = operands
         self._scalars = scalars
-        self._tasks: list[AdamWTask] = []
+        self._tasks: list[tuple[AdamWTask, int, int, Any]] = []
         self._hypers = [np.zeros(5, dtype=np.float64) for _ in range(RING)]
         self._tables: object = None
 
-    def issue(self) -> Event:
-        backend, constants = self._backend, self._operands.constants
+    def prepare(self) -> None:
+        constants = self._operands.constants
         if self._tables is not constants.tables:
             self._make_tasks()
-        slot = backend.turn % RING
-        hyper = constants.hyper
-        self._hypers[slot][:] = (hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2, hyper.eps)
-        task = self._tasks[slot]
-        self.commands(f"task {slot}", lambda: host_commands(self, *task.host_function())).issue(backend.streams)
-        backend.keep(task)
-        return self.enqueued()
+        task, function, argument, hyper = self._tasks[self._backend.turn % RING]
+        now = constants.hyper
+        hyper[0], hyper[1], hyper[2], hyper[3], hyper[4] = now.lr, now.weight_decay, now.beta1, now.beta2, now.eps
+        self.call(task, function, argument)
 
     def _make_tasks(self) -> None:
         backend = self._backend
-        self._lists.clear()
         self._tables = self._operands.constants.tables
-        self._tasks = [
-            host_task(self._operands, self._scalars, backend.threads, hyper=hyper, error=backend.errors[i])
-            for i, hyper in enumerate(self._hypers)
-        ]
+        self._tasks = []
+        for hyper, error in zip(self._hypers, backend.errors, strict=True):
+            task = host_task(self._operands, self._scalars, backend.threads, hyper=hyper, error=error)
+            self._tasks.append((task, *task.host_function(), hyper.data))
 
 
-class TaskWork(CudaWork):
+class TaskWork(HostCall):
     """A host function over operands that stay where they are: one immutable task for each turn that may be pending,
     which differ in where they report errors.
     """
@@ -187,28 +258,78 @@ class TaskWork(CudaWork):
         waits: Sequence[Event],
         done: Event,
     ) -> None:
-        super().__init__(backend, name, Lane.HOST, waits, done)
-        self._tasks = [task(error=error) for error in backend.errors]
+        super().__init__(backend, name, waits, done)
+        tasks = [task(error=error) for error in backend.errors]
+        self._tasks = [(made, *made.host_function()) for made in tasks]
 
-    def issue(self) -> Event:
-        backend = self._backend
-        slot = backend.turn % RING
-        task = self._tasks[slot]
-        self.commands(f"task {slot}", lambda: host_commands(self, *task.host_function())).issue(backend.streams)
-        backend.keep(task)
-        return self.enqueued()
+    def prepare(self) -> None:
+        self.call(*self._tasks[self._backend.turn % RING])
 
 
-def host_commands(work: CudaWork, function: int, argument: int) -> list[Command]:
-    """A host function behind what the work waits for."""
-    call = Command(Verb.HOST, INDEX[Lane.HOST], function, argument)
-    return [*work.waiting(), *work.timed(0), call, *work.timed(1), *work.recording()]
+class TableKernel(ABC):
+    """Launches over tables of addresses."""
+
+    tables: tuple[Table, ...]
+    n_launches: int
+
+    @abstractmethod
+    def prepare(self, slot: int) -> tuple[Sequence[int], Sequence[KernelLaunch]]:
+        """For a turn of `slot`: of each table the host address to copy from, 0 if nothing has changed, and the
+        launches.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """What was prepared last has not been enqueued."""
+
+
+class TableWork(ListedWork):
+    """A kernel over tables of addresses: what has changed in them is copied first, on the kernel's own lane."""
+
+    __slots__ = ("_copies", "_kernel", "_launches", "_starts")
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        name: str,
+        lane: Lane,
+        kernel: TableKernel,
+        waits: Sequence[Event],
+        done: Event,
+    ) -> None:
+        super().__init__(backend, name, lane, waits, done)
+        self._kernel = kernel
+        self._launches: Sequence[KernelLaunch] = ()
+        copies = [Command(Verb.COPY, INDEX[lane], table.data.data_ptr()) for table in kernel.tables]
+        starts = [Command(Verb.KERNEL, INDEX[lane], 0)] * kernel.n_launches
+        first = len(self._waits)
+        self.listed = made = self.commands([*self._waits, *copies], starts, self.recording())
+        self._copies = [
+            (made.word(i, Verb.COPY, "b"), made.word(i, Verb.COPY, "nbytes"), table.nbytes)
+            for i, table in enumerate(kernel.tables, first)
+        ]
+        first += len(copies) + 1
+        self._starts = [made.word(first + i, Verb.KERNEL, "a") for i in range(len(starts))]
+
+    def prepare(self) -> None:
+        words = self.listed.words
+        sources, launches = self._kernel.prepare(self._backend.turn % RING)
+        for (source_at, nbytes_at, nbytes), source in zip(self._copies, sources, strict=True):
+            words[source_at] = source
+            words[nbytes_at] = nbytes if source else 0
+        if launches is not self._launches:
+            self._launches = launches
+            for at, launch in zip(self._starts, launches, strict=True):
+                words[at] = launch.address
+
+    def forget(self) -> None:
+        self._kernel.forget()
 
 
 class KernelWork(CudaWork):
     """Kernels that torch or Triton launch, between two command lists."""
 
-    __slots__ = ("_kernel",)
+    __slots__ = ("_after", "_before", "_kernel")
 
     def __init__(
         self,
@@ -221,54 +342,22 @@ class KernelWork(CudaWork):
     ) -> None:
         super().__init__(backend, name, lane, waits, done)
         self._kernel = kernel
+        timed = Command(Verb.RECORD, INDEX[lane], 0)
+        self._before = CommandList([*self._waits, timed], backend.driver)
+        self._after = CommandList([timed, *self.recording()], backend.driver)
+        self._timed = [
+            (self._before.words, self._before.word(len(self._waits), Verb.RECORD, "a")),
+            (self._after.words, self._after.word(0, Verb.RECORD, "a")),
+        ]
 
     def issue(self) -> Event:
         backend = self._backend
         backend.follow_compute()
-        if self._waits or backend.meter is not None:
-            self.commands("before", lambda: [*self.waiting(), *self.timed(0)]).issue(backend.streams)
+        self.time()
+        if self._waits or self.timed is not UNTIMED:
+            self._before.issue(backend.streams)
         with torch.no_grad(), backend.current(self.lane):
             self._kernel()
-        self.commands("after", lambda: [*self.timed(1), *self.recording()]).issue(backend.streams)
-        return self.enqueued()
-
-
-Staged = tuple[Table, object, Callable[[Any], None]]
-"""A table of a kernel, what it is to hold in this turn, and what writes that."""
-
-
-class TableWork(CudaWork):
-    """A kernel over tables of addresses: what has changed in them is copied first, on the kernel's own lane."""
-
-    __slots__ = ("_prepare",)
-
-    def __init__(
-        self,
-        backend: CudaBackend,
-        name: str,
-        lane: Lane,
-        prepare: Callable[[], tuple[list[Staged], Callable[[], None]]],
-        waits: Sequence[Event],
-        done: Event,
-    ) -> None:
-        super().__init__(backend, name, lane, waits, done)
-        self._prepare = prepare
-
-    def issue(self) -> Event:
-        backend = self._backend
-        backend.follow_compute()
-        staged, launch = self._prepare()
-        slot, lane = backend.turn % RING, INDEX[self.lane]
-        copies = []
-        for table, key, fill in staged:
-            source = table.stage(key, fill, slot)
-            if source is not None:
-                copies.append(Command(Verb.COPY, lane, table.data.data_ptr(), source, table.nbytes))
-        if copies:
-            CommandList([*self.waiting(), *copies, *self.timed(0)], backend.driver).issue(backend.streams)
-        elif self._waits or backend.meter is not None:
-            self.commands("before", lambda: [*self.waiting(), *self.timed(0)]).issue(backend.streams)
-        with backend.current(self.lane):
-            launch()
-        self.commands("after", lambda: [*self.timed(1), *self.recording()]).issue(backend.streams)
-        return self.enqueued()
+        self._after.issue(backend.streams)
+        backend.timings.note(backend.turn, self, self.nbytes, self.timed)
+        return self.done

@@ -1,5 +1,5 @@
-"""The few CUDA driver calls that torch does not offer cheaply: host functions on a stream, events as plain handles,
-addresses of the driver's functions for native code, and locking pages of our own.
+"""The few CUDA driver calls that torch does not offer cheaply: events as plain handles, the current
+context, addresses of the driver's functions for native code, and locking pages of our own.
 
 Through ctypes, because a failed driver call leaves no sticky error behind for torch's next runtime call to trip over.
 All but the page calls need a current context on the calling thread; torch makes one with its first use of a device.
@@ -29,10 +29,10 @@ def _library() -> ctypes.CDLL:
             "the CUDA driver library libcuda.so.1 cannot be loaded", why=str(error), fix="install the NVIDIA driver"
         ) from error
     pointer, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-    library.cuLaunchHostFunc.argtypes = [pointer, pointer, pointer]
     library.cuMemHostRegister_v2.argtypes = [pointer, size, flags]
     library.cuMemHostUnregister.argtypes = [pointer]
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    library.cuCtxGetCurrent.argtypes = [ctypes.POINTER(pointer)]
     library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), flags]
     library.cuEventDestroy_v2.argtypes = [pointer]
     library.cuEventQuery.argtypes = [pointer]
@@ -57,6 +57,13 @@ def error_name(code: int) -> str:
     return name.value.decode() if name.value else f"code {code}"
 
 
+def current_context() -> int:
+    """The handle (CUcontext) of the context that is current on this thread. Raises DeviceError."""
+    context = ctypes.c_void_p()
+    _require(_library().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent", "no context could be asked for")
+    return int(context.value or 0)
+
+
 def function_address(name: str) -> int:
     """The address of a driver function, for native code to call. Raises DeviceError where the driver lacks it."""
     try:
@@ -69,15 +76,6 @@ def function_address(name: str) -> int:
 def _require(code: int, call: str, what: str) -> None:
     if code != _SUCCESS:
         raise DeviceError(what, why=f"{call}: {error_name(code)}")
-
-
-def launch_host_function(stream: int, function: int, argument: int) -> None:
-    """Enqueue the C function at address `function` with `argument` on the stream with handle `stream`.
-
-    Raises DeviceError. The memory behind `argument` must stay as it is until the stream has run the function.
-    """
-    code = _library().cuLaunchHostFunc(stream, function, argument)
-    _require(code, "cuLaunchHostFunc", "a host function could not be enqueued")
 
 
 def event_create(timing: bool) -> int:

@@ -21,31 +21,69 @@ Memory = tuple[torch.Tensor, Sequence[npt.NDArray[Any]]]
 class Table:
     """A small array that changes from turn to turn: on the device at one address, so that launches stay bound, and on
     the host once for each turn that may be pending.
+
+    Args:
+        data: the device's memory.
+        hosts: as many pinned arrays of its shape and dtype as turns may be pending.
+        spare: gets the memory when the table is gone.
+        rows: what the table holds, where nothing else is said.
+        changing: positions of the elements, counted row by row, that `stage` gives values to.
     """
 
-    __slots__ = ("_hosts", "_last", "_spare", "data", "nbytes")
+    __slots__ = (
+        "_addresses",
+        "_changing",
+        "_elements",
+        "_fixed",
+        "_hosts",
+        "_last",
+        "_rows",
+        "_spare",
+        "data",
+        "nbytes",
+    )
 
-    def __init__(self, data: torch.Tensor, hosts: Sequence[npt.NDArray[Any]], spare: list[Memory]) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        hosts: Sequence[npt.NDArray[Any]],
+        spare: list[Memory],
+        rows: npt.NDArray[Any],
+        changing: Sequence[int],
+    ) -> None:
         self.data = data
         self._spare = spare
         self.nbytes = data.nbytes
         self._hosts = hosts
-        self._last: object = None
+        self._elements: list[Any] = [host.reshape(-1).data for host in hosts]  # memoryviews: fast to write one by one
+        self._addresses = [int(host.ctypes.data) for host in hosts]
+        self._rows = rows
+        self._changing = tuple(changing)
+        self._fixed: set[int] = set()
+        self._last: Sequence[float] | None = None
 
     def __del__(self) -> None:
         # On the same lane only, where whatever still reads it comes first.
         self._spare.append((self.data, self._hosts))
 
-    def stage(self, key: object, fill: Callable[[npt.NDArray[Any]], None], slot: int) -> int | None:
-        """The host address to copy from in turns of `slot`, or None if the device already holds what `key` stands for.
-        `fill` writes the values.
+    def stage(self, values: Sequence[float], slot: int) -> int:
+        """The host address to copy from in turns of `slot`, or 0 if the device already holds `values`, one for each
+        changing element.
         """
-        if key == self._last:
-            return None
-        self._last = key
-        host = self._hosts[slot]
-        fill(host)
-        return int(host.ctypes.data)
+        if values == self._last:
+            return 0
+        if slot not in self._fixed:  # only now: the memory may have been another table's in turns that are pending
+            self._hosts[slot][:] = self._rows
+            self._fixed.add(slot)
+        elements = self._elements[slot]
+        for at, value in zip(self._changing, values, strict=True):
+            elements[at] = value
+        self._last = values
+        return self._addresses[slot]
+
+    def forget(self) -> None:
+        """What was staged last may not have been copied."""
+        self._last = None
 
 
 class Uploads:
@@ -67,14 +105,15 @@ class Uploads:
         self._kept: dict[int, tuple[npt.NDArray[Any], torch.Tensor]] = {}
         self._maps: dict[tuple[object, tuple[int, ...]], torch.Tensor] = {}
 
-    def table(self, shape: tuple[int, ...], dtype: torch.dtype) -> Table:
-        """A new table, of undefined contents."""
-        spare = self._spare.setdefault((shape, dtype), [])
+    def table(self, rows: npt.NDArray[Any], changing: Sequence[int]) -> Table:
+        """A new table of `rows`, of which the elements at `changing` get other values by `Table.stage`."""
+        dtype = torch.from_numpy(rows).dtype
+        spare = self._spare.setdefault((rows.shape, dtype), [])
         if spare:
-            return Table(*spare.pop(), spare)
-        data = torch.empty(shape, dtype=dtype, device=self._device)
-        hosts = [self._take(data.nbytes).view(dtype).view(shape).numpy() for _ in range(self._ring)]
-        return Table(data, hosts, spare)
+            return Table(*spare.pop(), spare, rows, changing)
+        data = torch.empty(rows.shape, dtype=dtype, device=self._device)
+        hosts = [self._take(data.nbytes).view(dtype).view(rows.shape).numpy() for _ in range(self._ring)]
+        return Table(data, hosts, spare, rows, changing)
 
     def kept(self, table: npt.NDArray[Any]) -> torch.Tensor:
         """A long-lived array that nobody changes, on the device: found by identity."""

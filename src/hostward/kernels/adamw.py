@@ -7,7 +7,7 @@ may be captured in a CUDA graph once the kernels are compiled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,14 @@ import numpy.typing as npt
 import torch
 
 from hostward.errors import ConfigError, PlacementError
-from hostward.kernels.launcher import Launcher
+from hostward.kernels.launcher import Launch, Launcher, launch_all
 from hostward.kernels.operand import dtype_code, require_device_operand, require_rows, require_triton
 
 BLOCK_ELEMENTS = 4096
 """Elements per row of the block map, the work of one program. A larger share forms the constants less often."""
+
+STATE_PARAMETERS = (2, 3, 4)
+"""Of the first launch that `bind` returns if there are blocks: the parameters that are the addresses of `state`."""
 
 _WARPS = 4
 # Four elements per thread keep 16-byte accesses to fp32 and one register layout for streams of both widths.
@@ -134,10 +137,11 @@ def adamw_step(
         require_device_operand(error, "error", torch.int32, 1, device)
     require_triton()
     with torch.cuda.device(device):
-        bind(
+        launches = bind(
             table, n_ranges, blocks, (grad_code, weight_code, int(master_kind)), (exp_avg, exp_avg_sq, extra),
             (hyper, bc1, inv_sqrt_bc2, table_length), scale, skip, error,
-        )()  # fmt: skip
+        )  # fmt: skip
+        launch_all(launches)
 
 
 def bind(
@@ -150,8 +154,8 @@ def bind(
     scale: torch.Tensor,
     skip: torch.Tensor,
     error: torch.Tensor | None,
-) -> Callable[[], None]:
-    """The two launches of `adamw_step`, without its checks, as a function to be called any number of times.
+) -> list[Launch]:
+    """The launches of `adamw_step`, at most two, without its checks, each to be used any number of times.
 
     Args:
         codes: gradient dtype, weight dtype, master kind.
@@ -170,12 +174,7 @@ def bind(
         counts = (table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error)
         programs = -(-n_ranges // _COUNTS_PER_PROGRAM)
         launches.append(advance.bind(programs, counts, (_COUNTS_PER_PROGRAM,), keep))
-
-    def run() -> None:
-        for launch in launches:
-            launch()
-
-    return run
+    return launches
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 
 from hostward.errors import ConfigError
 from hostward.kernels.adamw import block_map
-from hostward.kernels.launcher import Launcher
+from hostward.kernels.launcher import Launch, Launcher, launch_all
 from hostward.kernels.operand import dtype_code, interpreted, require_device_operand, require_rows, require_triton
 
 CHUNK_ELEMENTS = 4096
@@ -61,17 +61,17 @@ def norm_partials(
     code = dtype_code(grad_dtype, "the gradient")
     require_triton()
     with torch.cuda.device(items.device):
-        bind_partials(items, chunk_map, code, sums, exponents)()
+        launch_all(bind_partials(items, chunk_map, code, sums, exponents))
 
 
 def bind_partials(
     items: torch.Tensor, chunk_map: torch.Tensor, code: int, sums: torch.Tensor, exponents: torch.Tensor
-) -> Callable[[], None]:
-    """The launch of `norm_partials`, without its checks, as a function to be called any number of times."""
+) -> list[Launch]:
+    """The launch of `norm_partials`, without its checks, to be used any number of times; none without chunks."""
     if chunk_map.shape[0] == 0:
-        return lambda: None
+        return []
     arguments = (items, chunk_map, sums, exponents)
-    return _partials_launcher().bind(chunk_map.shape[0], arguments, (code, not interpreted()), arguments)
+    return [_partials_launcher().bind(chunk_map.shape[0], arguments, (code, not interpreted()), arguments)]
 
 
 @functools.cache
@@ -140,21 +140,45 @@ def launch_finish(
         optional_inputs: inv_scale, found_inf.
         outputs: scale_out, skip_out, norm_out.
     """
-    from hostward.kernels import norm_triton
-
     n_chunks = sums.numel()
     totals = torch.zeros(2, dtype=torch.int64, device=sums.device)
     if n_chunks > 0:
         largest_exponent = exponents[:n_chunks].amax()
-        norm_triton.totals_kernel[(-(-n_chunks // _SUMS_PER_PROGRAM),)](
-            sums, exponents, largest_exponent, n_chunks, totals, _SUMS_PER_PROGRAM
-        )
+        bind_totals(sums, exponents, largest_exponent, totals)()
     else:
         all_zero = int(np.iinfo(np.int32).min)
         largest_exponent = torch.full((), all_zero, dtype=torch.int32, device=sums.device)
+    bind_finish(totals, largest_exponent, max_norm, optional_inputs, outputs)()
+
+
+def bind_totals(
+    sums: torch.Tensor, exponents: torch.Tensor, largest_exponent: torch.Tensor, totals: torch.Tensor
+) -> Launch:
+    """The launch that adds the chunk sums, at least one, to `totals` int64 [2], on the scale of `largest_exponent`,
+    int32 of one element: the largest of `exponents`.
+    """
+    n_chunks = sums.numel()
+    arguments = (sums, exponents, largest_exponent, n_chunks, totals)
+    return _finish_launchers()[0].bind(-(-n_chunks // _SUMS_PER_PROGRAM), arguments, (_SUMS_PER_PROGRAM,), ())
+
+
+def bind_finish(
+    totals: torch.Tensor,
+    largest_exponent: torch.Tensor,
+    max_norm: float,
+    optional_inputs: tuple[torch.Tensor | None, torch.Tensor | None],
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> Launch:
+    """The last launch of `finish`, from what `bind_totals` leaves."""
     # Rounded here once, so that the launch passes the very float32 that the definition names.
     with np.errstate(over="ignore"):
         limit = float(np.float32(max_norm))
-    norm_triton.finish_kernel[(1,)](
-        totals, largest_exponent, *optional_inputs, limit, *outputs, max_norm > 0.0, num_warps=1, enable_fp_fusion=False
-    )
+    arguments = (totals, largest_exponent, *optional_inputs, limit, *outputs)
+    return _finish_launchers()[1].bind(1, arguments, (max_norm > 0.0,), ())
+
+
+@functools.cache
+def _finish_launchers() -> tuple[Launcher, Launcher]:
+    from hostward.kernels import norm_triton
+
+    return Launcher(norm_triton.totals_kernel), Launcher(norm_triton.finish_kernel, num_warps=1, enable_fp_fusion=False)

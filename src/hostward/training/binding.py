@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,17 @@ from hostward.host.adamw import FloatTable, bias_tables
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op
 
+from .choices import Addition, Choice, PointWorks, Which, which
 from .slots import Slots
 from .state import BucketState
 from .targets import Targets
+from .torch_host import TorchHostStep
 from .totals import Totals
 
 _FIRST_TABLE_LENGTH = 1024
 _KEPT_WORKS = 4096
+_KEPT_CHOICES = 4
+"""Of each point: microbatches that begin totals, go on with them, or make their sums take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Memory:
 class Bindings:
     """Binds operations once, and again only for another selection of ranges.
 
-    `gradients[bucket][range]` are the device buffers that gradients are put into.
+    `gradients[bucket][range]` are the device buffers that gradients are put into. `by_torch`: torch steps host buckets.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Bindings:
         slots: Slots,
         totals: Totals,
         targets: Targets,
+        *,
+        by_torch: bool,
     ) -> None:
         self._backend = backend
         self._states = states
@@ -71,6 +77,7 @@ class Bindings:
         self._slots = slots
         self._totals = totals
         self._targets = targets
+        self._by_torch = by_torch
         self.gradients = [[empty_buffer("gradients") for _ in s.bucket.ranges] for s in states]
         self.events: defaultdict[str, Event] = defaultdict(backend.event)
         """By name of the operation."""
@@ -79,6 +86,44 @@ class Bindings:
         self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
         self._step_bound: int | None = None
         self._works: dict[tuple[Op, tuple[int, ...], tuple[bool, ...]], Work] = {}
+        self._points: defaultdict[str, list[PointWorks]] = defaultdict(list)
+
+    def at(self, point: str, ops: tuple[Op, ...], choice: Callable[[int, Which], Choice]) -> PointWorks:
+        """The works of a point, in the order of `ops`: those of an earlier time when all choices were the same.
+
+        `choice(bucket, which)` are the ranges that operations are over now.
+        """
+        kept = self._points[point]
+        for found in kept:
+            if found.ops is ops and found.chosen == [choice(*ask) for ask in found.asked]:
+                return found
+        if len(kept) == _KEPT_CHOICES:
+            del kept[0]
+        kept.append(self._gather(ops, choice))
+        return kept[-1]
+
+    def _gather(self, ops: tuple[Op, ...], choice: Callable[[int, Which], Choice]) -> PointWorks:
+        ops_here = [op for op in ops if op.kind is not Kind.MODEL]
+        asks = {op: (op.bucket, which(op)) for op in ops_here if op.bucket is not None}
+        # What is asked for goes on to change; an answer that is kept must not.
+        answers = {ask: _frozen(choice(*ask)) for ask in asks.values()}
+        before: list[Work] = []
+        stepping: list[Work] = []
+        for op in ops_here:
+            part = stepping if stepping or op.kind is Kind.ADAMW else before
+            part += self._works_of(op, answers[asks[op]] if op in asks else frozenset())
+        batch = self._backend.batch
+        return PointWorks(
+            ops, list(answers), list(answers.values()), batch(before), batch(stepping) if stepping else None
+        )
+
+    def _works_of(self, op: Op, chosen: Choice) -> list[Work]:
+        if isinstance(chosen, Addition):
+            parts = [(True, chosen.begin), (False, chosen.go_on)]
+            return [self.addition(op, ranges, first=first, last=chosen.last) for first, ranges in parts if ranges]
+        if not chosen and which(op) is Which.WITHOUT_SUMS:
+            return []
+        return [self.work(op, chosen)]
 
     def work(self, op: Op, chosen: Iterable[int]) -> Work:
         """The operation over the chosen ranges of its bucket; `chosen` is empty for operations on all buckets, and for
@@ -104,6 +149,7 @@ class Bindings:
         """Bind the operations of a bucket, or all, anew: buffers have changed. Nothing of them is pending."""
         kept = {} if bucket is None else {k: work for k, work in self._works.items() if k[0].bucket != bucket}
         self._works = kept
+        self._points.clear()
 
     def trim(self) -> None:
         """Selections of ranges may differ in every step: do not keep all there ever were. Nothing is pending."""
@@ -165,8 +211,11 @@ class Bindings:
         targets = [state.weights[i] for i in chosen] if host else [self._targets.weights[b][i] for i in chosen]
         sources = [state.gradients[i] for i in chosen] if host else gradients
         scalars = self._memory.host_scalars if host else self._memory.device_scalars
-        operands = self.operands(b, chosen, sources, targets)
-        return backend.adamw(op.lane, f"offload/{state.placement.value}/adamw/{name}", operands, scalars, **rest)
+        operands = self._operands(b, chosen, sources, targets)
+        name = f"offload/{state.placement.value}/adamw/{name}"
+        if host and self._by_torch:
+            return TorchHostStep(backend, name, operands, scalars, rest["done"])
+        return backend.adamw(op.lane, name, operands, scalars, **rest)
 
     def _bind_copy(self, op: Op, b: int, chosen: tuple[int, ...], rest: Mapping[str, Any]) -> Work:
         state, down = self._states[b], op.lane is Lane.D2H
@@ -200,7 +249,7 @@ class Bindings:
         parts = [[s for first, end in runs for s in side.part(first, end - first).all()] for side in sides]
         return parts[0], parts[1]
 
-    def operands(
+    def _operands(
         self, b: int, chosen: tuple[int, ...], gradients: Sequence[Buffer], weights: Sequence[Buffer]
     ) -> AdamWOperands:
         """A bucket's state with these gradients and weights, one for each chosen range."""
@@ -262,6 +311,10 @@ class Bindings:
         if tables is None or (len(tables[0]) <= need and not (tables[0][-1] == 1.0 and tables[1][-1] == 1.0)):
             tables = self._tables[key] = bias_tables(*key, max(_FIRST_TABLE_LENGTH, 2 * need))
         return tables
+
+
+def _frozen(chosen: Choice) -> Choice:
+    return chosen if isinstance(chosen, Addition) else frozenset(chosen)
 
 
 def mixed_gradients(state: BucketState, found: Sequence[str]) -> ModelError:

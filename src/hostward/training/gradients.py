@@ -47,7 +47,8 @@ class Gradient:
                 why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
                 fix="make the gradient dense, or leave the parameter out of the optimizer",
             )
-        return cls(name, grad.detach().contiguous().view(-1))
+        flat = grad.detach() if grad.requires_grad else grad
+        return cls(name, flat.ravel())
 
 
 class Where(StrEnum):
@@ -258,9 +259,11 @@ class Handover:
         if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
             self.hand_over(t, last=self.armed)
 
-    def hand_over(self, t: Tracked, *, last: bool = True) -> None:
-        """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
-        gradient = Gradient.of(t.name, t.parameter)
+    def hand_over(self, t: Tracked, gradient: Gradient | None = None, *, last: bool = True) -> None:
+        """Take what is in `.grad`, which is `gradient` if that is given. Raises ModelError for a gradient that no step
+        is defined for.
+        """
+        gradient = gradient or Gradient.of(t.name, t.parameter)
         self._hook(t)
         placeholder = self._placeholders.get(t.name)
         if placeholder is None or placeholder.dtype is not gradient.flat.dtype:

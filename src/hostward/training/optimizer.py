@@ -347,11 +347,10 @@ class AdamW(Saving):
                 if stays:
                     self._issuer.take(gradient)
                 else:
-                    self._handover.hand_over(t)
+                    self._handover.hand_over(t, gradient)
             stepped = [g.name for g in gradients] if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
-            for name in stepped:
-                torch.autograd.graph.increment_version(self._by_name[name].parameter)
+            torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)
             if stays or self._arrivals is None:
                 self._issuer.use_all()

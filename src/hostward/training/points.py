@@ -7,38 +7,29 @@ from collections.abc import Mapping, Sequence
 from hostward.engine.backend import Backend
 from hostward.errors import NativeError
 from hostward.plan import Placement
-from hostward.schedule import Kind, Lane, Op
+from hostward.schedule import Op
 
-from .binding import Bindings, Memory, mixed_gradients
+from .binding import Bindings, mixed_gradients
+from .choices import Choice, Which
 from .state import BucketState, allocate_gradients
-from .torch_host import TorchHostStep
 from .totals import Totals
 
 
 class PointIssuer:
-    """Issues the operations of one point at a time. Which ranges of each bucket have a gradient is kept here.
-
-    Args:
-        use_torch_optimizer: step host buckets with torch's optimizer, on the calling thread.
-    """
+    """Issues the operations of one point at a time. Which ranges of each bucket have a gradient is kept here."""
 
     def __init__(
         self,
         backend: Backend,
         states: Sequence[BucketState],
-        memory: Memory,
         bindings: Bindings,
         totals: Totals,
-        *,
-        use_torch_optimizer: bool,
     ) -> None:
         self._backend = backend
         self._states = states
-        self._memory = memory
         self._bindings = bindings
         self._totals = totals
         self._gradients = bindings.gradients
-        self._torch_host = TorchHostStep() if use_torch_optimizer else None
         self._points: Mapping[str, tuple[Op, ...]] = {}
         self._chosen: list[set[int]] = [set() for _ in states]
         """Ranges with a gradient in this turn."""
@@ -64,48 +55,25 @@ class PointIssuer:
             self.issuing = False
 
     def _issue(self, point: str) -> None:
-        for op in self._points.get(point, ()):
-            if op.kind is Kind.MODEL:
-                continue
-            if op.kind is Kind.ADAMW:
-                self.torn = True
-                if op.lane is Lane.HOST and op.bucket is not None and self._torch_host is not None:
-                    self._step_by_torch(op.bucket)
-                    continue
-            if op.bucket in self._totals.summed and self._on_totals(op, op.bucket):
-                continue
-            chosen = () if op.bucket is None else self._chosen_of(op, op.bucket)
-            self._bindings.work(op, chosen).issue()
+        works = self._bindings.at(point, self._points.get(point, ()), self._choice)
+        works.before.issue()
+        if works.stepping is not None:
+            self.torn = True
+            works.stepping.issue()
 
-    def _on_totals(self, op: Op, b: int) -> bool:
-        """Issues operations on totals: over ranges by what they have. Whether `op` is one."""
-        if op.kind is Kind.ADD:
-            for first, ranges in self._totals.add(b, self._fresh[b], last=self._last):
-                self._bindings.addition(op, ranges, first=first, last=self._last).issue()
-        elif op.kind is Kind.PARTIALS and op.lane is Lane.HOST:
-            missing = self._totals.without_sums(b)
-            if missing:
-                self._bindings.work(op, missing).issue()
-        return op.kind is Kind.ADD or (op.lane is Lane.HOST and op.kind is Kind.PARTIALS)
-
-    def _chosen_of(self, op: Op, b: int) -> set[int]:
-        if op.kind is Kind.PARTIALS or op.name.startswith("download/"):
+    def _choice(self, b: int, which: Which) -> Choice:
+        if which is Which.ALL:
+            return self._chosen[b] or self._last_chosen[b]
+        if which is Which.FRESH:
             return self._fresh[b]
-        return self._chosen[b] or self._last_chosen[b]
+        if which is Which.ADDED:
+            return self._totals.addition(b, self._fresh[b], last=self._last)
+        return self._totals.without_sums(b)
 
     def _clear_missing(self, b: int) -> None:
-        missing = set(range(len(self._gradients[b]))) - self._chosen[b]
-        if missing:
+        if len(self._chosen[b]) < len(self._gradients[b]):
+            missing = set(range(len(self._gradients[b]))) - self._chosen[b]
             self._bindings.clear(b, sorted(missing)).issue()
-
-    def _step_by_torch(self, b: int) -> None:
-        """On this thread, between empty lanes."""
-        state, chosen = self._states[b], sorted(self._chosen[b])
-        self._backend.synchronise()
-        sources, targets = [state.gradients[i] for i in chosen], [state.weights[i] for i in chosen]
-        operands = self._bindings.operands(b, tuple(chosen), sources, targets)
-        if self._torch_host is not None:
-            self._torch_host.step(operands, self._memory.host_scalars)
 
     def _require_one_dtype(self, b: int) -> None:
         """Raises ModelError if the gradients about to be stepped together differ; makes landing places fit them."""

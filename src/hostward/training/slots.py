@@ -26,6 +26,10 @@ _STAGED_SHARE = 0.4
 _ALIGNMENT_BYTES = 256
 
 
+_Layout = tuple[tuple[int, torch.dtype], ...]
+"""Bytes and dtype of each tensor of a bucket's state."""
+
+
 class Gauge(Protocol):
     """Device bytes allocated by this process: now, and at most since `restart`."""
 
@@ -71,18 +75,19 @@ class Slots:
         self._backend = backend
         self._placements = [s.placement for s in states]
         self._streamed = [b for b, p in enumerate(self._placements) if p is Placement.STREAMED]
-        self._sizes = {b: [t.nbytes for t in states[b].streamed()] for b in self._streamed}
-        self._dtypes = {b: [t.data.dtype for t in states[b].streamed()] for b in self._streamed}
-        whole = [sum(align(n, _ALIGNMENT_BYTES) for n in sizes) for sizes in self._sizes.values()]
+        self._layouts: dict[int, _Layout] = {
+            b: tuple((t.nbytes, t.data.dtype) for t in states[b].streamed()) for b in self._streamed
+        }
+        whole = [sum(align(n, _ALIGNMENT_BYTES) for n, _ in layout) for layout in self._layouts.values()]
         self.slot_bytes = max(whole, default=0)
         self._numels = [s.bucket.numel for s in states]
         self._layers = [s.bucket.layer for s in states]
         most = len(self._streamed) if staging_bytes is None else max(1, staging_bytes // max(1, self.slot_bytes))
         self._most = min(len(self._streamed), most)
-        self.count = min(FEWEST, self._most)
+        self._set_count(min(FEWEST, self._most))
         self.transient = True
         self._slab: list[Buffer] = []
-        self._views = {b: [empty_buffer("slots") for _ in sizes] for b, sizes in self._sizes.items()}
+        self._views = {b: [empty_buffer("slots") for _ in layout] for b, layout in self._layouts.items()}
         self._gauge = gauge
         self._samples: list[tuple[int, int]] = []
         self._use_samples: list[tuple[str, int]] = []
@@ -91,6 +96,10 @@ class Slots:
         self._unstage_at: str | None = None
         self._seen = 0
         self._profiling = False
+
+    def _set_count(self, count: int) -> None:
+        self.count = count
+        self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
 
     # ---------------------------------------------------------------- memory
 
@@ -107,17 +116,20 @@ class Slots:
             self._slab += self._backend.allocate(
                 Tier.DEVICE, [self.slot_bytes] * self.count, torch.uint8, "staging slots", zero=False
             )
-        for b in self._streamed:
-            data, start = self._slab[slot_of(self._placements, b, self.count)].data, 0
-            for view, size, dtype in zip(self._views[b], self._sizes[b], self._dtypes[b], strict=True):
-                self._backend.refill(view, data[start : start + size].view(dtype))
-                start = align(start + size, _ALIGNMENT_BYTES)
+        cut: dict[tuple[int, _Layout], list[torch.Tensor]] = {}
+        for b, slot in self._slot_of.items():
+            key = slot, self._layouts[b]
+            if key not in cut:
+                cut[key] = _cut(self._slab[slot].data, self._layouts[b])
+            for view, data in zip(self._views[b], cut[key], strict=True):
+                self._backend.refill(view, data)
 
     def give_back(self) -> None:
         """Return the memory, behind what the compute lane has waited for."""
+        nothing = torch.empty(0, device="cpu")
         for views in self._views.values():
             for view in views:
-                view.data = view.data.new_empty(0)
+                view.data = nothing
         self._backend.free(self._slab)
         self._slab.clear()
 
@@ -161,7 +173,8 @@ class Slots:
         point = min(range(len(self._samples)), key=lambda i: (self._samples[i][0] > self._stage_at, i))
         later = max(n for _, n in self._samples[point:])
         fits = max(0, peak - later) // self.slot_bytes
-        before, self.count = self.count, min(self._most, FEWEST + fits)
+        before = self.count
+        self._set_count(min(self._most, FEWEST + fits))
         held = self.count * self.slot_bytes
         self._unstage_at = next((layer for layer, n in self._use_samples if n + held > peak), None)
         self._samples.clear()
@@ -178,3 +191,11 @@ class Slots:
 
 
 _PROFILED_STEP = 3
+
+
+def _cut(slot: torch.Tensor, layout: _Layout) -> list[torch.Tensor]:
+    found, start = [], 0
+    for nbytes, dtype in layout:
+        found.append(slot[start : start + nbytes].view(dtype))
+        start = align(start + nbytes, _ALIGNMENT_BYTES)
+    return found

@@ -66,22 +66,27 @@ class StepIssuer(PointIssuer):
         self._slots = slots
         self._layers = tuple(layers)
         self._overlap = overlap
-        self._pieces = pieces(states)
-        self._index = {state: b for b, state in enumerate(states)}
+        index, held_by = {state: b for b, state in enumerate(states)}, pieces(states)
+        self._parts = {
+            name: [(index[s], i, slice(r.start, r.stop) if len(held) > 1 else None) for s, i, r in held]
+            for name, held in held_by.items()
+        }
+        """By parameter: bucket, range, and which elements; None: all."""
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
         # Those whose new values come from elsewhere: what the compute lane steps is there for whatever it does next.
         self._layers_of = {
-            name: {layers[self._index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
-            for name, held in self._pieces.items()
+            name: {layers[index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
+            for name, held in held_by.items()
         }
         self._targets = Targets(backend, states, tracked)
-        bindings = Bindings(backend, states, memory, slots, totals, self._targets)
-        super().__init__(backend, states, memory, bindings, totals, use_torch_optimizer=use_torch_optimizer)
+        bindings = Bindings(backend, states, memory, slots, totals, self._targets, by_torch=use_torch_optimizer)
+        super().__init__(backend, states, bindings, totals)
         self._uses = dict.fromkeys(layers)
         self._streamed_of: dict[str, list[int]] = {}
         for b, state in enumerate(states):
             if state.placement is Placement.STREAMED:
                 self._streamed_of.setdefault(layers[b], []).append(b)
+        self._nothing = torch.empty(0, device="cpu")
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
         self._unreported: set[str] = set()
@@ -141,19 +146,19 @@ class StepIssuer(PointIssuer):
         """
         if not self.turning:
             self._begin()
-        self._held[gradient.name] = gradient.flat
-        for state, i, r in self._pieces[gradient.name]:
-            b = self._index[state]
-            if b in self._totals.summed and b in self._reported:
+        flat = self._held[gradient.name] = gradient.flat
+        summed = self._totals.summed
+        for b, i, span in self._parts[gradient.name]:
+            if b in summed and b in self._reported:
                 if b in self._in_flight:
                     self._in_flight.remove(b)  # of the microbatch before
                     self._release(b)
                 self._reported.discard(b)
-            self._backend.refill(self._gradients[b][i], gradient.flat[r.start : r.stop])
+            self._backend.refill(self._gradients[b][i], flat if span is None else flat[span])
             self._chosen[b].add(i)
             self._fresh[b].add(i)
-            there = self._fresh[b] if b in self._totals.summed else self._chosen[b]
-            if len(there) == len(state.bucket.ranges):
+            there = self._fresh[b] if b in summed else self._chosen[b]
+            if len(there) == len(self._gradients[b]):
                 self._gradient_point(b, last=last)
 
     def require_used(self, name: str) -> None:
@@ -175,31 +180,28 @@ class StepIssuer(PointIssuer):
         if name is None:
             waiting = [b for b in self._totals.summed if self._fresh[b]]
         else:
-            found = [(self._index[state], i) for state, i, _ in self._pieces[name]]
-            waiting = [b for b, i in found if b in self._totals.summed and i in self._fresh[b]]
+            waiting = [b for b, i, _ in self._parts[name] if b in self._totals.summed and i in self._fresh[b]]
         for b in sorted(waiting, reverse=True):
             self._gradient_point(b, last=last)
 
     def give_back(self, name: str) -> torch.Tensor:
         """Return a taken gradient, flat, because more will be added to it; `take` will be called for it again."""
-        parameter = self._tracked[name].parameter
+        parameter, parts = self._tracked[name].parameter, self._parts[name]
         held = self._held.pop(name, None)
         # Autograd adds in place: not while a copy still reads.
-        leaving = [b for b in (self._index[s] for s, _, _ in self._pieces[name]) if b in self._reported]
-        waits = [self._bindings.events[f"download/{b}"] for b in leaving]
+        waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if b in self._reported]
         self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
         if held is None:
-            dtype = next(s.gradients[i].data.dtype for s, i, _ in self._pieces[name] if s.gradients)
+            dtype = next(self._states[b].gradients[i].data.dtype for b, i, _ in parts if self._states[b].gradients)
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-            for state, i, r in self._pieces[name]:
-                b, target = self._index[state], held[r.start : r.stop]
+            for b, i, span in parts:
+                target = held if span is None else held[span]
                 if self._gradients[b][i].data.numel():
                     target.copy_(self._gradients[b][i].data)
                 else:
                     self._fetch_back(b, i, target)
-        for state, i, _ in self._pieces[name]:
-            b = self._index[state]
-            self._gradients[b][i].data = held.new_empty(0)
+        for b, i, _ in parts:
+            self._gradients[b][i].data = self._nothing
             self._chosen[b].discard(i)
             self._fresh[b].discard(i)
             self._reported.discard(b)
@@ -248,6 +250,8 @@ class StepIssuer(PointIssuer):
         self._reported.add(b)
         self._last = last
         self._issue_point(gradient_point(b))
+        if b in self._totals.summed:
+            self._totals.added(b, self._fresh[b], last=last)
         if self._shape.overlap:
             self._fresh[b].clear()
         if self._shape.overlap and self._states[b].placement is Placement.HOST:
@@ -268,7 +272,7 @@ class StepIssuer(PointIssuer):
         """Forget gradients that the compute lane may overwrite from here on."""
         for b in buckets:
             for buffer in self._gradients[b]:
-                buffer.data = buffer.data.new_empty(0)
+                buffer.data = self._nothing
             for name in self._of_bucket[b]:
                 self._held.pop(name, None)
 
@@ -288,10 +292,10 @@ class StepIssuer(PointIssuer):
         require_no_capture(self._backend)
         dtypes = {g.name: g.flat.dtype for g in gradients}
         for b, state in enumerate(self._states):
-            taken = {str(self._gradients[b][i].data.dtype) for i in self._fresh[b] if b not in self._reported}
-            found = sorted(taken | {str(dtypes[r.name]) for r in state.bucket.ranges if r.name in dtypes})
+            found = {self._gradients[b][i].data.dtype for i in self._fresh[b] if b not in self._reported}
+            found.update(dtypes[name] for name in self._of_bucket[b] if name in dtypes)
             if len(found) > 1:
-                raise mixed_gradients(state, found)
+                raise mixed_gradients(state, sorted(map(str, found)))
 
     def step(self, groups: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         """Step every range whose gradient was taken. `clipping` is this step's."""

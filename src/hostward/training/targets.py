@@ -35,8 +35,8 @@ class Targets:
         """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
         self._flat.clear()
         for name in names:
-            data = self._tracked[name].parameter.data
-            if data.data_ptr() != self._addresses[name] or not data.is_contiguous():
+            weight = self._tracked[name].parameter
+            if weight.data_ptr() != self._addresses[name] or not weight.is_contiguous():
                 self._bind(name)
         return bool(self._flat)
 

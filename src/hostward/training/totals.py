@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -10,6 +10,7 @@ from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.inventory import Bucket
 from hostward.lowering.optimizer import INBOXES, inboxes_of
 
+from .choices import Addition
 from .state import BucketState
 
 _BYTES_PER_ELEMENT = 4
@@ -62,18 +63,18 @@ class Totals:
         data = slot.data.view(dtype)[start : start + whole.bucket.ranges[index].numel]
         return Buffer(slot.tier, data, slot.owner, slot.pinned)
 
-    def add(self, bucket: int, ranges: set[int], *, last: bool) -> list[tuple[bool, set[int]]]:
-        """Ranges are about to be added: (first, ranges) for those that begin a total and those that go on with one.
+    def addition(self, bucket: int, ranges: Set[int], *, last: bool) -> Addition:
+        """What adding these ranges is: which of them begin a total. `last`: the addition makes the partial sums."""
+        has = self._has[bucket]
+        return Addition(ranges - has, ranges & has, last)
 
-        `last`: the addition makes the partial sums as well.
-        """
-        has, with_sums = self._has[bucket], self._with_sums[bucket]
-        parts = [(True, ranges - has), (False, ranges & has)]
-        has |= ranges
-        with_sums -= ranges
+    def added(self, bucket: int, ranges: Set[int], *, last: bool) -> None:
+        """That has been issued."""
+        self._has[bucket] |= ranges
         if last:
-            with_sums |= ranges
-        return [part for part in parts if part[1]]
+            self._with_sums[bucket] |= ranges
+        else:
+            self._with_sums[bucket] -= ranges
 
     def without_sums(self, bucket: int) -> set[int]:
         """Ranges whose total has changed since its partial sums were made."""

@@ -48,7 +48,8 @@ class WeightWatch:
         """The present contents of these weights are the optimizer's own."""
         for t in tracked:
             self._known[t.name] = (t.parameter._version, t.parameter.data_ptr())
-            self._before_load.pop(t.name, None)
+            if self._before_load:
+                self._before_load.pop(t.name, None)
 
     def before_load(self, t: Tracked) -> None:
         """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
@@ -66,30 +67,26 @@ class WeightWatch:
         self._structure.require_same()
         found = []
         for t in self._tracked:
-            self._require_same(t)
-            if self._known[t.name] != (t.parameter._version, t.parameter.data_ptr()):
+            parameter = t.parameter
+            for owner, attribute in t.homes:
+                if owner._parameters.get(attribute) is not parameter:
+                    raise _taken_out(t)
+            if (parameter.shape, parameter.dtype, parameter.device) != self._kinds[t.name]:
+                raise self._changed_kind(t)
+            if self._known[t.name] != (parameter._version, parameter.data_ptr()):
                 before = self._before_load.get(t.name)
-                if before is not None and before == bit_sum(t.parameter.data):
+                if before is not None and before == bit_sum(parameter.data):
                     self.remember([t])
                 else:
                     found.append(t)
         return found
 
-    def _require_same(self, t: Tracked) -> None:
-        for owner, attribute in t.homes:
-            if owner._parameters.get(attribute) is not t.parameter:
-                raise ModelError(
-                    f"parameter {t.name!r} was taken out of the module that held it",
-                    why="what forward uses instead is not what the optimizer would update",
-                    fix="parametrize and prune before making the optimizer, or make a new optimizer",
-                )
-        now = _kind(t.parameter)
-        if now != self._kinds[t.name]:
-            raise ModelError(
-                f"parameter {t.name!r} is {_told(now)} now",
-                why=f"it was {_told(self._kinds[t.name])} when the optimizer was made, and its state still is",
-                fix="make the optimizer after .to(), .half(), .bfloat16() and resizing",
-            )
+    def _changed_kind(self, t: Tracked) -> ModelError:
+        return ModelError(
+            f"parameter {t.name!r} is {_told(_kind(t.parameter))} now",
+            why=f"it was {_told(self._kinds[t.name])} when the optimizer was made, and its state still is",
+            fix="make the optimizer after .to(), .half(), .bfloat16() and resizing",
+        )
 
     def require_no_newcomers(self) -> None:
         """Raises ModelError for a gradient of a parameter that came into the module after the optimizer was made."""
@@ -122,6 +119,14 @@ class _LoadHook:
 
     def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
         return _LoadHook, ()
+
+
+def _taken_out(t: Tracked) -> ModelError:
+    return ModelError(
+        f"parameter {t.name!r} was taken out of the module that held it",
+        why="what forward uses instead is not what the optimizer would update",
+        fix="parametrize and prune before making the optimizer, or make a new optimizer",
+    )
 
 
 def bit_sum(tensor: torch.Tensor) -> int:

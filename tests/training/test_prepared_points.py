@@ -1,0 +1,113 @@
+"""Works of a point are gathered once, and again for another choice of ranges; the order is that of the schedule.
+
+Seen red: a gathered point kept for another choice, for another set of buckets without gradients, after buffers had
+changed; one choice kept instead of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from networks import loss_of, make
+from optimizer_cases import MIXED, NEVER, Model, adamw, assert_equal, backend, set_gradients, snapshot
+
+from hostward.engine.backend import Batch, Work
+from hostward.engine.simulated import SimulatedBackend
+from hostward.lowering.optimizer import STEP
+from hostward.schedule import Kind, Lane, Op
+from hostward.training.binding import Bindings
+
+
+class Batches(SimulatedBackend):
+    """Remembers the works that it was asked to put together."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.works: list[Sequence[Work]] = []
+
+    def batch(self, works: Sequence[Work]) -> Batch:
+        self.works.append(works)
+        return super().batch(works)
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operations whose works were looked up, as it goes on."""
+    names: list[str] = []
+
+    def counting(method: Callable[..., Work]) -> Callable[..., Work]:
+        def counted(self: Bindings, op: Op, *args: Any, **options: bool) -> Work:
+            names.append(op.name)
+            return method(self, op, *args, **options)
+
+        return counted
+
+    monkeypatch.setattr(Bindings, "work", counting(Bindings.work))
+    monkeypatch.setattr(Bindings, "addition", counting(Bindings.addition))
+    return names
+
+
+def test_a_step_like_an_earlier_one_looks_nothing_up(looked_up: list[str]) -> None:
+    model = Model()
+    optimizer = adamw(model, backend=backend(), **MIXED)
+    counts = []
+    for step, skip in enumerate([(), (), (), [NEVER], [NEVER], [NEVER], ()]):
+        optimizer.zero_grad()
+        looked_up.clear()
+        set_gradients(model, step, skip=skip)
+        optimizer.step()
+        optimizer.wait()
+        counts.append(len(looked_up))
+    assert counts[0] > counts[3] > 0
+    # What is staged before a choice is known goes by the last step's: it follows one step later.
+    assert counts[1] == counts[4] == 3
+    assert (counts[2], counts[5], counts[6]) == (0, 0, 0)
+
+
+def test_microbatches_that_are_added_up_look_nothing_up_in_the_second_step(looked_up: list[str]) -> None:
+    """The first begins totals, the next go on with them, and the last makes partial sums."""
+    model, optimizer = make("host", torch.bfloat16, gradients="host")
+    for step in range(4):
+        if step == 2:
+            assert any(name.startswith("add/") for name in looked_up)
+            looked_up.clear()
+        for m in range(4):
+            with optimizer.accumulate(last=m == 3):
+                loss_of(model, 4 * step + m).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert looked_up == []
+
+
+def test_works_are_put_together_in_the_order_of_the_schedule() -> None:
+    model, lanes = Model(), Batches()
+    optimizer = adamw(model, backend=lanes, **MIXED)
+    set_gradients(model, 0)
+    optimizer.step()
+    ops = [op for op in optimizer.schedule.points[STEP] if op.kind is not Kind.MODEL]
+    first = next(i for i, op in enumerate(ops) if op.kind is Kind.ADAMW)
+    events = optimizer._issuer._bindings.events
+    expected = [[events[op.name] for op in part] for part in (ops[:first], ops[first:])]
+    asked = [[work.done for work in works] for works in lanes.works]
+    at = asked.index(expected[0])
+    assert asked[at + 1] == expected[1]
+    assert {work.lane for work in lanes.works[at + 1]} >= {Lane.HOST, Lane.UPDATE, Lane.H2D, Lane.D2H}
+
+
+def test_choices_that_come_and_go_give_the_bits_of_the_device_alone() -> None:
+    """Buckets without any gradient, ranges without one, and back again; other dtypes of gradients among them."""
+    patterns: Sequence[Sequence[str]] = [[], ["layers.2.weight", "layers.2.after"], [NEVER], [], ["embed.weight"], []]
+
+    def run(**options: float) -> Mapping[str, object]:
+        model = Model()
+        optimizer = adamw(model, backend=backend(), **options)
+        for step, skip in enumerate([*patterns, *patterns]):
+            set_gradients(model, step, skip=skip)
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    assert_equal(run(), run(**MIXED))  # type: ignore[arg-type]

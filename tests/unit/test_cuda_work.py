@@ -1,0 +1,362 @@
+"""Works of the CUDA backend over a fake driver: which calls they make, in which order, in every kind of turn.
+
+Seen red: a table copied at every turn, or never again; tables not forgotten after a refused call; one host copy of a
+table for all turns; timed events left in after the meter is gone; a batch that enqueues after the kernel that torch
+launches; addresses of copies not written; one pair of timed events for all issues of a work in a turn; timed events not
+used again; timed events used again before they were read; a host task of another turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import pytest
+import torch
+from fake_backend import STREAM_OF, FakeBackend, TwoTables, launch_of
+
+from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.engine.cuda_work import TOGETHER, CommandWork, CudaBatch, HostWork, KernelWork, TableWork, TaskWork
+from hostward.engine.host_task import add_task
+from hostward.errors import DeviceError
+from hostward.host.adamw import bias_tables
+from hostward.host.library import AccumulateTaskStruct, Task
+from hostward.inventory import MasterKind
+from hostward.schedule import Lane
+
+UPDATE = STREAM_OF[Lane.UPDATE]
+TABLE_BYTES, FIXED_BYTES = 32, 16
+
+
+def table_work(backend: FakeBackend, lane: Lane = Lane.UPDATE) -> tuple[TableWork, TwoTables, Event, Event]:
+    kernel, wait, done = TwoTables(backend.uploads), backend.event(), backend.event()
+    return TableWork(backend, "step", lane, kernel, [wait], done), kernel, wait, done  # type: ignore[arg-type]
+
+
+def kernel_call(function: int = 0xF00D, stream: int = UPDATE) -> tuple[Any, ...]:
+    return "kernel", stream, function, (3, 1, 1, 128, 1, 1), 64, 0
+
+
+def int64_at(address: int, n: int = 4) -> list[int]:
+    return list((ctypes.c_int64 * n).from_address(address))
+
+
+def test_a_table_is_copied_in_the_turns_in_which_it_has_changed() -> None:
+    backend = FakeBackend()
+    work, kernel, wait, done = table_work(backend)
+    begin, end = [("wait", UPDATE, wait.native, 0)], [kernel_call(), ("record", done.native, UPDATE)]
+
+    assert work.issue() is done
+    fixed, changing = (t.data.data_ptr() for t in (kernel.fixed, kernel.changing))
+    first = backend.calls()
+    assert first == [
+        *begin,
+        ("copy", fixed, first[1][2], FIXED_BYTES, UPDATE),
+        ("copy", changing, first[2][2], TABLE_BYTES, UPDATE),
+        *end,
+    ]
+    assert int64_at(first[2][2]) == [1, 10, 2, 20]
+    assert list((ctypes.c_double * 2).from_address(first[1][2])) == [0.5, 0.25]
+
+    backend.turn += 1
+    work.issue()
+    assert backend.calls() == [*begin, *end]
+
+    backend.turn += 1
+    kernel.values = [10, 21]
+    work.issue()
+    third = backend.calls()
+    assert third == [*begin, ("copy", changing, third[1][2], TABLE_BYTES, UPDATE), *end]
+    assert int64_at(third[1][2]) == [1, 10, 2, 21]
+    # What an earlier turn copies from, which may be pending, is as it was.
+    assert third[1][2] != first[2][2]
+    assert int64_at(first[2][2]) == [1, 10, 2, 20]
+
+
+def test_every_pending_turn_has_a_host_copy_of_its_own() -> None:
+    backend = FakeBackend()
+    work, kernel, *_ = table_work(backend)
+    sources = []
+    for _ in range(2 * RING):
+        kernel.values = [backend.turn, -backend.turn]
+        work.issue()
+        sources.append(next(call[2] for call in backend.calls() if call[3] == TABLE_BYTES))
+        assert int64_at(sources[-1]) == [1, backend.turn, 2, -backend.turn]
+        backend.turn += 1
+    assert len(set(sources)) == RING
+    assert sources[:RING] == sources[RING:]
+
+
+class Heard:
+    """A meter that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float, int, int]] = []
+
+    def __call__(self, name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None:
+        self.spans.append((name, start_s, end_s, nbytes, turn))
+
+
+def test_timed_events_stand_around_the_kernel_while_there_is_a_meter() -> None:
+    backend = FakeBackend()
+    work, kernel, _, done = table_work(backend)
+    work.issue()
+    plain = backend.calls()
+    pairs = []
+    for _ in range(3 * RING):
+        backend.meter = Heard()
+        backend.begin_turn()
+        kernel.values = [backend.turn, 0]
+        work.issue()
+        start, end = work.timed
+        calls = backend.calls()
+        assert [call[0] for call in calls] == ["wait", "copy", "record", "kernel", "record", "record"]
+        assert [call[1] for call in calls if call[0] == "record"] == [start, end, done.native]
+        pairs.append((start, end))
+    # No turn that may be pending has the events of another one; those of turns that are over are used again.
+    assert all(len({event for pair in pairs[i : i + RING] for event in pair}) == 2 * RING for i in range(2 * RING))
+    assert len(set(pairs)) == RING
+    backend.meter = None
+    kernel.forget()
+    kernel.values = [10, 20]
+    work.issue()
+    assert [call[:2] for call in backend.calls() if call[0] != "copy"] == [c[:2] for c in plain if c[0] != "copy"]
+
+
+def copy_work(backend: FakeBackend, name: str = "copy") -> CommandWork:
+    pair = tuple(Buffer(tier, torch.zeros(5), "x") for tier in (Tier.HOST, Tier.DEVICE))
+    return CommandWork(backend, name, Lane.D2H, [], backend.event(), [pair])  # type: ignore[arg-type]
+
+
+def test_every_issue_of_a_turn_is_timed_by_itself() -> None:
+    """Gradients of several microbatches: one work, several copies."""
+    backend, heard = FakeBackend(), Heard()
+    works = [copy_work(backend, "a"), copy_work(backend, "b")]
+    backend.meter = heard
+    backend.begin_turn()
+    turn, base = backend.turn, len(backend.fake.records)
+    for work in (works[0], works[1], works[0]):
+        work.issue()
+    for _ in range(RING):
+        assert heard.spans == []
+        backend.begin_turn()
+    # Two timed events and the one that others wait for, of each issue; times count from the first turn's first record.
+    assert heard.spans == [(name, base + at, base + at + 1.0, 20, turn) for name, at in (("a", 0), ("b", 3), ("a", 6))]
+    assert backend.fake.records[0] != backend.fake.records[base]
+
+
+def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
+    backend = FakeBackend()
+    backend.meter = Heard()
+    made = []
+    for _ in range(3 * RING):
+        backend.begin_turn()
+        for _ in range(5):
+            copy_work(backend).issue()
+        made.append(backend.timed_events)
+    assert len(set(made[RING - 1 :])) == 1
+    # Nor does a meter that goes before it has heard everything.
+    backend.meter = None
+    for _ in range(RING):
+        backend.begin_turn()
+        copy_work(backend).issue()
+    backend.meter = heard = Heard()
+    for _ in range(2 * RING):
+        backend.begin_turn()
+        for _ in range(5):
+            copy_work(backend).issue()
+    assert backend.timed_events == made[-1]
+    assert len(heard.spans) == RING * 5
+
+
+def test_nothing_is_timed_in_a_turn_that_began_without_a_meter() -> None:
+    backend = FakeBackend()
+    backend.begin_turn()
+    backend.meter = Heard()
+    work = copy_work(backend)
+    work.issue()
+    assert [call[0] for call in backend.calls()] == ["copy", "record"]
+    backend.begin_turn()
+    work.issue()
+    assert [call[0] for call in backend.calls()] == ["record", "copy", "record", "record"]
+
+
+@pytest.mark.parametrize("refused", range(5))
+def test_a_table_that_may_not_have_been_copied_is_copied_in_the_next_issue(refused: int) -> None:
+    backend = FakeBackend(refused)
+    work, *_ = table_work(backend)
+    with pytest.raises(DeviceError, match=f"command {refused + 1 + (refused > 2) + (refused > 3)} of 7"):
+        work.issue()
+    backend.fake.refused = -1
+    backend.calls()
+    work.issue()
+    assert [call[0] for call in backend.calls()] == ["wait", "copy", "copy", "kernel", "record"]
+
+
+def test_tables_of_a_batch_are_copied_again_after_another_work_of_it_failed() -> None:
+    backend = FakeBackend()
+    (first, *_), (second, other, *_) = table_work(backend), table_work(backend)
+    batch = CudaBatch(backend, [first, second])  # type: ignore[arg-type]
+    other.values = [1, 2, 3]
+    with pytest.raises(ValueError, match="zip"):
+        batch.issue()
+    assert backend.calls() == []
+    other.values = [1, 2]
+    batch.issue()
+    assert [call[0] for call in backend.calls()] == ["wait", "copy", "copy", "kernel", "record"] * 2
+
+
+def test_another_launch_is_written_into_the_list() -> None:
+    backend = FakeBackend()
+    work, kernel, *_ = table_work(backend)
+    work.issue()
+    kernel.launches = [launch_of(0xBEEF)]
+    work.issue()
+    assert [call for call in backend.calls() if call[0] == "kernel"] == [kernel_call(), kernel_call(0xBEEF)]
+
+
+def test_copies_take_addresses_when_they_are_issued() -> None:
+    backend = FakeBackend()
+    host, device = (Buffer(tier, torch.zeros(5), "x") for tier in (Tier.HOST, Tier.DEVICE))
+    waits, done = [backend.event(), backend.event()], backend.event()
+    work = CommandWork(backend, "copy", Lane.D2H, waits, done, [(host, device), (host, device)])  # type: ignore[arg-type]
+    stream = STREAM_OF[Lane.D2H]
+    for _ in range(3):
+        device.data = torch.ones(5)
+        work.issue()
+        copy = ("copy", host.data.data_ptr(), device.data.data_ptr(), 20, stream)
+        begin = [("wait", stream, event.native, 0) for event in waits]
+        assert backend.calls() == [*begin, copy, copy, ("record", done.native, stream)]
+    assert backend.ledger.copied_bytes[Lane.D2H] == 3 * 40
+    backend.meter = Heard()
+    backend.begin_turn()
+    work.issue()
+    assert [call[0] for call in backend.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
+
+
+def test_a_pure_wait_is_timed_with_its_waits() -> None:
+    backend = FakeBackend()
+    backend.meter = Heard()
+    backend.begin_turn()
+    wait, done = backend.event(), backend.event()
+    work = CommandWork(backend, "arrive", Lane.COMPUTE, [wait], done)  # type: ignore[arg-type]
+    work.issue()
+    start, end = work.timed
+    stream = STREAM_OF[Lane.COMPUTE]
+    assert backend.calls() == [
+        ("record", start, stream),
+        ("wait", stream, wait.native, 0),
+        ("record", end, stream),
+        ("record", done.native, stream),
+    ]
+    assert backend.ledger.copied_bytes == {}
+
+
+def host_operands() -> tuple[AdamWOperands, Scalars]:
+    def buffer(*values: float, dtype: torch.dtype = torch.float32) -> Buffer:
+        return Buffer(Tier.HOST, torch.tensor(values, dtype=dtype), "x")
+
+    ranges = [BoundRange(0, buffer(1, 2), buffer(3, 4), buffer(0, dtype=torch.int64))]
+    constants = Constants(Hyper(1.0, 2.0, 0.5, 0.25, 5.0), bias_tables(0.5, 0.25, 10))
+    operands = AdamWOperands(ranges, MasterKind.WEIGHT, buffer(0, 0), buffer(0, 0), None, constants)
+    return operands, Scalars(buffer(1), buffer(0, dtype=torch.int32), buffer(0))
+
+
+def test_every_pending_host_step_has_hyper_parameters_of_its_own() -> None:
+    backend, (operands, scalars) = FakeBackend(), host_operands()
+    work = HostWork(backend, "step", operands, scalars, [], backend.event())  # type: ignore[arg-type]
+    tasks = []
+    for turn in range(RING):
+        operands.constants.hyper = Hyper(float(turn), 2.0, 0.5, 0.25, 5.0)
+        work.issue()
+        host, record = backend.calls()
+        assert (host[:2], record[0]) == (("host", STREAM_OF[Lane.HOST]), "record")
+        tasks.append(host[3])
+        assert len(backend.kept[backend.turn]) == 1
+        backend.turn += 1
+    hypers = [list((ctypes.c_double * 5).from_address(Task.from_address(task).hyper)) for task in tasks]
+    assert hypers == [[float(turn), 2.0, 0.5, 0.25, 5.0] for turn in range(RING)]
+    operands.constants.tables = bias_tables(0.5, 0.25, 20)
+    work.issue()
+    assert backend.calls()[0][3] not in tasks
+
+
+def test_every_pending_turn_has_a_task_of_its_own_over_the_same_operands() -> None:
+    backend = FakeBackend()
+    total, gradient = (Buffer(Tier.HOST, torch.zeros(5), "x") for _ in range(2))
+    task = functools.partial(add_task, [total], [gradient], 1, first=True, partials=None)
+    wait, done = backend.event(), backend.event()
+    work = TaskWork(backend, "add", task, [wait], done)  # type: ignore[arg-type]
+    stream, tasks = STREAM_OF[Lane.HOST], []
+    for _ in range(2 * RING):
+        work.issue()
+        begin, host, end = backend.calls()
+        assert (begin, end) == (("wait", stream, wait.native, 0), ("record", done.native, stream))
+        assert host[:3] == ("host", stream, backend.kept[backend.turn][0].host_function()[0])  # type: ignore[attr-defined]
+        tasks.append(AccumulateTaskStruct.from_address(host[3]))
+        backend.turn += 1
+    assert [task.error for task in tasks] == [
+        backend.errors[turn % RING].ctypes.data for turn in range(1, 2 * RING + 1)
+    ]
+
+
+def test_a_batch_is_its_works_one_after_the_other() -> None:
+    """Whatever lies between: kernels that torch launches, and more works than one call takes."""
+
+    def made() -> tuple[FakeBackend, list[Any]]:
+        backend = FakeBackend()
+
+        def by_torch() -> None:
+            backend.fake.calls.append(("torch",))
+
+        buffers = [Buffer(Tier.HOST, torch.zeros(5), "x") for _ in range(2)]
+        works: list[Any] = []
+        for i in range(2 * TOGETHER + 3):
+            kernel = KernelWork(backend, f"{i}", Lane.COMPUTE, by_torch, [backend.event()], backend.event())  # type: ignore[arg-type]
+            mark = CommandWork(backend, f"{i}", Lane.H2D, [kernel.done], backend.event())  # type: ignore[arg-type]
+            add = functools.partial(add_task, buffers[:1], buffers[1:], 1, first=i % 2 == 0, partials=None)
+            task = TaskWork(backend, f"{i}", add, [mark.done], backend.event())  # type: ignore[arg-type]
+            works += [kernel, mark] if i in (0, 1, 7) else [table_work(backend)[0], mark, task]
+        return backend, works
+
+    backend, works = made()
+    batch = CudaBatch(backend, works)  # type: ignore[arg-type]
+    other, alone = made()
+    meters = Heard(), Heard()
+    for turn in range(3):
+        backend.meter, other.meter = meters if turn == 1 else (None, None)
+        backend.begin_turn()
+        other.begin_turn()
+        for _ in range(2):
+            batch.issue()
+            for work in alone:
+                work.issue()
+            # Addresses of tables and tasks differ from one set of works to the other; everything else is the same.
+            ours, theirs = (
+                [call[:1] if call[0] == "copy" else call[:3] if call[0] == "host" else call for call in calls]
+                for calls in (backend.calls(), other.calls())
+            )
+            assert ours == theirs
+    backend.meter, other.meter = meters
+    for _ in range(RING):
+        backend.begin_turn()
+        other.begin_turn()
+    assert len(meters[0].spans) == 2 * len(works)
+    assert meters[0].spans == meters[1].spans
+
+
+def test_a_batch_makes_few_native_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    native, calls = backend.driver.issue, []
+
+    def counted(*arguments: Any) -> int:
+        calls.append(arguments[4])
+        return native(*arguments)
+
+    monkeypatch.setattr(backend.driver, "issue", counted)
+    works = [table_work(backend)[0] for _ in range(TOGETHER + 1)]
+    CudaBatch(backend, works).issue()  # type: ignore[arg-type]
+    assert calls == [TOGETHER, 1]
+    works[0].issue()
+    assert calls == [TOGETHER, 1, 1]
