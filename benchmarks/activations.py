@@ -12,6 +12,9 @@ first row is the base and runs last once more, so that a drift of the machine sh
     save_on_cpu             torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
     A+checkpoint, A+block:M any of the two before, and recomputation
 
+With --peers FOLDER other libraries' ways follow (peers.py); theirs is a whole step, with AdamW on the GPU, and each has
+a base of its own.
+
 `gradient_bits` is a sum over the bits of all gradients of the first iteration: rows with the same number have, as far
 as it can tell, the same gradients. The model is the one of step.py.
 """
@@ -33,6 +36,7 @@ from typing import Any
 
 import torch
 
+import peers
 from training_row import SEED, SHAPES, build, device_memory, loss_of, synchronise
 
 from machine import describe
@@ -137,12 +141,15 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     return found
 
 
-def child(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+def child(arguments: argparse.Namespace, text: str, limit_s: float) -> dict[str, Any]:
     """The same in a process of its own."""
     command = [sys.executable, __file__, "--one", text]
     for name in ("model", "tokens", "seq", "warmup", "steps", "device"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.row_limit_s, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"status": "failed", "why": f"not done within {limit_s:.0f} s"}
     if done.returncode != 0:
         return {"status": "failed", "why": done.stderr.strip()[-800:]}
     return {"status": "ok", **json.loads(done.stdout.strip().splitlines()[-1])}
@@ -173,6 +180,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: smoke test only")
     parser.add_argument("--row-limit-s", type=float, default=240.0)
+    parser.add_argument("--peers", type=Path, help="folder with the peers' measuring programs")
+    parser.add_argument("--peer-modes", default="activations", help="see peers.py")
+    parser.add_argument("--time-limit-s", type=float, default=3600.0, help="rows that would end later are skipped")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -180,17 +190,41 @@ def main() -> None:
         print(json.dumps(measure(arguments, arguments.one)))
         return
     names = arguments.rows.split(",")
-    for name in names:
-        row_of(name)
-    rows: list[dict[str, Any]] = []
-    for name in [*names, names[0]]:
-        rows.append({"row": name, **child(arguments, name)})
-        print(f"  {name}: {rows[-1].get('step_s', rows[-1].get('why'))}", file=sys.stderr, flush=True)
+    try:
+        for name in names:
+            row_of(name)
+        modes = peers.checked_names(arguments.peer_modes) if arguments.peers is not None else []
+    except ValueError as error:
+        parser.error(str(error))
+    ends = time.monotonic() + arguments.time_limit_s
+    shape = SHAPES[arguments.model]
+    job = peers.Job(
+        shape.layers, shape.hidden, shape.ffn, shape.heads, shape.vocab, arguments.seq, arguments.tokens,
+        arguments.warmup, arguments.steps, arguments.device,
+    )  # fmt: skip
+    facts: dict[str, Any] = {"command": " ".join(sys.argv), "machine": describe(), "shape": asdict(shape)}
+    facts |= {"tokens": arguments.tokens, "seq": arguments.seq, "rows": [], "peers": []}
+
+    def write() -> None:
         if arguments.json is not None:
-            facts = {"command": " ".join(sys.argv), "machine": describe(), "shape": asdict(SHAPES[arguments.model])}
-            facts |= {"tokens": arguments.tokens, "seq": arguments.seq}
-            arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+            arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+    rows, others = facts["rows"], facts["peers"]
+    for name in [*names, names[0]]:
+        left_s = ends - time.monotonic()
+        if left_s < arguments.row_limit_s / 8:
+            rows.append({"row": name, "status": "skipped", "why": "no time left"})
+            continue
+        rows.append({"row": name, **child(arguments, name, min(arguments.row_limit_s, left_s))})
+        print(f"  {name}: {rows[-1].get('step_s', rows[-1].get('why'))}", file=sys.stderr, flush=True)
+        write()
+    for mode in modes:
+        others += peers.measure(arguments.peers, [mode], job, lambda: ends - time.monotonic())
+        peers.compare(others, {})
+        write()
     print_table(rows)
+    if others:
+        peers.print_table(others)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Other libraries' optimizer offloading on the same job, as rows that stand beside those of step.py.
+"""Other libraries' offloading on the same job, as rows that stand beside those of step.py and activations.py.
 
     python benchmarks/peers.py FOLDER --tokens 8192 --json peers.json
     python benchmarks/step.py --peers FOLDER ...
+    python benchmarks/activations.py --peers FOLDER ...
 
 FOLDER holds the measuring programs measure_native.py and measure_deepspeed.py, and the packages that they need under
 peer_site/ (for DeepSpeed under peer_site_deepspeed/ where that exists). Each mode runs in processes of its own; what
@@ -51,13 +52,22 @@ MODES = {
     "ao_bf16_grads": Mode(
         "native", "ao_bf16_grads", "base_bf16", "torchao CPUOffloadOptimizer, no master", clips=False
     ),
+    "act_none": Mode("native", "act_none", "act_none", "everything stays", clips=False),
+    "act_soc": Mode("native", "act_soc", "act_none", "torch save_on_cpu(pin_memory=True)", clips=False),
+    "act_tt": Mode("native", "act_tt", "act_none", "torchtune OffloadActivations", clips=False),
+    "act_trl": Mode("native", "act_trl", "act_none", "TRL OffloadActivations", clips=False),
+    "act_ckpt": Mode("native", "act_ckpt", "act_ckpt", "checkpointed layers", clips=False),
+    "act_ckpt_soc": Mode("native", "act_ckpt_soc", "act_ckpt", "the same, torch save_on_cpu", clips=False),
+    "act_ckpt_tt": Mode("native", "act_ckpt_tt", "act_ckpt", "the same, torchtune", clips=False),
+    "act_ckpt_trl": Mode("native", "act_ckpt_trl", "act_ckpt", "the same, TRL", clips=False),
     "ds_build": Mode("deepspeed", "build", "ds_gpu", "DeepSpeed: compiles its host kernel"),
     "ds_gpu": Mode("deepspeed", "gpu", "ds_gpu", "DeepSpeed on the GPU"),
     "ds_zero2": Mode("deepspeed", "zero2", "ds_gpu", "DeepSpeed ZeRO-2 offload"),
     "ds_zero2_overlap": Mode("deepspeed", "zero2_overlap", "ds_gpu", "DeepSpeed ZeRO-2 offload, overlap_comm"),
     "ds_superoffload_clip": Mode("deepspeed", "superoffload_clip", "ds_gpu", "DeepSpeed SuperOffload"),
 }
-NATIVE = [name for name, mode in MODES.items() if mode.program == "native"]
+NATIVE = [name for name, mode in MODES.items() if mode.program == "native" and not name.startswith("act_")]
+ACTIVATIONS = [name for name in MODES if name.startswith("act_")]
 DEEPSPEED = ["ds_build", "ds_gpu", "ds_zero2"]
 
 
@@ -237,12 +247,16 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def checked_names(text: str) -> list[str]:
-    """Mode names separated by commas; `native` and `deepspeed` stand for the usual ones. Raises ValueError."""
-    groups = {"native": NATIVE, "deepspeed": DEEPSPEED, "none": []}
+    """Mode names separated by commas; `native`, `deepspeed` and `activations` stand for the usual ones. Raises
+    ValueError.
+    """
+    groups = {"native": NATIVE, "deepspeed": DEEPSPEED, "activations": ACTIVATIONS, "none": []}
     names = [name for word in text.split(",") for name in groups.get(word, [word])]
     for name in names:
         if name not in MODES:
-            raise ValueError(f"{name!r} is no mode: choose from native, deepspeed, none, {', '.join(MODES)}")
+            raise ValueError(
+                f"{name!r} is no mode: choose from native, deepspeed, activations, none, {', '.join(MODES)}"
+            )
     return names
 
 

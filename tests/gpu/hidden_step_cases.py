@@ -51,9 +51,12 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, 300)
         self.to(DEVICE, dtype)
 
-    def forward(self, x: torch.Tensor, without: int | None = None, reentrant: bool | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, without: int | None = None, reentrant: bool | None = None, only: int | None = None
+    ) -> torch.Tensor:
+        """`only`: that layer three times, and no other."""
         x = self.embed(x) * self.scale
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers if only is None else [self.layers[only]] * 3):
             if i != without:
                 y = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
                 x = torch.tanh(y) + x

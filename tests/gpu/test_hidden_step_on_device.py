@@ -32,7 +32,6 @@ from hidden_step_cases import (
     slow,
     train,
 )
-from torch.utils.checkpoint import checkpoint
 
 import hostward
 from hostward.schedule import Lane
@@ -97,11 +96,7 @@ def shared(reentrant: bool) -> Backward:
     """One layer used three times, recomputed each time: its gradient hook fires more than once in one backward."""
 
     def backward(model: Net, seed: int) -> None:
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)).to(DEVICE, model.scale.dtype)
-        x = model.embed(x) * model.scale
-        for _ in range(3):
-            x = torch.tanh(checkpoint(model.layers[1], x, use_reentrant=reentrant)) + x
-        model.head(x).float().square().mean().backward()
+        loss_of(model, seed, only=1, reentrant=reentrant).backward()
 
     return backward
 
