@@ -89,8 +89,8 @@ class CudaBackend(Backend):
             self.streams = Streams(N_STREAMS, current_context())  # that of the streams
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
-        for lane, stream in partners.items():
-            self.streams.set(PARTNER[lane], stream.cuda_stream)
+        for copying, stream in partners.items():
+            self.streams.set(PARTNER[copying], stream.cuda_stream)
         self._compute = torch.cuda.current_stream(self.device).cuda_stream
         self.streams.set(INDEX[Lane.COMPUTE], self._compute)
         self._events: list[int] = []
