@@ -4,13 +4,16 @@
 
 A lane gets a backlog of copies; then a flag is read back on the compute stream (for the host-to-device lane: written),
 as models do that look at their masks. `flag_s` is what the calling thread waits for it, `backlog_s` what the whole
-backlog takes. Rows alternate between copies that give way after GIVE_WAY_BYTES and copies that never do; medians count.
+backlog takes. `busy_s` is what the backlog takes while a kernel keeps the compute stream busy for longer: where streams
+share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS=1), giving way might wait for kernels. Rows alternate between copies
+that give way after GIVE_WAY_BYTES and copies that never do; medians count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -28,11 +31,12 @@ from hostward.schedule import Lane
 from machine import describe
 
 MIB = 1 << 20
+BUSY_CYCLES = int(1e9)
 NEVER = 1 << 62
 
 
-def measure(backend: CudaBackend, lane: Lane, copies: int, nbytes: int, give_way_bytes: int) -> tuple[float, float]:
-    """Seconds that the flag takes, and that the backlog takes."""
+def measure(backend: CudaBackend, lane: Lane, copies: int, nbytes: int, give_way_bytes: int) -> tuple[float, ...]:
+    """Seconds: the flag, the backlog, the backlog beside a long kernel."""
     usual, cuda_work.GIVE_WAY_BYTES = cuda_work.GIVE_WAY_BYTES, give_way_bytes
     try:
         (device,) = backend.allocate(Tier.DEVICE, [nbytes], torch.uint8, "backlog", zero=False)
@@ -58,21 +62,28 @@ def measure(backend: CudaBackend, lane: Lane, copies: int, nbytes: int, give_way
     flag_s = time.perf_counter() - started
     backend.synchronise()
     backlog_s = time.perf_counter() - started
+    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+    started = time.perf_counter()
+    for work in works:
+        last = work.issue()
+    backend.wait(last)
+    busy_s = time.perf_counter() - started
+    backend.synchronise()
     backend.free([device, host])
-    return flag_s, backlog_s
+    return flag_s, backlog_s, busy_s
 
 
 def rows_of(copies: int, mib: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     backend, rows = CudaBackend(), []
     for lane in (Lane.D2H, Lane.H2D):
         for size in mib:
-            found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            found: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
             for number in range(rounds):
                 for gives in (True, False) if number % 2 else (False, True):
                     limit = cuda_work.GIVE_WAY_BYTES if gives else NEVER
                     found[gives].append(measure(backend, lane, copies, size * MIB, limit))
             for gives, times in found.items():
-                flags_s, backlogs_s = zip(*times, strict=True)
+                flags_s, backlogs_s, busy_s = zip(*times, strict=True)
                 rows.append(
                     {
                         "lane": lane.value,
@@ -81,6 +92,7 @@ def rows_of(copies: int, mib: Sequence[int], rounds: int) -> list[dict[str, Any]
                         "gives_way": gives,
                         "flag_s": statistics.median(flags_s),
                         "backlog_s": statistics.median(backlogs_s),
+                        "busy_s": statistics.median(busy_s),
                         "flag_s_all": flags_s,
                         "backlog_s_all": backlogs_s,
                     }
@@ -97,13 +109,19 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = rows_of(arguments.copies, [int(word) for word in arguments.mib.split(",")], arguments.rounds)
     if arguments.json is not None:
-        facts = {"command": " ".join(sys.argv), "machine": describe(), "give_way_bytes": cuda_work.GIVE_WAY_BYTES}
+        connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        facts = {
+            "command": " ".join(sys.argv),
+            "cuda_device_max_connections": connections,
+            "machine": describe(),
+            "give_way_bytes": cuda_work.GIVE_WAY_BYTES,
+        }
         arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    print(f"{'lane':>5} {'MiB':>5} {'copies':>6} {'gives way':>9} {'flag ms':>9} {'backlog ms':>10}")
+    print(f"{'lane':>5} {'MiB':>5} {'copies':>6} {'gives way':>9} {'flag ms':>9} {'backlog ms':>10} {'busy ms':>9}")
     for row in rows:
         print(
             f"{row['lane']:>5} {row['mib']:>5} {row['copies']:>6} {row['gives_way']!s:>9} {row['flag_s'] * 1e3:9.2f} "
-            f"{row['backlog_s'] * 1e3:10.2f}"
+            f"{row['backlog_s'] * 1e3:10.2f} {row['busy_s'] * 1e3:9.2f}"
         )
 
 
