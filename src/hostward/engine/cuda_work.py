@@ -27,7 +27,7 @@ INDEX = {lane: i for i, lane in enumerate(LANES)}
 PARTNER = {Lane.D2H: len(LANES), Lane.H2D: len(LANES) + 1}
 """Streams beside those of the lanes, which hold nothing but events."""
 N_STREAMS = len(LANES) + len(PARTNER)
-GIVE_WAY_BYTES = 32 * 1024 * 1024
+GIVE_WAY_BYTES = 64 * 1024 * 1024
 """A copy engine serves one stream until that has to wait. After so many bytes a lane waits for its partner, which waits
 for the lane: some microseconds, in which a small copy of the model's own gets in. Without it, one that reads a flag
 back (transformers does in each forward) would come behind all that is queued, 0.1 s and more.
