@@ -169,9 +169,9 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
-    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest whole one: a
-    staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. Zero-size parameters belong to
-    no bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
+    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest whole one:
+    a staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. Zero-size parameters
+    belong to no bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
     """
     parameters = tuple(parameters)
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
