@@ -192,7 +192,8 @@ def test_slots_are_there_for_the_step_alone(mix: str) -> None:
         assert on.ledger.held_bytes[Tier.DEVICE, SLOTS] == 0
         optimizer.wait()
         assert {k: n for k, n in on.ledger.held_bytes.items() if n} == {k: n for k, n in held.items() if n}
-    assert 2 * largest <= on.most <= 2 * (largest + 3 * 256)
+    count = min(2, len(streamed))
+    assert count * largest <= on.most <= count * (largest + 3 * 256)
 
 
 @every_dtype

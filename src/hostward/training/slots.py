@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from hostward.engine.backend import Backend, Buffer, Tier, empty_buffer
+from hostward.errors import MemoryLimitError
 from hostward.inventory import align
 from hostward.lowering.optimizer import slot_of
 from hostward.plan import Placement
@@ -119,10 +120,15 @@ class Slots:
 
     def acquire(self) -> None:
         """Take the memory, on the compute lane, unless it is taken. Raises MemoryLimitError."""
-        if not self._slab:
-            self._slab += self._backend.allocate(
-                Tier.DEVICE, [self.slot_bytes] * self.count, torch.uint8, "staging slots", zero=False
-            )
+        while len(self._slab) < self.count:  # one by one: a caching allocator rarely has room for all in one piece
+            try:
+                self._slab += self._backend.allocate(
+                    Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
+                )
+            except MemoryLimitError:
+                self._backend.free(self._slab)
+                self._slab.clear()
+                raise
         cut: dict[tuple[int, _Layout], list[torch.Tensor]] = {}
         for b, slot in self._slot_of.items():
             key = slot, self._layouts[b]
