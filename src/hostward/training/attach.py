@@ -24,6 +24,7 @@ from .layers import find_layers
 from .modules import marks_of
 from .movement import Movement
 from .saved_tensors import Sorter
+from .visit_hooks import is_attached
 from .visits import Visits
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Attachment:
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
         self.layers = [name for name, _ in layers[:offloaded]]
         """Paths of the layers whose activations leave."""
+        self._which = f" in {', '.join(how.modules)}" if how.modules else ""
         self._shape = VisitsShape(len(layers), offloaded, window, ahead)
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
@@ -111,6 +113,7 @@ class Attachment:
             model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks
         )
         self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
+        self._attached = True
         weakref.finalize(self, backend.drain)
 
     def report(self) -> ActivationReport:
@@ -122,6 +125,14 @@ class Attachment:
             self._arena.slab_bytes,
         )  # fmt: skip
 
+    def __repr__(self) -> str:
+        report = self.report()
+        return (
+            f"Attachment({_first_and_last(self.layers)} of {self._shape.visits}: what they save for backward leaves"
+            f"{self._which}; so far {report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
+            f"{'' if self._attached else '; detached'})"
+        )
+
     def detach(self) -> None:
         """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
         call returns it later.
@@ -129,6 +140,7 @@ class Attachment:
         for wrapped in self._wrapped:
             wrapped.undo()
         self._visits.close()
+        self._attached = False
         self._movement.collect()
         self.backend.synchronise()
         if self._arena.blocks_in_use == 0:
@@ -166,7 +178,8 @@ def attach(
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are. ModelError: no layers were found.
+        ConfigError: nothing to offload is asked for, or more layers than there are; the optimizer is another model's;
+            the model, or a part of it, is attached already. ModelError: no layers were found.
     """
     how = _how(activations)
     if optimizer is not None and not isinstance(optimizer, Control):
@@ -175,6 +188,9 @@ def attach(
             why="only an optimizer of hostward has lanes to share",
             fix="leave the optimizer out: attach(model, activations=...)",
         )
+    if optimizer is not None:
+        _require_optimizer_of(model, optimizer)
+    _require_not_attached(model)
     found = find_layers(model, layers)
     _check(how, len(found))
     if how.num_layers == len(found) - 1:
@@ -245,6 +261,32 @@ def _check(how: Activations, layers: int) -> None:
     for name, value in limits.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name} must not be negative, got {value}")
+
+
+def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
+    mine = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if mine and not any(id(p) in mine for p in stepped):
+        raise ConfigError(
+            f"attach() with an optimizer of another model: none of its {len(stepped)} parameters belongs to this one",
+            why="the optimizer's lanes are shared so that its copies and these take turns; a copied or reloaded model "
+            "has parameters of its own",
+            fix="pass the optimizer that was made from this model, or make one: hostward.AdamW(model, ...)",
+        )
+
+
+def _require_not_attached(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_attached(module):
+            raise ConfigError(
+                f"attach() to a model that is attached already: {name or type(model).__name__} is offloaded",
+                why="what a layer saves would leave twice",
+                fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
+            )
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, {len(names)} layers"
 
 
 class _Checkpointing:
