@@ -23,7 +23,7 @@ from hostward.errors import ConfigError, DataError, DeviceError
 from hostward.hardware import resident_bytes
 from hostward.inventory import Dtype
 from hostward.plan import Placement
-from hostward.rules import check
+from hostward.rules import check, idle_switches
 from hostward.schedule import Lane
 from hostward.training.attach import Attachment
 from hostward.training.optimizer import AdamW
@@ -133,6 +133,8 @@ def prepare(recipe: str, config: Config) -> Run:
             allocated is.
     """
     check(config, world_size=world_size())
+    for told in idle_switches(config):
+        log.warning("%s", told)
     device = choose_device(config.train.device)
     resume_from = resume.checkpoint_to_load(config)
     dataset = _dataset(config)
