@@ -69,9 +69,15 @@ def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
 
 
 def test_the_report_tells_what_left(train: Cli) -> None:
-    outcome = train(*COMMON, *OFFLOADING)
-    assert "saved activations" in outcome.out
+    outcome = train(*COMMON, *OFFLOADING, *offloaded(1))
+    assert "saved activations (simulated device)" in outcome.out
     assert "bytes to the host" in outcome.out
+    assert "host memory for them" in outcome.out
+    assert "simulated device bytes" in outcome.out
+    assert "of it pinned on a GPU" in outcome.out
+    assert "times and rates of no GPU" in outcome.out
+    # What the first forward moves is no step of its own.
+    assert "measured, iterations 0 to 1" in outcome.out
 
 
 def test_no_layer_is_off_and_the_missing_option_is_named(train: Cli, caplog: pytest.LogCaptureFixture) -> None:

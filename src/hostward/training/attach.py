@@ -70,13 +70,17 @@ class ActivationReport:
     on_demand_bytes: int
     kept_bytes: Mapping[str, int]
     host_bytes: int
+    simulated: bool = False
+    """There is no GPU: the device is a part of the host's memory, and nothing is page-locked."""
 
     def explain(self) -> str:
         """A few lines for people."""
         back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
-        lines = [f"saved activations: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
-        lines.append(f"  page-locked for them: {self.host_bytes:,} bytes")
+        lines = [
+            f"saved activations{' (simulated device)' if self.simulated else ''}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"
+        ]
+        lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         return "\n".join(lines)
 
@@ -122,7 +126,7 @@ class Attachment:
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
             movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes,
+            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated",
         )  # fmt: skip
 
     def __repr__(self) -> str:
