@@ -154,12 +154,9 @@ def render(report: RunReport) -> list[Table]:
 def _memory_table(memory: MemoryReport, *, simulated: bool) -> Table:
     from rich.table import Table
 
-    table = Table(
-        title="memory in steady state",
-        caption="The device is simulated: its bytes are host memory too, and nothing is page-locked."
-        if simulated
-        else None,
-    )
+    table = Table(title="memory in steady state")
+    if simulated:
+        table.caption = "The device is simulated: its bytes are host memory too, and nothing is page-locked."
     for column in ("owner", "simulated device bytes" if simulated else "device bytes", "host bytes"):
         table.add_column(column, justify="left" if column == "owner" else "right")
     owners = [*memory.device_by_owner_bytes]

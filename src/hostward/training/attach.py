@@ -77,9 +77,8 @@ class ActivationReport:
         """A few lines for people."""
         back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
-        lines = [
-            f"saved activations{' (simulated device)' if self.simulated else ''}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"
-        ]
+        where = " (simulated device)" if self.simulated else ""
+        lines = [f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
         lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         return "\n".join(lines)
