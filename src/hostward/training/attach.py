@@ -23,7 +23,7 @@ from .control import Control
 from .layers import find_layers
 from .modules import marks_of
 from .movement import Movement
-from .saved_tensors import Sorter
+from .saved_tensors import Sorter, Why
 from .visit_hooks import is_attached
 from .visits import Visits
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("hostward")
+
+_LITTLE = 0.25
+"""Of what offloaded layers save: where less than this share leaves, the report says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,17 @@ class ActivationReport:
         lines = [f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
         lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._little()])
+
+    def _little(self) -> list[str]:
+        """A sentence where most of what offloaded layers save stays."""
+        # A checkpoint saves its inputs; what its recomputation saves is used at once.
+        kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why != Why.RECOMPUTED.value}
+        saved = self.offloaded_bytes + sum(kept.values())
+        if self.offloaded_bytes >= _LITTLE * saved:
+            return []
+        share, most = self.offloaded_bytes / saved, max(kept, key=lambda why: kept[why])
+        return [f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because {most}"]
 
 
 class Attachment:
