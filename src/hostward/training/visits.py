@@ -6,12 +6,11 @@ what comes next, so that it is there in time; that a tensor comes back at all, a
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hostward.errors import ModelError
 
 from .compiled import forget_compiled
+from .given import Given, tensors_of
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
 from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call
@@ -40,7 +40,7 @@ class Visit:
         "stream",
     )  # fmt: skip
 
-    def __init__(self, layer: int, number: int, before: Visit | None, shared: frozenset[int]) -> None:
+    def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why]) -> None:
         self.layer = layer
         self.number = number
         self.before = None if before is None else weakref.ref(before)
@@ -104,6 +104,7 @@ class Visits:
         self._window = window
         self._ahead = ahead
         self._stack = _Stack()
+        self._given = Given()
         self._active: dict[int, list[tuple[Span, weakref.ref[Group]]]] = {}
         """Spans on the device, by the storage's object: they hold it, so that the address is its own."""
         self._unreleased: deque[Visit] = deque()
@@ -163,7 +164,8 @@ class Visits:
         if layer == 0 or self._last is None:
             self._begin()
         before = None if self._last is None else self._last()
-        visit = Visit(layer, self._numbers, before, _shared(inputs))
+        within = any(outer is not None for _, outer in self._stack.visits)
+        visit = Visit(layer, self._numbers, before, self._given.staying(inputs, within=within))
         self._numbers += 1
         self._last = weakref.ref(visit)
         if layer < self._offloaded:
@@ -184,6 +186,7 @@ class Visits:
     def _begin(self) -> None:
         """A forward begins."""
         self._sorter.refresh(self._root)
+        self._given.begin()
         self._movement.begin()
         if self._numbers and not self._movement.offloaded and not self._warned:
             self._warned = True
@@ -219,7 +222,7 @@ class Visits:
                 break
         if visit is not None:
             back = Back(weakref.ref(self), visit)
-            for node in {tensor.grad_fn for tensor in _tensors(output)}:
+            for node in {tensor.grad_fn for tensor in tensors_of(output)}:
                 if node is not None:
                     node.register_prehook(back)
 
@@ -361,25 +364,3 @@ def _inside_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, which will make it again."""
     top: Any = _autograd._top_saved_tensors_default_hooks(True)
     return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _shared(inputs: object) -> frozenset[int]:
-    found = []
-    for tensor in _tensors(inputs):
-        if not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            found.append(tensor.untyped_storage()._cdata)
-    return frozenset(found)
