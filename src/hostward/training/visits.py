@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
 
+from .alone import Alone
 from .compiled import forget_compiled
 from .given import Given, tensors_of
 from .movement import Movement
@@ -105,6 +106,7 @@ class Visits:
         self._ahead = ahead
         self._stack = _Stack()
         self._given = Given()
+        self._alone = Alone()
         self._active: dict[int, list[tuple[Span, weakref.ref[Group]]]] = {}
         """Spans on the device, by the storage's object: they hold it, so that the address is its own."""
         self._unreleased: deque[Visit] = deque()
@@ -161,6 +163,14 @@ class Visits:
                 why="its copies and waits belong to no graph",
                 fix="detach() before the capture",
             )
+        self._alone.enter(self._names[layer])
+        try:
+            self._open(layer, inputs)
+        finally:
+            self._not_running()  # where that has failed
+
+    def _open(self, layer: int, inputs: object) -> None:
+        """A visit begins."""
         if layer == 0 or self._last is None:
             self._begin()
         before = None if self._last is None else self._last()
@@ -214,10 +224,13 @@ class Visits:
             return
         while stack:
             number, visit = stack.pop()
-            if visit is not None:
-                if visit.installed:
-                    self._pop()
-                self._finish(visit)
+            try:
+                if visit is not None:
+                    if visit.installed:
+                        self._pop()
+                    self._finish(visit)
+            finally:
+                self._not_running()
             if number == layer:
                 break
         if visit is not None:
@@ -350,9 +363,15 @@ class Visits:
     def _take_off(self) -> None:
         """Leave the innermost visit without looking at what it saved."""
         _, visit = self._stack.visits.pop()
+        self._not_running()
         ours = _autograd._top_saved_tensors_default_hooks(True) == self._pair
         if visit is not None and visit.installed and ours:
             _autograd._pop_saved_tensors_default_hooks()
+
+    def _not_running(self) -> None:
+        """Note that this thread has left its outermost layer, if it has."""
+        if not any(visit is not None for _, visit in self._stack.visits):
+            self._alone.leave()
 
     def _clean(self) -> None:
         """Outside all layers nothing of ours is installed, whatever others did to the stack of hooks."""
