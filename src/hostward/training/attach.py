@@ -23,7 +23,8 @@ from .control import Control
 from .layers import find_layers
 from .modules import marks_of
 from .movement import Movement
-from .saved_tensors import Sorter
+from .saved_tensors import Sorter, Why
+from .visit_hooks import is_attached
 from .visits import Visits
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("hostward")
+
+_LITTLE = 0.25
+"""Of what offloaded layers save: where less than this share leaves, the report says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,28 @@ class ActivationReport:
     on_demand_bytes: int
     kept_bytes: Mapping[str, int]
     host_bytes: int
+    simulated: bool = False
+    """There is no GPU: the device is a part of the host's memory, and nothing is page-locked."""
 
     def explain(self) -> str:
         """A few lines for people."""
         back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
-        lines = [f"saved activations: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
-        lines.append(f"  page-locked for them: {self.host_bytes:,} bytes")
+        where = " (simulated device)" if self.simulated else ""
+        lines = [f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
+        lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._little()])
+
+    def _little(self) -> list[str]:
+        """A sentence where most of what offloaded layers save stays."""
+        # A checkpoint saves its inputs; what its recomputation saves is used at once.
+        kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why != Why.RECOMPUTED.value}
+        saved = self.offloaded_bytes + sum(kept.values())
+        if self.offloaded_bytes >= _LITTLE * saved:
+            return []
+        share, most = self.offloaded_bytes / saved, max(kept, key=lambda why: kept[why])
+        return [f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because {most}"]
 
 
 class Attachment:
@@ -98,6 +115,7 @@ class Attachment:
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
         self.layers = [name for name, _ in layers[:offloaded]]
         """Paths of the layers whose activations leave."""
+        self._which = f" in {', '.join(how.modules)}" if how.modules else ""
         self._shape = VisitsShape(len(layers), offloaded, window, ahead)
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
@@ -111,6 +129,7 @@ class Attachment:
             model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks
         )
         self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
+        self._attached = True
         weakref.finalize(self, backend.drain)
 
     def report(self) -> ActivationReport:
@@ -119,8 +138,16 @@ class Attachment:
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
             movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes,
+            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated",
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        report = self.report()
+        return (
+            f"Attachment({_first_and_last(self.layers)} of {self._shape.visits}: what they save for backward leaves"
+            f"{self._which}; so far {report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
+            f"{'' if self._attached else '; detached'})"
+        )
 
     def detach(self) -> None:
         """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
@@ -129,6 +156,7 @@ class Attachment:
         for wrapped in self._wrapped:
             wrapped.undo()
         self._visits.close()
+        self._attached = False
         self._movement.collect()
         self.backend.synchronise()
         if self._arena.blocks_in_use == 0:
@@ -166,7 +194,8 @@ def attach(
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are. ModelError: no layers were found.
+        ConfigError: nothing to offload is asked for, or more layers than there are; the optimizer is another model's;
+            the model, or a part of it, is attached already. ModelError: no layers were found.
     """
     how = _how(activations)
     if optimizer is not None and not isinstance(optimizer, Control):
@@ -175,6 +204,9 @@ def attach(
             why="only an optimizer of hostward has lanes to share",
             fix="leave the optimizer out: attach(model, activations=...)",
         )
+    if optimizer is not None:
+        _require_optimizer_of(model, optimizer)
+    _require_not_attached(model)
     found = find_layers(model, layers)
     _check(how, len(found))
     if how.num_layers == len(found) - 1:
@@ -245,6 +277,32 @@ def _check(how: Activations, layers: int) -> None:
     for name, value in limits.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name} must not be negative, got {value}")
+
+
+def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
+    mine = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if mine and not any(id(p) in mine for p in stepped):
+        raise ConfigError(
+            f"attach() with an optimizer of another model: none of its {len(stepped)} parameters belongs to this one",
+            why="the optimizer's lanes are shared so that its copies and these take turns; a copied or reloaded model "
+            "has parameters of its own",
+            fix="pass the optimizer that was made from this model, or make one: hostward.AdamW(model, ...)",
+        )
+
+
+def _require_not_attached(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_attached(module):
+            raise ConfigError(
+                f"attach() to a model that is attached already: {name or type(model).__name__} is offloaded",
+                why="what a layer saves would leave twice",
+                fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
+            )
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, {len(names)} layers"
 
 
 class _Checkpointing:
