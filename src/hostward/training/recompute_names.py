@@ -126,6 +126,8 @@ def _refuse(name: str, held: Sequence[Modules]) -> None:
             fix="moe_act for grouped experts, or the module as a whole, by its path within the layer",
         )
     known = sorted({*paths, *MEGATRON_RECOMPUTE} - {name})
+    if name == "mlp" and any(_moe(modules) for modules in held):
+        known = ["moe"]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     raise ConfigError(
         f"no layer has a module {name!r} to recompute",
