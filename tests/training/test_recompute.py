@@ -1,7 +1,7 @@
 """Parts of layers that run again in backward: the same gradients, bit for bit, with fewer bytes saved.
 
-Seen red: a recomputation that reads the wrong input, a region that saves its output as well, random numbers that are not
-kept, modules that stay wrapped.
+Seen red: a recomputation that reads the wrong input, a region that saves its output as well, random numbers that are
+not kept, modules that stay wrapped.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ def test_a_graph_that_outlives_the_attachment() -> None:
         loss = loss_of(model, 0)
     loss.backward()
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
+        assert a.grad is not None
+        assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
 
 
@@ -285,7 +286,7 @@ def test_offloading_of_what_is_inside_of_recomputed_modules_is_refused() -> None
             transformer("Llama"), recompute=recompute, activations=hostward.Activations(modules=modules)
         ).detach()
 
-    with pytest.raises(ConfigError, match="Cannot offload mlp.act_fn while recomputing the entire module"):
+    with pytest.raises(ConfigError, match=r"Cannot offload mlp\.act_fn while recomputing the entire module"):
         both(("mlp",), "core_attn", "mlp.act_fn")
     with pytest.raises(ConfigError, match="Cannot offload qkv_linear while recomputing"):
         both(("self_attn",), "qkv_linear")
