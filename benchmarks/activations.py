@@ -4,19 +4,21 @@
     python benchmarks/activations.py --tokens 32768 --seq 32768 --rows checkpoint,offload:23+checkpoint --json FILE
 
 Forward and backward alone, without an optimizer; gradients are dropped. Each row runs in a process of its own. The
-first row is the base and runs last once more, so that a drift of the machine shows. Rows are separated by commas:
+first row is the base and runs last once more, so that a drift of the machine shows. Rows are separated by commas, what
+makes up a row by plus signs (`offload:7+elementwise`, `offload:10+last:14`):
 
-    keep                    everything stays
-    checkpoint              each layer keeps its input and is recomputed (block:M: the first M layers)
-    offload:N               the first N layers' saved tensors leave (offload2:N: with double buffering)
-    save_on_cpu             torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
-    A+checkpoint, A+block:M any of the two before, and recomputation
+    keep           everything stays
+    checkpoint     each layer keeps its input and is recomputed (block:M: the first M layers; last:M: the last M)
+    elementwise    norms and activations are recomputed within layers: recompute=("layernorm", "mlp_act")
+    offload:N      the first N layers' saved tensors leave (offload2:N: with double buffering)
+    save_on_cpu    torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
 
 With --peers FOLDER other libraries' ways follow (peers.py); theirs is a whole step, with AdamW on the GPU, and each has
 a base of its own.
 
 `gradient_bits` is a sum over the bits of all gradients of the first iteration: rows with the same number have, as far
-as it can tell, the same gradients. The models are those of step.py, and `wide`: four layers of hidden size 8,192.
+as it can tell, the same gradients. That iteration alone runs with deterministic algorithms. The models are those of
+step.py, and `wide`: four layers of hidden size 8,192.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -43,34 +46,41 @@ from machine import describe
 
 GIB = 1 << 30
 BATCHES = 4
-_ROW = re.compile(
-    r"(?P<what>keep|checkpoint|save_on_cpu|block:\d+|offload2?:\d+)(\+(?P<recompute>checkpoint|block:\d+))?"
-)
+_PART = re.compile(r"keep|checkpoint|elementwise|save_on_cpu|(block|last|offload2?):\d+")
+_ROWS = "keep, checkpoint, block:M, last:M, elementwise, offload:N, offload2:N, save_on_cpu, or several with +"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of saved tensors. `recomputed`: the first so many layers; None: all, 0: none."""
+    """What becomes of saved tensors: how many layers' are offloaded, and how many layers are checkpointed."""
 
-    offloaded: int
-    double_buffering: bool
-    save_on_cpu: bool
-    recomputed: int | None
+    offloaded: int = 0
+    double_buffering: bool = False
+    save_on_cpu: bool = False
+    elementwise: bool = False
+    checkpoint: bool = False
+    first: int = 0
+    last: int = 0
+
+    def checkpoints(self, number: int, layers: int) -> bool:
+        """Whether a layer is recomputed from its input."""
+        return self.checkpoint or number < self.first or number >= layers - self.last
 
 
 def row_of(text: str) -> Row:
     """Raises ValueError for a name that is none of a row."""
-    match = _ROW.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            f"{text!r} is no row: keep, checkpoint, block:M, offload:N, offload2:N, save_on_cpu, A+checkpoint"
-        )
-    what, recompute = match["what"], match["recompute"] or ""
-    if what in ("checkpoint",) or what.startswith("block:"):
-        what, recompute = "keep", what
-    recomputed = None if recompute == "checkpoint" else int(recompute.partition(":")[2] or 0)
-    kind, _, count = what.partition(":")
-    return Row(int(count or 0), kind == "offload2", kind == "save_on_cpu", recomputed)
+    found: dict[str, Any] = {}
+    for part in text.split("+"):
+        if _PART.fullmatch(part) is None:
+            raise ValueError(f"{part!r} in {text!r} is no row: {_ROWS}")
+        kind, _, count = part.partition(":")
+        if kind in ("offload", "offload2"):
+            found |= {"offloaded": int(count), "double_buffering": kind == "offload2"}
+        elif kind in ("block", "last"):
+            found["first" if kind == "block" else "last"] = int(count)
+        elif kind != "keep":
+            found[kind] = True
+    return Row(**found)
 
 
 def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
@@ -78,14 +88,17 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     row, device = row_of(text), torch.device(arguments.device)
     model: Any = build(SHAPES[arguments.model], arguments.seq, device)
     layers = model.model.layers
-    for layer in layers[0 if row.recomputed == 0 else row.recomputed or len(layers) :]:
-        layer.gradient_checkpointing = False
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = row.checkpoints(number, len(layers))
     run = None
-    if row.offloaded:
+    if row.offloaded or row.elementwise:
         import hostward
 
         how = hostward.Activations(num_layers=row.offloaded, double_buffering=row.double_buffering)
-        run = hostward.attach(model, activations=how)
+        within = hostward.Recompute(("layernorm", "mlp_act"), num_layers=max(1, len(layers) - row.last))
+        run = hostward.attach(
+            model, activations=how if row.offloaded else None, recompute=within if row.elementwise else None
+        )
     generator = torch.Generator().manual_seed(SEED + 1)
     size = (arguments.tokens // arguments.seq, arguments.seq)
     vocab = SHAPES[arguments.model].vocab
@@ -100,10 +113,13 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         loss.backward()
         return loss.detach()
 
+    # Some kernels, that of the embedding's backward among them, add up in any order otherwise.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     started = time.perf_counter()
     loss = iterate(0)
     synchronise(device)
     first_s = time.perf_counter() - started
+    torch.use_deterministic_algorithms(False)
     bits = sum(int(p.grad.view(torch.int16).to(torch.int64).sum()) for p in model.parameters())
     for number in range(1, arguments.warmup):
         iterate(number)
@@ -147,7 +163,14 @@ def child(arguments: argparse.Namespace, text: str, limit_s: float) -> dict[str,
     for name in ("model", "tokens", "seq", "warmup", "steps", "device"):
         command += [f"--{name}", str(getattr(arguments, name))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        )
     except subprocess.TimeoutExpired:
         return {"status": "failed", "why": f"not done within {limit_s:.0f} s"}
     if done.returncode != 0:
@@ -174,7 +197,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument(
-        "--rows", default="keep,checkpoint,offload:4,offload:8,offload:12,offload:8+block:16,offload:23+checkpoint"
+        "--rows",
+        default="keep,checkpoint,elementwise,offload:4,offload:7+elementwise,offload:10+last:14,offload:23+checkpoint",
     )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .training.attach import Activations, Attachment, attach, offload_activations
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
+    from .training.recompute import Recompute
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "AdamW",
     "Attachment",
     "HostwardError",
+    "Recompute",
     "StreamedStates",
     "__version__",
     "attach",
@@ -37,6 +39,7 @@ _HOMES = {
     "attach": "hostward.training.attach",
     "offload_activations": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
+    "Recompute": "hostward.training.recompute",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",
 }

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from hostward.rule_table import (
     OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
     Kind,
     Rule,
     braces,
+    of_other_kind,
+    offloaded_experts,
     recomputed,
+    selective,
     unknown_modules,
+    unknown_recomputed,
 )
 
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
@@ -63,12 +68,99 @@ OFFLOADING_RULES = (
         "set model.recompute_num_layers=1",
     ),
     Rule(
-        "recompute-selective",
-        UNTIL_BUILT,
-        ("model.recompute_granularity",),
-        lambda c, _: c.model.recompute_granularity == "selective",
-        "model.recompute_granularity=selective is known, but not built yet",
-        "set model.recompute_granularity=full or null",
+        "recompute-modules-unknown",
+        PERMANENT,
+        ("model.recompute_modules",),
+        lambda c, _: bool(unknown_recomputed(c)),
+        lambda c, _: (
+            f"Invalid choices for recompute_modules: {braces(unknown_recomputed(c))}."
+            f" Allowed modules are: {braces(RECOMPUTE_MODULES)}"
+        ),
+        "choose from the allowed modules",
+        documented=f"Invalid choices for recompute_modules: {{...}}. Allowed modules are: {braces(RECOMPUTE_MODULES)}",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "recompute-modules-none",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_modules"),
+        lambda c, _: selective(c) and not c.model.recompute_modules,
+        "model.recompute_granularity=selective names no module in model.recompute_modules",
+        "set model.recompute_modules=[layernorm,mlp_act], or [layernorm,moe_act] for experts",
+    ),
+    Rule(
+        "recompute-modules-full",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_modules"),
+        lambda c, _: c.model.recompute_granularity == "full" and bool(c.model.recompute_modules),
+        "model.recompute_granularity=full with model.recompute_modules: whole layers are recomputed",
+        "set model.recompute_granularity=selective, or leave model.recompute_modules out",
+    ),
+    Rule(
+        "recompute-selective-layers",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_num_layers"),
+        lambda c, _: selective(c) and c.model.recompute_num_layers is not None,
+        "When using recompute_granularity: selective recompute_num_layers must be None.",
+        "leave model.recompute_num_layers out",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "recompute-selective-method",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_method"),
+        lambda c, _: selective(c) and c.model.recompute_method is not None,
+        "model.recompute_granularity=selective with model.recompute_method, which is about whole layers",
+        "leave model.recompute_method out",
+    ),
+    Rule(
+        "recompute-core-attn",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_modules"),
+        lambda c, _: selective(c) and "core_attn" in c.model.recompute_modules,
+        "core_attn in model.recompute_modules: in transformers it is a function, not a module",
+        "leave it out: with model.attn_implementation=sdpa attention saves no probabilities",
+    ),
+    Rule(
+        "recompute-moe-act",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_modules", "model.experts_implementation"),
+        lambda c, _: (
+            selective(c) and "moe_act" in c.model.recompute_modules and c.model.experts_implementation == "eager"
+        ),
+        "moe_act in recompute_modules is only supported with moe_grouped_gemm.",
+        "set model.experts_implementation=grouped_mm",
+        shared_with_megatron=True,
+    ),
+    Rule(
+        "recompute-kind",
+        PERMANENT,
+        ("model.architecture", "model.recompute_granularity", "model.recompute_modules"),
+        lambda c, _: selective(c) and bool(of_other_kind(c)),
+        lambda c, _: (
+            f"{braces(of_other_kind(c))} in model.recompute_modules, and model.architecture={c.model.architecture}"
+            " has no such modules"
+        ),
+        "mlp and mlp_act are for dense layers, moe and moe_act for experts",
+        documented="mlp or mlp_act with experts, moe or moe_act without",
+    ),
+    Rule(
+        "recompute-twice",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_modules"),
+        lambda c, _: selective(c) and any({a, f"{a}_act"} <= set(c.model.recompute_modules) for a in ("mlp", "moe")),
+        "model.recompute_modules names a module, and its activation as well",
+        "leave out mlp_act beside mlp, moe_act beside moe",
+    ),
+    Rule(
+        "recompute-offloaded-experts",
+        PERMANENT,
+        ("model.recompute_granularity", "model.recompute_modules", "model.offload_modules"),
+        lambda c, _: selective(c) and "moe" in c.model.recompute_modules and bool(offloaded_experts(c)),
+        lambda c, _: f"Cannot offload {braces(offloaded_experts(c))} while recomputing the entire MoE layer.",
+        "leave moe out of model.recompute_modules, or these out of model.offload_modules",
+        documented="Cannot offload {...} while recomputing the entire MoE layer.",
+        shared_with_megatron=True,
     ),
     Rule(
         "cpu-offloading-fine-grained",

@@ -141,11 +141,12 @@ class ModelConfig(Options):
         default_factory=list, metadata=describe("Modules of fine_grained_activation_offloading.")
     )
     min_offloaded_tensor_size: int = option(1048576, "Smaller tensors stay on the device.", unit="elements")
-    activation_offload_fraction: float = option(1.0, "Share of the eligible groups that is offloaded, in [0, 1].")
-
-    recompute_granularity: str | None = option(
-        None, "Recompute activations in backward. None: off.", choices=("full", "selective")
+    activation_offload_fraction: float = option(1.0, "Share of these modules that is offloaded; the first stay.")
+    fine_grained_offloading_max_inflight_offloads: int | None = option(
+        None, "Most copies to the host whose device memory is still held. 0: each layer waits. None: no limit."
     )
+
+    recompute_granularity: str | None = option(None, "Recompute in backward. None: off.", choices=("full", "selective"))
     recompute_method: str | None = option(None, "How full recomputation chooses layers.", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(None, "Layers per recomputed block.")
     recompute_modules: list[str] = dataclasses.field(

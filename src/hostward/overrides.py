@@ -26,7 +26,6 @@ DROPPED = {
     "model.fp8": "fp8 training is not part of hostward",
     "model.fp8_recipe": "fp8 training is not part of hostward",
     "model.delta_offload_bytes_across_pp_ranks": "the plan decides per rank from byte budgets",
-    "model.fine_grained_offloading_max_inflight_offloads": "slots are listed in the schedule, so they are bounded",
     "model.moe_paged_stash": "the plan covers the activations of experts",
     "optimizer.use_precision_aware_optimizer": "there is one step with fp32 moments and a lossless split master",
     "optimizer.main_grads_dtype": "gradients are accumulated in fp32",

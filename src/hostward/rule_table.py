@@ -14,6 +14,7 @@ from hostward.config import Config, get_option, options
 Text = str | Callable[[Config, int], str]
 
 DENSE = ("qwen3", "llama")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "attn_proj", "core_attn", "expert_fc1", "mlp_norm", "moe_act", "qkv_linear")
 SIZES = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 # What a pretrained folder decides: with model.hf_model_path these stay at their defaults.
@@ -108,6 +109,7 @@ RANGES: Mapping[str, Range] = {
     "model.activation_offload_fraction": Range(
         low=0, high=1, message="activation_offload_fraction must be in range [0, 1]."
     ),  # (M)
+    "model.fine_grained_offloading_max_inflight_offloads": NOT_NEGATIVE,
     "optimizer.lr": NOT_NEGATIVE,
     "optimizer.min_lr": NOT_NEGATIVE,
     "optimizer.weight_decay": NOT_NEGATIVE,
@@ -151,6 +153,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
         "model.offload_modules",
         "model.min_offloaded_tensor_size",
         "model.activation_offload_fraction",
+        "model.fine_grained_offloading_max_inflight_offloads",
     ),
     "model.recompute_granularity": (
         "model.recompute_method",
@@ -190,7 +193,6 @@ NOT_BUILT: Mapping[str, object] = {
     "model.expert_tensor_parallel_size": 1,
     "model.sequence_parallel": False,
     "model.cpu_offloading_weights": False,
-    "model.activation_offload_fraction": 1.0,
     "model.cuda_graph_impl": "none",
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,
@@ -212,8 +214,12 @@ DIFFERENCES: Mapping[str, str] = {
         "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
     ),
     "CPU offloading does not work when activation recomputation is enabled": (
-        "It does: what leaves are the inputs of recomputed layers."
+        "It does: what leaves are the inputs of what is recomputed, and what is not."
     ),
+    "recompute_modules are core_attn unless they are set": (
+        "They have to be set: fused attention saves nothing that its recomputation would spare."
+    ),
+    "fine_grained_offloading_max_inflight_offloads counts by name of module": "It counts all groups of a layer.",
     "There is no optimizer.gradients": (
         "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."
     ),
@@ -282,6 +288,27 @@ def unset_sizes(config: Config) -> list[str]:
 def unknown_modules(config: Config) -> list[str]:
     """Entries of model.offload_modules that name no module."""
     return sorted(set(config.model.offload_modules) - set(OFFLOAD_MODULES))
+
+
+def unknown_recomputed(config: Config) -> list[str]:
+    """Entries of model.recompute_modules that name no module."""
+    return sorted(set(config.model.recompute_modules) - set(RECOMPUTE_MODULES))
+
+
+def of_other_kind(config: Config) -> list[str]:
+    """Entries of model.recompute_modules that layers of this architecture do not have."""
+    others = ("moe", "moe_act") if config.model.architecture in DENSE else ("mlp", "mlp_act")
+    return sorted(set(config.model.recompute_modules) & set(others))
+
+
+def offloaded_experts(config: Config) -> list[str]:
+    """Entries of model.offload_modules that are inside of a layer of experts."""
+    return sorted(set(config.model.offload_modules) & {"expert_fc1", "moe_act"})
+
+
+def selective(config: Config) -> bool:
+    """Whether parts of layers are recomputed."""
+    return config.model.recompute_granularity == "selective"
 
 
 def braces(names: list[str] | tuple[str, ...]) -> str:

@@ -24,7 +24,9 @@ from hostward.schedule import Kind, Op, Schedule
 def shapes(draw: st.DrawFn) -> VisitsShape:
     visits = draw(st.integers(1, 6))
     unused = draw(st.frozensets(st.integers(0, visits - 1), max_size=2))
-    return VisitsShape(visits, draw(st.integers(0, visits)), draw(st.integers(1, 4)), draw(st.integers(0, 2)), unused)
+    window, ahead = draw(st.integers(1, 4)), draw(st.integers(0, 2))
+    in_flight = draw(st.none() | st.integers(0, 4))
+    return VisitsShape(visits, draw(st.integers(0, visits)), window, ahead, unused, in_flight)
 
 
 @given(shapes())
@@ -38,7 +40,9 @@ def test_forward_and_backward_have_no_race_however_often_they_repeat(shape: Visi
 def test_what_left_the_device_comes_back_and_goes_again(shape: VisitsShape) -> None:
     names = [op.name for op in lower_visits(shape).ops]
     for v in range(shape.visits):
-        released = v < min(shape.offloaded, shape.visits - shape.window)
+        few = shape.in_flight is not None and shape.in_flight < shape.window
+        landed = shape.offloaded - shape.in_flight if few and shape.in_flight is not None else 0
+        released = v < max(landed, min(shape.offloaded, shape.visits - shape.window))
         assert (f"offload/{v}" in names) is (v < shape.offloaded)
         assert (f"reload/{v}" in names) is released
         assert (f"drop/{v}" in names) is released
@@ -63,13 +67,31 @@ def test_at_most_a_window_of_visits_and_the_one_that_runs_is_on_the_device() -> 
             assert most <= window + 1 + ahead
 
 
+@given(shapes())
+def test_a_bound_on_copies_in_flight_holds_after_each_layer(shape: VisitsShape) -> None:
+    sent: set[str] = set()
+    most = shape.offloaded if shape.in_flight is None else shape.in_flight
+    ops = lower_visits(shape).ops
+    for i, op in enumerate(ops):
+        kind, _, visit = op.name.partition("/")
+        if kind == "offload":
+            sent.add(visit)
+        elif kind == "release":
+            sent.discard(visit)
+        if op.point.startswith("back/"):
+            break
+        if i + 1 == len(ops) or ops[i + 1].point != op.point:
+            assert len(sent) <= most
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(("offloaded", "window"), [(3, 1), (4, 1), (2, 2), (4, 3), (1, 3)])
 @pytest.mark.parametrize("unused", [(), (1,)])
+@pytest.mark.parametrize("in_flight", [None, 0, 1])
 def test_h6_each_wait_deleted_is_a_race_or_changes_no_order(
-    offloaded: int, window: int, ahead: int, unused: tuple[int, ...]
+    offloaded: int, window: int, ahead: int, unused: tuple[int, ...], in_flight: int | None
 ) -> None:
-    schedule = lower_visits(VisitsShape(4, offloaded, window, ahead, frozenset(unused)))
+    schedule = lower_visits(VisitsShape(4, offloaded, window, ahead, frozenset(unused), in_flight))
     whole, caught = repeated(schedule, 3), 0
     for op in schedule.ops:
         for wait in (*op.waits, *(f"~{w}" for w in op.prior)):

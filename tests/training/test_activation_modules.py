@@ -10,7 +10,7 @@ import torch
 from activation_cases import FEW, NETWORKS, left_over, loss_of, offloading, same, trained, transformer
 
 from hostward.errors import ConfigError
-from hostward.training.modules import MEGATRON_MODULES
+from hostward.training.modules import MEGATRON_MODULES, marks_of
 
 TOKENS = 2 * 24
 HIDDEN, FFN = 64, 96
@@ -72,6 +72,43 @@ def test_a_module_alone_is_without_its_children() -> None:
 def test_tensors_of_few_elements_stay() -> None:
     assert leaving(transformer("Llama"), "mlp", min_elements=TOKENS * FFN) == 4 * 2 * FFN
     assert leaving(transformer("Llama"), "mlp", min_elements=TOKENS * FFN + 1) == 0
+
+
+def test_a_fraction_of_modules_leaves_and_the_first_stay() -> None:
+    """Of 3 offloaded layers with 2 modules, as many as Megatron: the first floor(6 x (1 - fraction)) stay."""
+    layers = list(transformer("Llama").model.layers)  # type: ignore[union-attr, arg-type]
+
+    def leaving_modules(fraction: float) -> list[list[str]]:
+        marks = marks_of(layers, ("mlp", "input_layernorm"), 3, fraction)
+        names = [{module: path for path, module in layer.named_modules()} for layer in layers]
+        return [[names[i][m] for m, leaves in held.items() if leaves] for i, held in enumerate(marks)]
+
+    both = ["mlp", "input_layernorm"]
+    assert leaving_modules(1.0) == [both] * 4
+    assert leaving_modules(0.5) == [[], ["input_layernorm"], both, both]
+    assert leaving_modules(0.6) == [[], both, both, both]
+    assert leaving_modules(0.0)[:3] == [[], [], []]
+    # Megatron's names count in order of use, however they are given.
+    marks = marks_of(layers, ("mlp_norm", "attn_norm"), 3, 0.8)
+    assert list(marks[0]) == [layers[0].post_attention_layernorm]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.7])
+def test_gradients_keep_their_bits_at_every_fraction(fraction: float) -> None:
+    expected = trained(transformer("Qwen3"))
+    model = transformer("Qwen3")
+    with offloading(model, FEW[1], modules=("core_attn", "mlp"), fraction=fraction) as run:
+        assert same(trained(model), expected)
+        assert (run.report().offloaded_bytes > 0) is (fraction > 0)
+
+
+@pytest.mark.parametrize(("fraction", "modules"), [(-0.1, ("mlp",)), (1.1, ("mlp",)), (0.5, ())])
+def test_fractions_that_are_none_are_refused(fraction: float, modules: tuple[str, ...]) -> None:
+    with (
+        pytest.raises(ConfigError, match=f"fraction={fraction}"),
+        offloading(transformer("Llama"), modules=modules, fraction=fraction),
+    ):
+        pass
 
 
 def test_a_module_that_fails_leaves_no_mark() -> None:

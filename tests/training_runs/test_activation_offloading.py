@@ -18,6 +18,7 @@ from hostward.rules import check
 
 OFFLOADING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2"]
 RECOMPUTING = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
+SELECTIVE = ["model.recompute_granularity=selective"]
 WAYS = {
     "offloaded": OFFLOADING,
     "one layer, two buffers": [
@@ -39,6 +40,15 @@ WAYS = {
         "model.offload_modules=[core_attn,attn_proj]",
         "model.min_offloaded_tensor_size=65536",
     ],
+    "a share of modules, few at a time": [
+        "model.fine_grained_activation_offloading=True",
+        "model.offload_modules=[core_attn,mlp_norm]",
+        "model.min_offloaded_tensor_size=65536",
+        "model.activation_offload_fraction=0.5",
+        "model.fine_grained_offloading_max_inflight_offloads=1",
+    ],
+    "norms and experts recomputed": [*SELECTIVE, "model.recompute_modules=[layernorm,moe]"],
+    "norms recomputed, the rest offloaded": [*OFFLOADING, *SELECTIVE, "model.recompute_modules=[layernorm]"],
     "with the optimizer": [*OFFLOADING, *offloaded(1), "optimizer.offload_mix=0.5"],
     "with gradients on the host": [*OFFLOADING, *offloaded(1), "optimizer.gradients=host"],
 }
@@ -60,11 +70,16 @@ def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
         seen[name] = other["activations"]
     assert base["activations"] is None
     assert seen["recomputed"] is None
-    for name in WAYS.keys() - {"recomputed"}:
+    alone = seen["norms and experts recomputed"]
+    assert (alone["offloaded_bytes"], alone["recomputed_modules"]) == (0, 4 * 5)
+    for name in WAYS.keys() - {"recomputed", "norms and experts recomputed"}:
         assert seen[name]["offloaded_bytes"] == seen[name]["reloaded_bytes"] > 0, name
         assert seen[name]["on_demand_bytes"] == 0, name
     inputs = seen["inputs of recomputed layers"]["offloaded_bytes"]
     assert inputs == 2 * 2 * 4 * 1024 * 256 * 2  # steps, layers, sequences, length, hidden, bytes
+    less = seen["norms recomputed, the rest offloaded"]
+    assert less["recomputed_modules"] == 4 * 4
+    assert less["offloaded_bytes"] < seen["offloaded"]["offloaded_bytes"]
     assert inputs < seen["some recomputed, some not"]["offloaded_bytes"] < seen["offloaded"]["offloaded_bytes"]
 
 
@@ -103,7 +118,7 @@ def test_no_layer_is_off_and_the_missing_option_is_named(train: Cli, caplog: pyt
         (["model.fine_grained_activation_offloading=True"], r"set model.offload_modules=\[core_attn\], for example"),
         (["model.offload_modules=[core_attn]"], "set model.fine_grained_activation_offloading=true too"),
         (["model.recompute_granularity=full"], "without model.recompute_method"),
-        (["model.recompute_granularity=selective"], "not built yet"),
+        (["model.recompute_granularity=selective"], "names no module"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], text: str) -> None:

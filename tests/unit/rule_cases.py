@@ -92,11 +92,74 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "model.recompute_method=uniform with model.recompute_num_layers=2: groups of layers",
     ),
-    "recompute-selective": (
+    "recompute-modules-unknown": (
+        TINY,
+        "model.recompute_granularity=selective model.recompute_modules=[zebra,layernorm,apple]",
+        1,
+        (
+            "Invalid choices for recompute_modules: {'apple', 'zebra'}. Allowed modules are: {'core_attn', "
+            "'layernorm', 'mlp', 'mlp_act', 'moe', 'moe_act'}"
+        ),
+    ),
+    "recompute-modules-none": (
         TINY,
         "model.recompute_granularity=selective",
         1,
-        "model.recompute_granularity=selective is known, but not built yet",
+        "model.recompute_granularity=selective names no module in model.recompute_modules",
+    ),
+    "recompute-modules-full": (
+        TINY,
+        (
+            "model.recompute_granularity=full model.recompute_method=block model.recompute_num_layers=1 "
+            "model.recompute_modules=[layernorm]"
+        ),
+        1,
+        "model.recompute_granularity=full with model.recompute_modules: whole layers are recomputed",
+    ),
+    "recompute-selective-layers": (
+        TINY,
+        "model.recompute_granularity=selective model.recompute_modules=[layernorm] model.recompute_num_layers=1",
+        1,
+        "When using recompute_granularity: selective recompute_num_layers must be None.",
+    ),
+    "recompute-selective-method": (
+        TINY,
+        "model.recompute_granularity=selective model.recompute_modules=[layernorm] model.recompute_method=block",
+        1,
+        "model.recompute_granularity=selective with model.recompute_method, which is about whole layers",
+    ),
+    "recompute-core-attn": (
+        TINY,
+        "model.recompute_granularity=selective model.recompute_modules=[core_attn]",
+        1,
+        "core_attn in model.recompute_modules: in transformers it is a function, not a module",
+    ),
+    "recompute-moe-act": (
+        TINY,
+        ("model.recompute_granularity=selective model.recompute_modules=[moe_act] model.experts_implementation=eager"),
+        1,
+        "moe_act in recompute_modules is only supported with moe_grouped_gemm.",
+    ),
+    "recompute-kind": (
+        TINY,
+        "model.recompute_granularity=selective model.recompute_modules=[mlp_act]",
+        1,
+        "{'mlp_act'} in model.recompute_modules, and model.architecture=qwen3_moe has no such modules",
+    ),
+    "recompute-twice": (
+        TINY,
+        "model.recompute_granularity=selective model.recompute_modules=[moe,moe_act]",
+        1,
+        "model.recompute_modules names a module, and its activation as well",
+    ),
+    "recompute-offloaded-experts": (
+        TINY,
+        (
+            "model.recompute_granularity=selective model.recompute_modules=[moe] "
+            "model.fine_grained_activation_offloading=true model.offload_modules=[moe_act,core_attn]"
+        ),
+        1,
+        "Cannot offload {'moe_act'} while recomputing the entire MoE layer.",
     ),
     "cpu-offloading-fine-grained": (
         TINY,

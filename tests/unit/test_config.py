@@ -28,6 +28,7 @@ OPTION_NAMES = {
         "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
         "cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers "
         "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_offload_fraction "
+        "fine_grained_offloading_max_inflight_offloads "
         "recompute_granularity recompute_method recompute_num_layers recompute_modules cuda_graph_impl"
     ),
     "optimizer": (

@@ -5,7 +5,7 @@ backward.
 
     point     compute                                     other lanes
     leave/v   made/v  (all of it has been written)        d2h: offload/v
-    enter/v   release/u of the visit `window` before v
+    enter/v   release/u of the visit `window` before v  (with a bound on copies in flight, earlier: at leave/v)
     back/v    room/u  of the visit `window` before v      h2d: reload/u
     unpack/v  arrive/v
     drop/v    drop/v  (the last that used it has run)
@@ -40,6 +40,7 @@ class VisitsShape:
 
     offloaded: the first of them whose activations leave. window: how many visits' activations stay on the device;
     ahead: by how many more visits than that a reload comes early. unused: visits that backward does not reach.
+    in_flight: so many visits at most have left and are still on the device; None: as many as the window holds.
     """
 
     visits: int
@@ -47,6 +48,7 @@ class VisitsShape:
     window: int = 1
     ahead: int = 0
     unused: Collection[int] = field(default=frozenset())
+    in_flight: int | None = None
 
 
 def lower_visits(shape: VisitsShape) -> Schedule:
@@ -62,21 +64,29 @@ def lower_visits(shape: VisitsShape) -> Schedule:
 
 def _forward(shape: VisitsShape) -> list[Op]:
     ops: list[Op] = []
-    released = _released(shape)
+    released, landed = _released(shape), _landed(shape)
     for v in range(shape.visits):
-        if 0 <= v - shape.window < shape.offloaded:
+        if landed <= v - shape.window < shape.offloaded:
             ops.append(_of("release", v - shape.window, v))
         ops.append(Op(f"forward/{v}", Kind.MODEL, Lane.COMPUTE, f"enter/{v}", None, (), (f"saved/{v}",)))
         if v < shape.offloaded:
             offload = _of("offload", v, v)
             ops += [_of("made", v, v), offload if v < released else replace(offload, prior=())]
+            if landed and shape.in_flight is not None and v >= shape.in_flight:
+                ops.append(replace(_of("release", v - shape.in_flight, v), point=f"leave/{v}"))
     # Visits that no later one releases are still on the device when backward begins, and are not reloaded.
     return ops
 
 
 def _released(shape: VisitsShape) -> int:
     """Visits, from the first on, that give up their device memory."""
-    return max(0, min(shape.offloaded, shape.visits - shape.window))
+    return max(0, _landed(shape), min(shape.offloaded, shape.visits - shape.window))
+
+
+def _landed(shape: VisitsShape) -> int:
+    """Visits, from the first on, that do so because others leave."""
+    few = shape.in_flight is not None and shape.in_flight < shape.window
+    return max(0, shape.offloaded - shape.in_flight) if few and shape.in_flight is not None else 0
 
 
 def _backward(shape: VisitsShape) -> list[Op]:

@@ -19,7 +19,7 @@ def recompute_layers(model: torch.nn.Module, config: Config) -> int:
     `recompute_num_layers` (block). Returns how many.
     """
     options = config.model
-    if options.recompute_granularity is None:
+    if options.recompute_granularity != "full":
         return 0
     causal: Any = model
     # transformers 5.22 has renamed it.
@@ -33,19 +33,30 @@ def recompute_layers(model: torch.nn.Module, config: Config) -> int:
 
 
 def attach_activations(model: torch.nn.Module, optimizer: AdamW, config: Config) -> Attachment | None:
-    """Offloading of activations as the options say; None: off."""
+    """Offloading of activations, and recomputation of parts of layers, as the options say; None: neither."""
+    how, modules = _offloaded(config), None
+    if config.model.recompute_granularity == "selective":
+        modules = tuple(config.model.recompute_modules)
+    if how is None and modules is None:
+        return None
+    return attach(model, optimizer, activations=how, recompute=modules)
+
+
+def _offloaded(config: Config) -> Activations | None:
     options = config.model
     if options.fine_grained_activation_offloading:
         # Megatron counts elements, and offloads in all layers but those whose backward comes at once.
-        least = options.min_offloaded_tensor_size
-        return attach(
-            model, optimizer, activations=Activations(modules=options.offload_modules, min_bytes=0, min_elements=least)
+        return Activations(
+            modules=options.offload_modules,
+            min_bytes=0,
+            min_elements=options.min_offloaded_tensor_size,
+            fraction=options.activation_offload_fraction,
+            max_in_flight=options.fine_grained_offloading_max_inflight_offloads,
         )
     if not (options.cpu_offloading and options.cpu_offloading_num_layers and options.cpu_offloading_activations):
         return None
-    how = Activations(
+    return Activations(
         num_layers=options.cpu_offloading_num_layers,
         double_buffering=options.cpu_offloading_double_buffering,
         retain_pinned_buffers=options.cpu_offloading_retain_pinned_cpu_buffers,
     )
-    return attach(model, optimizer, activations=how)

@@ -36,6 +36,7 @@ _OFFLOADING = (
     "model.offload_modules",
     "model.min_offloaded_tensor_size",
     "model.activation_offload_fraction",
+    "model.fine_grained_offloading_max_inflight_offloads",
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
     "optimizer.overlap_cpu_optimizer_d2h_h2d",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
@@ -23,6 +24,7 @@ from .control import Control
 from .layers import find_layers
 from .modules import marks_of
 from .movement import Movement
+from .recompute import Recompute, Regions
 from .saved_tensors import Sorter, Why
 from .visit_hooks import is_attached
 from .visits import Visits
@@ -47,6 +49,10 @@ class Activations:
     double_buffering: bring them back one layer earlier, for one more layer's worth of device memory.
     retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row have not needed
     goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
+    fraction: of the modules, counted layer by layer, the share that leaves; the first ones stay (Megatron's
+    activation_offload_fraction). max_in_flight: so many groups of saved tensors at most (a layer's, or 64 MiB of them)
+    are on their way and still on the device; for another, the compute lane waits for the oldest. 0: it waits at the end
+    of each layer; None: as long as the window of layers allows.
     """
 
     num_layers: int | None = None
@@ -56,6 +62,8 @@ class Activations:
     double_buffering: bool = False
     retain_pinned_buffers: bool = False
     host_bytes: int | None = None
+    fraction: float = 1.0
+    max_in_flight: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class ActivationReport:
 
     offloaded: copied to the host. freed: of these, what left the device. held: what somebody else holds. reloaded:
     copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now.
+    recomputed_modules: parts of layers that save their inputs alone.
     """
 
     offloaded_bytes: int
@@ -75,6 +84,7 @@ class ActivationReport:
     host_bytes: int
     simulated: bool = False
     """There is no GPU: the device is a part of the host's memory, and nothing is page-locked."""
+    recomputed_modules: int = 0
 
     def explain(self) -> str:
         """A few lines for people."""
@@ -84,6 +94,8 @@ class ActivationReport:
         lines = [f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
         lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
+        if self.recomputed_modules:
+            lines.append(f"  saves its inputs alone, and runs again in backward: {self.recomputed_modules} modules")
         return "\n".join([*lines, *self._little()])
 
     def _little(self) -> list[str]:
@@ -105,18 +117,26 @@ class Attachment:
         model: torch.nn.Module,
         backend: Backend,
         layers: Sequence[tuple[str, torch.nn.Module]],
-        how: Activations,
+        how: Activations | None,
         *,
         turns: bool,
+        regions: Regions | None = None,
     ) -> None:
-        """`turns`: nobody else counts the turns of the backend."""
-        marks = marks_of([layer for _, layer in layers], how.modules) if how.modules else None
+        """`how`: None offloads nothing. `turns`: nobody else counts the turns of the backend. `regions`: are on."""
+        self._regions = regions
+        self.recomputed = [] if regions is None else list(regions.names)
+        """Paths of the modules that are recomputed in part or as a whole."""
+        on, how = how is not None, Activations(num_layers=0) if how is None else how
         offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
+        inner = [layer for _, layer in layers]
+        marks = marks_of(inner, how.modules, offloaded, how.fraction) if how.modules else None
+        if marks is not None and regions is not None:
+            regions.require_outside(inner, how.modules)
         self.layers = [name for name, _ in layers[:offloaded]]
         """Paths of the layers whose activations leave."""
         self._which = f" in {', '.join(how.modules)}" if how.modules else ""
-        self._shape = VisitsShape(len(layers), offloaded, window, ahead)
+        self._shape = VisitsShape(len(layers), offloaded, window, ahead, in_flight=how.max_in_flight)
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
         self.backend = backend
@@ -125,10 +145,14 @@ class Attachment:
         )
         self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
         self._movement = Movement(backend, self._arena, turns=turns)
-        self._visits = Visits(
-            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks
-        )
-        self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
+        self._visits: Visits | None = None
+        self._wrapped: list[_Checkpointing] = []
+        if on:
+            self._visits = visits = Visits(
+                model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead,
+                marks=marks, in_flight=how.max_in_flight,
+            )  # fmt: skip
+            self._wrapped = [_Checkpointing(visits, i, layer) for i, (_, layer) in enumerate(layers)]
         self._attached = True
         weakref.finalize(self, backend.drain)
 
@@ -138,7 +162,7 @@ class Attachment:
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
             movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated",
+            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -155,7 +179,10 @@ class Attachment:
         """
         for wrapped in self._wrapped:
             wrapped.undo()
-        self._visits.close()
+        if self._visits is not None:
+            self._visits.close()
+        if self._regions is not None:
+            self._regions.undo()
         self._attached = False
         self._movement.collect()
         self.backend.synchronise()
@@ -174,6 +201,7 @@ def attach(
     optimizer: AdamW | None = None,
     *,
     activations: Activations | int | None = None,
+    recompute: Recompute | Sequence[str] | None = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
 ) -> Attachment:
@@ -189,15 +217,18 @@ def attach(
     Args:
         model: is called as before; its layers' forward hooks tell where it is.
         optimizer: shares its lanes, so that copies do not get into each other's way.
-        activations: how; a number is that of layers.
+        activations: how; a number is that of layers. None: they stay.
+        recompute: what layers run again in backward instead of saving it; ("layernorm", "mlp_act") costs little, and
+            what remains is offloaded as `activations` says.
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are; the optimizer is another model's;
-            the model, or a part of it, is attached already. ModelError: no layers were found.
+        ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none; the
+            optimizer is another model's; the model, or a part of it, is attached already. ModelError: no layers were
+            found; a module that cannot be recomputed as asked; compiled layers with `recompute`.
     """
-    how = _how(activations)
+    how = None if activations is None and recompute is not None else _how(activations)
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
             f"attach() with a {type(optimizer).__name__}",
@@ -208,8 +239,9 @@ def attach(
         _require_optimizer_of(model, optimizer)
     _require_not_attached(model)
     found = find_layers(model, layers)
-    _check(how, len(found))
-    if how.num_layers == len(found) - 1:
+    if how is not None:
+        _check(how, len(found))
+    if how is not None and how.num_layers == len(found) - 1:
         log.warning(
             "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
             "offload/reload."
@@ -217,7 +249,14 @@ def attach(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
-    return Attachment(model, backend, found, how, turns=optimizer is None)
+    with contextlib.ExitStack() as undo:
+        regions = None
+        if recompute is not None:
+            regions = Regions(found, recompute)
+            undo.callback(regions.undo)
+        run = Attachment(model, backend, found, how, turns=optimizer is None, regions=regions)
+        undo.pop_all()
+    return run
 
 
 def offload_activations(
@@ -273,7 +312,14 @@ def _check(how: Activations, layers: int) -> None:
         raise ConfigError("a model of one layer", why="its backward begins when its forward ends", fix="leave it alone")
     if isinstance(how.modules, str):
         raise ConfigError(f"modules={how.modules!r} is a string", fix=f"modules=({how.modules!r},)")
+    if not 0 <= how.fraction <= 1:
+        raise ConfigError(f"fraction={how.fraction}", fix="a share between 0 and 1 of the modules")
+    if how.fraction != 1 and not how.modules:
+        raise ConfigError(
+            f"fraction={how.fraction} without modules", fix="modules=(...), or num_layers for a share of the layers"
+        )
     limits = {"min_bytes": how.min_bytes, "min_elements": how.min_elements, "host_bytes": how.host_bytes}
+    limits["max_in_flight"] = how.max_in_flight
     for name, value in limits.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name} must not be negative, got {value}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,8 +42,20 @@ def parts_of(names: Sequence[str]) -> list[Part]:
     return [part for name in names for part in MEGATRON_MODULES.get(name, (Part(name),))]
 
 
-def marks_of(layers: Sequence[torch.nn.Module], names: Sequence[str]) -> list[dict[torch.nn.Module, bool]]:
+def paths_of(layer: torch.nn.Module, names: Sequence[str]) -> list[str]:
+    """Paths within a layer that names stand for."""
+    paths = [path for path, _ in layer.named_modules() if path]
+    return [path for part in parts_of(names) for path in fnmatch.filter(paths, part.pattern)]
+
+
+def marks_of(
+    layers: Sequence[torch.nn.Module], names: Sequence[str], offloaded: int | None = None, fraction: float = 1.0
+) -> list[dict[torch.nn.Module, bool]]:
     """By layer: modules at whose call it begins to hold that saved tensors leave (True), or stay (False).
+
+    Args:
+        offloaded: the first so many layers' leave; None: all layers'.
+        fraction: of the names in these layers, as many as that; the first of them stay, as many as were left over.
 
     Raises:
         ConfigError: a name that no module of any layer has.
@@ -57,7 +70,18 @@ def marks_of(layers: Sequence[torch.nn.Module], names: Sequence[str]) -> list[di
                 why=f"paths within a layer are {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
                 fix=f"did you mean {', '.join(near)}?" if near else "name modules by their path within a layer",
             )
-    return [_marks(layer, parts_of(names)) for layer in layers]
+    groups = [(i, name) for i, layer in enumerate(layers[:offloaded]) for name in _ordered(layer, names)]
+    stay = set(groups[: math.floor(len(groups) * (1 - fraction))])
+    return [_marks(layer, parts_of([n for n in names if (i, n) not in stay])) for i, layer in enumerate(layers)]
+
+
+def _ordered(layer: torch.nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of `names` that the layer has, Megatron's in order of use."""
+    known = list(MEGATRON_MODULES)
+    return sorted(
+        (name for name in names if paths_of(layer, [name])),
+        key=lambda name: known.index(name) if name in known else len(known),
+    )
 
 
 def _marks(layer: torch.nn.Module, parts: Sequence[Part]) -> dict[torch.nn.Module, bool]:

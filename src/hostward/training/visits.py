@@ -22,6 +22,7 @@ from hostward.errors import ModelError
 from .alone import Alone
 from .compiled import forget_compiled
 from .given import Given, tensors_of
+from .in_flight import InFlight
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
 from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call
@@ -76,6 +77,7 @@ class Visits:
         window: so many visits' tensors stay on the device.
         ahead: reloads come so many visits earlier than needed to keep the window.
         marks: by layer, modules within whose calls saved tensors leave (True) or stay (False); None: all leave.
+        in_flight: so many groups at most have left and are still on the device; None: as many as there are.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Visits:
         window: int,
         ahead: int,
         marks: Sequence[Mapping[torch.nn.Module, bool]] | None = None,
+        in_flight: int | None = None,
     ) -> None:
         self._marked = marks is not None
         self._root = root
@@ -110,6 +113,7 @@ class Visits:
         self._active: dict[int, list[tuple[Span, weakref.ref[Group]]]] = {}
         """Spans on the device, by the storage's object: they hold it, so that the address is its own."""
         self._unreleased: deque[Visit] = deque()
+        self._in_flight = InFlight(in_flight, self._release_groups)
         self._last: weakref.ref[Visit] | None = None
         self._numbers = 0
         self._warned = False
@@ -146,7 +150,7 @@ class Visits:
             self._take_off()  # what an interrupted forward has left
         self._clean()
         recomputed = torch._C._current_graph_task_id() != -1
-        inside = torch.is_grad_enabled() and not recomputed and _inside_checkpoint()
+        inside = torch.is_grad_enabled() and not recomputed and inside_checkpoint()
         if not torch.is_grad_enabled() or inside or recomputed:
             self._stack.visits.append((layer, None))
             self._within += inside
@@ -244,16 +248,20 @@ class Visits:
             self._send(visit)
         if visit.groups:
             self._unreleased.append(visit)
+        self._in_flight.rest()
 
     def _send(self, visit: Visit) -> None:
         group, visit.open = visit.open, None
         if group is not None:
+            self._in_flight.add(group)
             visit.groups.append(weakref.ref(group))
             self._movement.offload(f"{self._names[visit.layer]}", group)
 
     def _release(self, visit: Visit) -> None:
-        groups = visit.alive()
         visit.released = True
+        self._release_groups(visit.alive())
+
+    def _release_groups(self, groups: Sequence[Group]) -> None:
         for group in groups:
             for span in group.spans:
                 if span.data is not None:
@@ -379,7 +387,7 @@ class Visits:
             _autograd._pop_saved_tensors_default_hooks()
 
 
-def _inside_checkpoint() -> bool:
+def inside_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, which will make it again."""
     top: Any = _autograd._top_saved_tensors_default_hooks(True)
     return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
