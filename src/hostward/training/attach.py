@@ -166,12 +166,14 @@ class Attachment:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        report = self.report()
-        return (
-            f"Attachment({_first_and_last(self.layers)} of {self._shape.visits}: what they save for backward leaves"
-            f"{self._which}; so far {report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
-            f"{'' if self._attached else '; detached'})"
-        )
+        report, what = self.report(), []
+        if self.layers:
+            where = f"{_first_and_last(self.layers)} of {self._shape.visits}"
+            moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
+            what.append(f"{where}: what they save for backward leaves{self._which}; so far {moved}")
+        if self.recomputed:
+            what.append(f"{len(self.recomputed)} modules run again in backward")
+        return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
 
     def detach(self) -> None:
         """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
