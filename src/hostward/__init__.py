@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .training.attach import Activations, Attachment, attach, offload_activations
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
+    from .training.weight_offload import Weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Attachment",
     "HostwardError",
     "StreamedStates",
+    "Weights",
     "__version__",
     "attach",
     "errors",
@@ -37,6 +39,7 @@ _HOMES = {
     "attach": "hostward.training.attach",
     "offload_activations": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
+    "Weights": "hostward.training.weight_offload",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",
 }

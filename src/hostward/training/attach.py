@@ -15,7 +15,7 @@ import torch
 from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
 from hostward.engine.host_arena import HostArena
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, HostwardError
 from hostward.lowering.activations import VisitsShape, lower_visits
 from hostward.schedule import Schedule
 
@@ -25,6 +25,7 @@ from .modules import marks_of
 from .movement import Movement
 from .saved_tensors import Sorter
 from .visits import Visits
+from .weight_offload import OffloadedWeights, WeightReport, Weights, check_weights, weights_of
 
 if TYPE_CHECKING:
     from .optimizer import AdamW
@@ -59,7 +60,8 @@ class ActivationReport:
     """Bytes of saved activations since `attach`.
 
     offloaded: copied to the host. freed: of these, what left the device. held: what somebody else holds. reloaded:
-    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now.
+    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now. weights: the same of
+    offloaded weights, if there are any.
     """
 
     offloaded_bytes: int
@@ -69,12 +71,16 @@ class ActivationReport:
     on_demand_bytes: int
     kept_bytes: Mapping[str, int]
     host_bytes: int
+    weights: WeightReport | None = None
 
     def explain(self) -> str:
         """A few lines for people."""
         back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
-        lines = [f"saved activations: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
+        lines = [] if self.weights is None else [self.weights.explain()]
+        if self.weights is not None and not self.offloaded_bytes:
+            return "\n".join(lines)
+        lines += [f"saved activations: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
         lines.append(f"  page-locked for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         return "\n".join(lines)
@@ -91,8 +97,10 @@ class Attachment:
         how: Activations,
         *,
         turns: bool,
+        weights: OffloadedWeights | None = None,
     ) -> None:
         """`turns`: nobody else counts the turns of the backend."""
+        self._weights = weights
         marks = marks_of([layer for _, layer in layers], how.modules) if how.modules else None
         offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
@@ -101,6 +109,8 @@ class Attachment:
         self._shape = VisitsShape(len(layers), offloaded, window, ahead)
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
+        self.weight_schedule: Schedule | None = None if weights is None else weights.schedule
+        """The same of offloaded weights."""
         self.backend = backend
         self._arena = HostArena(
             backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
@@ -108,7 +118,8 @@ class Attachment:
         self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
         self._movement = Movement(backend, self._arena, turns=turns)
         self._visits = Visits(
-            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks
+            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks,
+            weights=weights,
         )
         self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]
         weakref.finalize(self, backend.drain)
@@ -119,7 +130,7 @@ class Attachment:
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
             movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes,
+            self._arena.slab_bytes, None if self._weights is None else self._weights.report(),
         )  # fmt: skip
 
     def detach(self) -> None:
@@ -129,6 +140,8 @@ class Attachment:
         for wrapped in self._wrapped:
             wrapped.undo()
         self._visits.close()
+        if self._weights is not None:
+            self._weights.detach()
         self._movement.collect()
         self.backend.synchronise()
         if self._arena.blocks_in_use == 0:
@@ -146,10 +159,11 @@ def attach(
     optimizer: AdamW | None = None,
     *,
     activations: Activations | int | None = None,
+    weights: Weights | int | None = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
 ) -> Attachment:
-    """Offload what a model's layers save for backward.
+    """Offload what a model's layers save for backward, their weights, or both.
 
         run = hostward.attach(model, optimizer, activations=hostward.Activations(num_layers=20))
         ...  # train as before
@@ -161,14 +175,17 @@ def attach(
     Args:
         model: is called as before; its layers' forward hooks tell where it is.
         optimizer: shares its lanes, so that copies do not get into each other's way.
-        activations: how; a number is that of layers.
+        activations: how saved tensors leave; a number is that of layers.
+        weights: how weights leave; a number is that of layers. Frozen ones, and those that the host steps
+            (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`).
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are. ModelError: no layers were found.
+        ConfigError: nothing to offload is asked for, or more layers than there are, or weights whose step is not on
+            the host. ModelError: no layers were found. MemoryLimitError: the host has no room for copies of weights.
     """
-    how = _how(activations)
+    how = _how(activations, nothing=weights is None)
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
             f"attach() with a {type(optimizer).__name__}",
@@ -176,7 +193,11 @@ def attach(
             fix="leave the optimizer out: attach(model, activations=...)",
         )
     found = find_layers(model, layers)
-    _check(how, len(found))
+    if activations is not None:
+        _check(how, len(found))
+    moving = None if weights is None else weights_of(weights)
+    if moving is not None:
+        check_weights(moving, len(found))
     if how.num_layers == len(found) - 1:
         log.warning(
             "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
@@ -185,7 +206,13 @@ def attach(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
-    return Attachment(model, backend, found, how, turns=optimizer is None)
+    away = None if moving is None else OffloadedWeights(model, found, optimizer, backend, moving)
+    try:
+        return Attachment(model, backend, found, how, turns=optimizer is None, weights=away)
+    except HostwardError:
+        if away is not None:
+            away.detach()
+        raise
 
 
 def offload_activations(
@@ -215,7 +242,9 @@ def offload_activations(
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
-def _how(given: object) -> Activations:
+def _how(given: object, *, nothing: bool) -> Activations:
+    if given is None and not nothing:
+        return Activations(num_layers=0)
     if given is None:
         raise ConfigError(
             "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -24,6 +24,9 @@ from .compiled import forget_compiled
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
 from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call
+
+if TYPE_CHECKING:
+    from .weight_offload import OffloadedWeights, WeightHandle
 
 log = logging.getLogger("hostward")
 
@@ -75,6 +78,7 @@ class Visits:
         window: so many visits' tensors stay on the device.
         ahead: reloads come so many visits earlier than needed to keep the window.
         marks: by layer, modules within whose calls saved tensors leave (True) or stay (False); None: all leave.
+        weights: of which layers come and go; what is saved of them is a handle.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Visits:
         window: int,
         ahead: int,
         marks: Sequence[Mapping[torch.nn.Module, bool]] | None = None,
+        weights: OffloadedWeights | None = None,
     ) -> None:
         self._marked = marks is not None
         self._root = root
@@ -101,6 +106,8 @@ class Visits:
         sorter.know(root)
         self._movement = movement
         self._offloaded = offloaded
+        self._weights = weights
+        self._hooked = offloaded if weights is None else max(offloaded, weights.count)
         self._window = window
         self._ahead = ahead
         self._stack = _Stack()
@@ -147,7 +154,7 @@ class Visits:
         if not torch.is_grad_enabled() or inside or recomputed:
             self._stack.visits.append((layer, None))
             self._within += inside
-            if self._within >= 2 * len(self._names) and not self._movement.offloaded and not self._warned:
+            if self._within >= 2 * len(self._names) and self._offloaded and not self._movement.offloaded and not self._warned:
                 self._warned = True
                 log.warning(
                     "nothing is offloaded: layers run inside checkpoints that begin outside of them, and keep nothing; "
@@ -166,7 +173,7 @@ class Visits:
         visit = Visit(layer, self._numbers, before, _shared(inputs))
         self._numbers += 1
         self._last = weakref.ref(visit)
-        if layer < self._offloaded:
+        if layer < self._hooked:
             try:
                 _autograd._push_saved_tensors_default_hooks(*self._pair)
             except RuntimeError as error:
@@ -185,7 +192,7 @@ class Visits:
         """A forward begins."""
         self._sorter.refresh(self._root)
         self._movement.begin()
-        if self._numbers and not self._movement.offloaded and not self._warned:
+        if self._numbers and self._offloaded and not self._movement.offloaded and not self._warned:
             self._warned = True
             kept = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in self._sorter.kept_bytes.items())
             log.warning(
@@ -219,7 +226,7 @@ class Visits:
                 break
         if visit is not None:
             back = Back(weakref.ref(self), visit)
-            for node in {tensor.grad_fn for tensor in _tensors(output)}:
+            for node in {tensor.grad_fn for tensor in tensors_in(output)}:
                 if node is not None:
                     node.register_prehook(back)
 
@@ -255,10 +262,14 @@ class Visits:
 
     # ---------------------------------------------------------------- what autograd saves
 
-    def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
+    def _pack(self, tensor: torch.Tensor) -> Handle | Kept | WeightHandle:
+        if self._weights is not None:
+            weight = self._weights.pack(tensor)
+            if weight is not None:
+                return weight
         visit = next((v for _, v in reversed(self._stack.visits) if v is not None), None)
         sorter = self._sorter
-        if visit is None:
+        if visit is None or visit.layer >= self._offloaded:
             return sorter.keep(tensor, Why.LAYER)
         if torch._C._current_graph_task_id() != -1:
             return sorter.keep(tensor, Why.RECOMPUTED)
@@ -293,8 +304,8 @@ class Visits:
             self._forget(span)
         self._movement.let_go(group)
 
-    def _unpack(self, saved: Handle | Kept) -> torch.Tensor:
-        if isinstance(saved, Kept):
+    def _unpack(self, saved: Handle | Kept | WeightHandle) -> torch.Tensor:
+        if not isinstance(saved, Handle):
             return saved.unpack()
         saved.require_unmodified()
         span, group = saved.span, saved.group
@@ -363,23 +374,23 @@ def _inside_checkpoint() -> bool:
     return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _shared(inputs: object) -> frozenset[int]:
     found = []
-    for tensor in _tensors(inputs):
+    for tensor in tensors_in(inputs):
         if not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
             found.append(tensor.untyped_storage()._cdata)
     return frozenset(found)
