@@ -20,9 +20,9 @@ State and weights share the link's lanes, in order of use: a device copies one t
 while state kept coming on a lane of its own, no weight got through. So the read of a streamed bucket stands where the
 last user of its slot has been stepped: state runs ahead of the host's weights by as many buckets as there are slots.
 
-Weights of `fetched` buckets are not uploaded: they come when their layers are used (`hostward.lowering.weights`). Whatever
-stands behind them in order of use must not stand before them on the lane: it is uploaded when the last fetched layer
-before it is used, at the latest when its own layer is.
+Weights of `fetched` buckets are not uploaded: they come when their layers are used (`hostward.lowering.weights`).
+What stands behind them in order of use must not stand before them on the lane: it is uploaded when the last fetched
+layer before it is used, at the latest when its own layer is.
 
 Gradients of summed buckets are added up on the host: their gradient points come once in every microbatch of a turn, and
 a wait stands for the newest issue of the operation that it names, as everywhere.

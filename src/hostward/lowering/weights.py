@@ -51,7 +51,7 @@ def lower_weights(shape: WeightsShape) -> Schedule:
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
     """
-    schedule = Schedule(tuple([*_forward(shape), *_backward(shape), *_step(shape)]))
+    schedule = Schedule((*_forward(shape), *_backward(shape), *_step(shape)))
     require_ordered(repeated(schedule, 2))
     return schedule
 

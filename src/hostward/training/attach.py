@@ -60,7 +60,7 @@ class ActivationReport:
     """Bytes of saved activations since `attach`.
 
     offloaded: copied to the host. freed: of these, what left the device. held: what somebody else holds. reloaded:
-    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now. weights: the same of
+    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now. weights: of
     offloaded weights, if there are any.
     """
 
@@ -118,7 +118,14 @@ class Attachment:
         self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
         self._movement = Movement(backend, self._arena, turns=turns)
         self._visits = Visits(
-            model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead, marks=marks,
+            model,
+            layers,
+            self._sorter,
+            self._movement,
+            offloaded=offloaded,
+            window=window,
+            ahead=ahead,
+            marks=marks,
             weights=weights,
         )
         self._wrapped = [_Checkpointing(self._visits, i, layer) for i, (_, layer) in enumerate(layers)]

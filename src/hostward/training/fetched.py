@@ -25,9 +25,7 @@ class FetchedWeights(PointIssuer):
 
     _targets: Targets
 
-    def __init__(
-        self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals
-    ) -> None:
+    def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
         self._fetched: frozenset[str] = frozenset()
         """Names of these weights."""

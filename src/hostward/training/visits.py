@@ -78,7 +78,7 @@ class Visits:
         window: so many visits' tensors stay on the device.
         ahead: reloads come so many visits earlier than needed to keep the window.
         marks: by layer, modules within whose calls saved tensors leave (True) or stay (False); None: all leave.
-        weights: of which layers come and go; what is saved of them is a handle.
+        weights: those that come and go; what is saved of them is a handle.
     """
 
     def __init__(
@@ -154,7 +154,12 @@ class Visits:
         if not torch.is_grad_enabled() or inside or recomputed:
             self._stack.visits.append((layer, None))
             self._within += inside
-            if self._within >= 2 * len(self._names) and self._offloaded and not self._movement.offloaded and not self._warned:
+            if (
+                self._within >= 2 * len(self._names)
+                and self._offloaded
+                and not self._movement.offloaded
+                and not self._warned
+            ):
                 self._warned = True
                 log.warning(
                     "nothing is offloaded: layers run inside checkpoints that begin outside of them, and keep nothing; "
@@ -263,10 +268,8 @@ class Visits:
     # ---------------------------------------------------------------- what autograd saves
 
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept | WeightHandle:
-        if self._weights is not None:
-            weight = self._weights.pack(tensor)
-            if weight is not None:
-                return weight
+        if self._weights is not None and (weight := self._weights.pack(tensor)) is not None:
+            return weight
         visit = next((v for _, v in reversed(self._stack.visits) if v is not None), None)
         sorter = self._sorter
         if visit is None or visit.layer >= self._offloaded:

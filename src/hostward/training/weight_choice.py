@@ -197,7 +197,7 @@ def _stays(
             fix="move the model before attach()",
         )
     # Small ones of a trained layer go as well: one that stayed would need a copy of its own in the step.
-    if not tracked and parameter.numel() < min_elements or not parameter.numel():
+    if parameter.numel() < (1 if tracked else min_elements):
         return Stays.SMALL
     if parameter.dtype not in _DTYPES:
         return Stays.DTYPE

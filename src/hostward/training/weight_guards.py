@@ -53,16 +53,15 @@ class Reduce(_Guard):
     def __call__(self, protocol: Any) -> Any:
         parameter: torch.nn.Parameter = self._about
         with self._present(), torch.no_grad():
-            return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad).__reduce_ex__(protocol)
+            return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Apply(_Guard):
-    """`to`, `half`, `cuda` and the like, on the model or a layer. They read weights; what would move them is refused."""
+    """`to`, `half`, `cuda` and the like, on the model or a layer: they read weights; to move them is refused."""
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-        layer: torch.nn.Module = self._about
         if self._offloaded is None:
-            return torch.nn.Module._apply(layer, function, recurse)
+            return self._plain(function, recurse)
         for parameter in self._offloaded.parameters():
             probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
             made = function(probe)
@@ -74,7 +73,11 @@ class Apply(_Guard):
                     fix="detach(), change the model, and attach again",
                 )
         with self._present():
-            return torch.nn.Module._apply(layer, function, recurse)
+            return self._plain(function, recurse)
+
+    def _plain(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> torch.nn.Module:
+        applied: torch.nn.Module = torch.nn.Module._apply(self._about, function, recurse)  # type: ignore[no-untyped-call]
+        return applied
 
     def __reduce__(self) -> tuple[type[Apply], tuple[None, int, torch.nn.Module]]:
         return Apply, (None, -1, self._about)

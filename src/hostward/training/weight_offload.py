@@ -71,7 +71,7 @@ class WeightReport:
         lines = [f"weights: {self.offloaded_bytes:,} bytes on the host, {where}"]
         lines.append(f"  fetched: {self.fetched_bytes:,} bytes, {self.on_demand_bytes:,} of them unforeseen")
         if self.held_bytes:
-            lines.append(f"  could not go when they were done with, because others held them: {self.held_bytes:,} bytes")
+            lines.append(f"  could not go when they were done with, because others held them: {self.held_bytes:,}")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         return "\n".join(lines)
 
@@ -79,7 +79,7 @@ class WeightReport:
 class WeightHandle:
     """A weight, or a view of one, that autograd has saved: it holds no memory."""
 
-    __slots__ = ("_dtype", "_number", "_offset", "_offloaded", "_sizes", "_strides", "_version", "_weight", "_witness")
+    __slots__ = ("_dtype", "_number", "_offloaded", "_offset", "_sizes", "_strides", "_version", "_weight", "_witness")
 
     def __init__(self, offloaded: OffloadedWeights, number: int, weight: Weight, tensor: torch.Tensor) -> None:
         self._offloaded, self._number, self._weight = offloaded, number, weight
@@ -101,7 +101,7 @@ class WeightHandle:
         if witness is None:
             return weight.parameter
         view = torch.empty(0, dtype=self._dtype, device=weight.storage.device)
-        return view.set_(weight.storage, self._offset, self._sizes, self._strides)  # type: ignore[call-overload, no-any-return]
+        return view.set_(weight.storage, self._offset, self._sizes, self._strides)
 
 
 class OffloadedWeights:
@@ -157,7 +157,7 @@ class OffloadedWeights:
             for owner in layer.modules():
                 names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
                 if names or owner is layer:
-                    self._handles.append(owner.register_load_state_dict_post_hook(LoadHook(self, i)))
+                    self._handles.append(owner.register_load_state_dict_post_hook(LoadHook(self, i)))  # type: ignore[no-untyped-call]
                 if names:
                     if owner is not layer:
                         self._handles.append(owner.register_forward_pre_hook(Mark(self, i), prepend=True))
@@ -203,7 +203,7 @@ class OffloadedWeights:
         residency, task = self._residency, torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self.use(number)
         residency.sweep((*self._stack, number, number - 1))
         residency.prefetch(number - 1)

@@ -252,5 +252,5 @@ class Residency:
 def device_view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, numel: int, owner: str) -> Buffer:
     """`numel` elements of a storage from `start` on."""
     view = torch.empty(0, dtype=dtype, device=storage.device)
-    view.set_(storage, start, (numel,), (1,))  # type: ignore[call-overload]
+    view.set_(storage, start, (numel,), (1,))
     return Buffer(Tier.DEVICE, view, owner)

@@ -35,7 +35,7 @@ class WeightWatch:
         self._known: dict[str, tuple[int, int]] = {}
         self._before_load: dict[str, int] = {}
         self._moving: Collection[str] = ()
-        self._present: Callable[[str], AbstractContextManager[None]] = nullcontext
+        self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
         self._handles: list[RemovableHandle] = []
         self.remember(self._tracked)
         by_owner: dict[torch.nn.Module, list[Tracked]] = {}
@@ -52,7 +52,7 @@ class WeightWatch:
     ) -> None:
         """These weights come and go, with their storage objects in place; within `present(name)` one is there."""
         known = [t for t in self._tracked if self.knows(t)]
-        self._moving, self._present = names, present or nullcontext
+        self._moving, self._present = names, present or _as_it_is
         for t in known:
             self._known[t.name] = self._seen(t)
 
@@ -117,6 +117,10 @@ class WeightWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _as_it_is(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _LoadHook:
