@@ -35,7 +35,8 @@ here.
 class WeightsShape:
     """What a turn over `layers` layers depends on.
 
-    offloaded: the first of them whose weights lie on the host. trained: of these, those that a host step writes.
+    offloaded: the first of them, not all, whose weights lie on the host. trained: of these, those that a host step
+    writes.
     unused: layers that backward does not reach.
     """
 

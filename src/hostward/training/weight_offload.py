@@ -16,7 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import Backend
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, HostwardError
 from hostward.lowering.weights import WeightsShape, lower_weights
 from hostward.schedule import Schedule
 
@@ -135,7 +135,11 @@ class OffloadedWeights:
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
         if optimizer is not None and chosen.stepped:
-            optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+            try:
+                optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+            except HostwardError:
+                backend.free(chosen.buffers)
+                raise
             optimizer._watch.follow(chosen.stepped, self.present)
             optimizer._access.present = self.present
         self._install(model, layers)
