@@ -13,10 +13,12 @@ from . import errors
 from .errors import HostwardError
 
 if TYPE_CHECKING:
-    from .training.attach import Activations, Attachment, attach, offload_activations
+    from .training.attach import attach, offload_activations
+    from .training.attachment import Activations, Attachment
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
     from .training.recompute import Recompute
+    from .training.weight_offload import Weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "HostwardError",
     "Recompute",
     "StreamedStates",
+    "Weights",
     "__version__",
     "attach",
     "errors",
@@ -34,12 +37,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Activations": "hostward.training.attach",
-    "Attachment": "hostward.training.attach",
+    "Activations": "hostward.training.attachment",
+    "Attachment": "hostward.training.attachment",
     "attach": "hostward.training.attach",
     "offload_activations": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
     "Recompute": "hostward.training.recompute",
+    "Weights": "hostward.training.weight_offload",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",
 }

@@ -41,8 +41,8 @@ def waits_of(schedule: Schedule) -> list[tuple[str, str]]:
 
 def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     """The operations of one turn as training issues them: gradient points in any order, a release after its gradient,
-    the slots at any time before the step and back at any time after it, and use points in any order. Gradient points
-    of summed buckets come in up to three microbatches, at least once.
+    the slots at any time before the step and back at any time after it, and use points in any order, each behind its
+    own upload point. Gradient points of summed buckets come in up to three microbatches, at least once.
 
     `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
     so what is issued before it comes from there.
@@ -68,6 +68,8 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     after = random.sample(sorted(p for p in points if p.startswith("use/")), k=_count(points, "use/"))
     if UNSTAGE in points:
         after.insert(random.randint(0, len(after)), UNSTAGE)
+    for point in random.sample(sorted(p for p in points if p.startswith("upload/")), k=_count(points, "upload/")):
+        after.insert(random.randint(0, after.index(point.replace("upload/", "use/"))), point)
     assert {*order, *after, STEP} == points.keys() - {STAGE}
     return [op for group in ops for op in group] + [op for point in (STEP, *after) for op in points[point]]
 

@@ -77,6 +77,9 @@ SHAPES = {
     "all summed": StepShape((H,) * 5, tuple("aabbc"), summed=frozenset(range(5))),
     "streamed": StepShape((S,) * 4, tuple("aabc"), slots=3, transient=True),
     "device": StepShape((D,) * 3, tuple("abb")),
+    "fetched": StepShape((H,) * 5, tuple("abccd"), fetched=frozenset((1, 2))),
+    "fetched, summed": StepShape((H,) * 4, tuple("abcd"), summed=frozenset(range(4)), fetched=frozenset((0, 2))),
+    "fetched, mixed": StepShape((H, H, D, S), tuple("abcd"), slots=1, fetched=frozenset((0,))),
 }
 IMPLIED = {
     ("release", "step"): "the device stepped on this lane, or the arrival before it waited for the step",

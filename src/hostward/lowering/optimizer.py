@@ -9,6 +9,7 @@
                                                 d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
     unstage      unstage    (slots freed)
+    upload/L                                    h2d: upload/b, where weights before L are fetched by themselves
     use/L        arrive/L, release/b (streamed)
 
 `backward/b` and `forward/L` stand for the caller's own passes: they read weights and make gradients. Gradient points
@@ -18,6 +19,10 @@ it; tests/ordering runs the rule over such orders.
 State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
 while state kept coming on a lane of its own, no weight got through. So the read of a streamed bucket stands where the
 last user of its slot has been stepped: state runs ahead of the host's weights by as many buckets as there are slots.
+
+Weights of `fetched` buckets are not uploaded: they come when their layers are used (`hostward.lowering.weights`).
+What stands behind them in order of use must not stand before them on the lane: it is uploaded when the last fetched
+layer before it is used, at the latest when its own layer is.
 
 Gradients of summed buckets are added up on the host: their gradient points come once in every microbatch of a turn, and
 a wait stands for the newest issue of the operation that it names, as everywhere.
@@ -58,6 +63,11 @@ def use_point(layer: str) -> str:
     return f"use/{layer}"
 
 
+def upload_point(layer: str) -> str:
+    """New weights of the layer are wanted, if those before it are fetched by themselves."""
+    return f"upload/{layer}"
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What a step's schedule depends on.
@@ -66,7 +76,7 @@ class StepShape:
     buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
     is streamed. transient: slots are taken at the point `stage` and given back at `unstage`, instead of being kept.
     overlap: False issues everything at the point `step`, arrivals included. summed: host buckets whose gradients are
-    added up on the host, microbatch by microbatch.
+    added up on the host, microbatch by microbatch. fetched: host buckets whose weights come by themselves.
     """
 
     placements: tuple[Placement, ...]
@@ -76,6 +86,7 @@ class StepShape:
     transient: bool = False
     overlap: bool = True
     summed: frozenset[int] = field(default=frozenset())
+    fetched: frozenset[int] = field(default=frozenset())
 
 
 def inboxes_of(summed: frozenset[int]) -> dict[int, int]:
@@ -86,6 +97,26 @@ def inboxes_of(summed: frozenset[int]) -> dict[int, int]:
 def slot_of(placements: Sequence[Placement], bucket: int, slots: int) -> int:
     """The staging slot of a streamed bucket: streamed buckets take the slots in turn."""
     return sum(p is Placement.STREAMED for p in placements[:bucket]) % slots
+
+
+def later_uploads(shape: StepShape) -> dict[str, list[str]]:
+    """By layer with fetched buckets: the layers behind it, up to the next of its kind, whose uploads come when it is
+    used.
+    """
+    found: dict[str, list[str]] = {}
+    last = None
+    fetched = {shape.layers[b] for b in shape.fetched}
+    for layer in dict.fromkeys(shape.layers):
+        if layer in fetched:
+            last = layer
+            found[last] = []
+        elif last is not None:
+            found[last].append(layer)
+    return found
+
+
+def _is_late(shape: StepShape, b: int) -> bool:
+    return bool(shape.fetched) and b > min(shape.fetched) and b not in shape.fetched
 
 
 def lower_step(shape: StepShape) -> Schedule:
@@ -115,7 +146,7 @@ def _of(shape: StepShape, present: Iterable[int], placement: Placement) -> list[
 def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops: list[Op] = []
     in_flight: list[int] = []
-    weights = tuple(f"weight/{b}" for b in range(len(shape.placements)))
+    weights = tuple(f"weight/{b}" for b in range(len(shape.placements)) if b not in shape.fetched)
     inboxes = inboxes_of(shape.summed)
     for b in reversed(present):
         gradient = f"gradient/{b}"
@@ -226,9 +257,11 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
             ops += _device_bucket(b)
         else:
             first = b == min(_of(shape, present, Placement.HOST), default=b)
-            step, upload, retire = _host_bucket(b, f"total/{b}" if b in shape.summed else f"landing/{b}", first=first)
-            ops += [step, retire] if reads_left else [step, upload, retire]
-            uploads += [upload] if reads_left else []
+            step, *upload, retire = _host_bucket(
+                shape, b, f"total/{b}" if b in shape.summed else f"landing/{b}", first=first
+            )
+            ops += [step, retire] if reads_left else [step, *upload, retire]
+            uploads += upload if reads_left else []
     if streamed:
         ops.append(Op("written", Kind.JOIN, Lane.D2H, STEP))
     return ops
@@ -242,17 +275,21 @@ def _device_bucket(b: int) -> list[Op]:
     ]
 
 
-def _host_bucket(b: int, landing: str, *, first: bool) -> list[Op]:
-    source, weight = f"source/{b}", f"weight/{b}"
+def _host_bucket(shape: StepShape, b: int, landing: str, *, first: bool) -> list[Op]:
     # All downloads come before `fetch` on their lane, and the first host step before the others on theirs. That is not
     # for beauty: of host functions that each wait for an event the driver lets only a few dozen be pending, and then
     # blocks the caller; of those that follow one another, hundreds.
-    reads, writes, waits = (landing, HOST_SCALARS), (f"state/{b}", source), ("fetch",) if first else ()
+    reads, writes, waits = (landing, HOST_SCALARS), (f"state/{b}", f"source/{b}"), ("fetch",) if first else ()
     return [
         Op(f"step/{b}", Kind.ADAMW, Lane.HOST, STEP, b, reads, writes, waits),
-        Op(f"upload/{b}", Kind.COPY, Lane.H2D, STEP, b, (source,), (weight,), ("norm", f"step/{b}")),
+        *([] if b in shape.fetched or _is_late(shape, b) else [_upload(b, STEP)]),
         Op(f"retire/{b}", Kind.RETIRE, Lane.HOST, STEP, b, (), (landing,)),
     ]
+
+
+def _upload(b: int, point: str) -> Op:
+    waits = ("norm", f"step/{b}")
+    return Op(f"upload/{b}", Kind.COPY, Lane.H2D, point, b, (f"source/{b}",), (f"weight/{b}",), waits)
 
 
 def _streamed_bucket(shape: StepShape, b: int) -> list[Op]:
@@ -276,11 +313,13 @@ def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
             writes = (*last, *(f"read/{b}" for b in everything[: shape.slots] if b not in present))
             ops.append(Op("unstage", Kind.RETIRE, Lane.COMPUTE, UNSTAGE, None, (), _slots(shape), (*writes, "written")))
         held = [b for b in range(len(shape.placements)) if shape.layers[b] == layer]
-        weights = tuple(f"weight/{b}" for b in held)
+        weights = tuple(f"weight/{b}" for b in held if b not in shape.fetched)
         own = [b for b in held if b in present]
-        waits = [f"upload/{b}" for b in _of(shape, own, Placement.HOST)]
+        on_host = _of(shape, own, Placement.HOST)
+        ops += [_upload(b, upload_point(layer)) for b in on_host if _is_late(shape, b)]
+        waits = [f"upload/{b}" for b in on_host if b not in shape.fetched]
         # Host functions read landing places, which the next turn's copies overwrite; its additions are on their lane.
-        waits += [f"retire/{b}" for b in _of(shape, own, Placement.HOST) if b not in shape.summed]
+        waits += [f"retire/{b}" for b in on_host if b not in shape.summed]
         waits += [f"step/{b}" for b in _of(shape, own, Placement.STREAMED)]
         ops.append(Op(f"arrive/{layer}", Kind.JOIN, Lane.COMPUTE, use_point(layer), None, weights, (), tuple(waits)))
         ops += [_release(b, use_point(layer), "step") for b in _of(shape, own, Placement.STREAMED)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hostward.training.attach import Activations, Attachment, attach
+from hostward.training.attach import attach
+from hostward.training.attachment import Activations, Attachment
 from hostward.training.layers import find_layers
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from hostward.inventory import Dtype
 from hostward.plan import Placement
 from hostward.rules import check, idle_switches
 from hostward.schedule import Lane
-from hostward.training.attach import Attachment
+from hostward.training.attachment import Attachment
 from hostward.training.optimizer import AdamW
 
 from . import resume

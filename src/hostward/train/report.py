@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hostward.engine.trace import Trace
-from hostward.training.attach import ActivationReport
+from hostward.training.attachment import ActivationReport
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,198 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import logging
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
-from hostward.engine.host_arena import HostArena
 from hostward.errors import ConfigError
-from hostward.lowering.activations import VisitsShape, lower_visits
-from hostward.schedule import Schedule
 
+from .attachment import Activations, Attachment
 from .control import Control
 from .layers import find_layers
-from .modules import marks_of
-from .movement import Movement
 from .recompute import Recompute, Regions
-from .saved_tensors import Sorter, Why
 from .visit_hooks import is_attached
-from .visits import Visits
+from .weight_offload import OffloadedWeights, Weights, check_weights, weights_of
 
 if TYPE_CHECKING:
     from .optimizer import AdamW
 
-
 log = logging.getLogger("hostward")
-
-_LITTLE = 0.25
-"""Of what offloaded layers save: where less than this share leaves, the report says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """How saved activations leave the device.
-
-    num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
-    modules: only what these modules within the layers save, by path ("mlp", "self_attn.*_proj") or by Megatron's names
-    (core_attn, attn_proj, ...); (): all. min_bytes: smaller tensors stay; min_elements: so do those of fewer elements.
-    double_buffering: bring them back one layer earlier, for one more layer's worth of device memory.
-    retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row have not needed
-    goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
-    fraction: of the modules, counted layer by layer, the share that leaves; the first ones stay (Megatron's
-    activation_offload_fraction). max_in_flight: so many groups of saved tensors at most (a layer's, or 64 MiB of them)
-    are on their way and still on the device; for another, the compute lane waits for the oldest. 0: it waits at the end
-    of each layer; None: as long as the window of layers allows.
-    """
-
-    num_layers: int | None = None
-    modules: Sequence[str] = ()
-    min_bytes: int = 1024 * 1024
-    min_elements: int = 0
-    double_buffering: bool = False
-    retain_pinned_buffers: bool = False
-    host_bytes: int | None = None
-    fraction: float = 1.0
-    max_in_flight: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationReport:
-    """Bytes of saved activations since `attach`.
-
-    offloaded: copied to the host. freed: of these, what left the device. held: what somebody else holds. reloaded:
-    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now.
-    recomputed_modules: parts of layers that save their inputs alone.
-    """
-
-    offloaded_bytes: int
-    freed_bytes: int
-    held_bytes: int
-    reloaded_bytes: int
-    on_demand_bytes: int
-    kept_bytes: Mapping[str, int]
-    host_bytes: int
-    simulated: bool = False
-    """There is no GPU: the device is a part of the host's memory, and nothing is page-locked."""
-    recomputed_modules: int = 0
-
-    def explain(self) -> str:
-        """A few lines for people."""
-        back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
-        freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
-        where = " (simulated device)" if self.simulated else ""
-        lines = [f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
-        lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
-        lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
-        if self.recomputed_modules:
-            lines.append(f"  saves its inputs alone, and runs again in backward: {self.recomputed_modules} modules")
-        return "\n".join([*lines, *self._little()])
-
-    def _little(self) -> list[str]:
-        """A sentence where most of what offloaded layers save stays."""
-        # A checkpoint saves its inputs; what its recomputation saves is used at once.
-        kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why != Why.RECOMPUTED.value}
-        saved = self.offloaded_bytes + sum(kept.values())
-        if self.offloaded_bytes >= _LITTLE * saved:
-            return []
-        share, most = self.offloaded_bytes / saved, max(kept, key=lambda why: kept[why])
-        return [f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because {most}"]
-
-
-class Attachment:
-    """Offloading that is on. `detach` takes it off; what has been saved by then still comes back."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        backend: Backend,
-        layers: Sequence[tuple[str, torch.nn.Module]],
-        how: Activations | None,
-        *,
-        turns: bool,
-        regions: Regions | None = None,
-    ) -> None:
-        """`how`: None offloads nothing. `turns`: nobody else counts the turns of the backend. `regions`: are on."""
-        self._regions = regions
-        self.recomputed = [] if regions is None else list(regions.names)
-        """Paths of the modules that are recomputed in part or as a whole."""
-        on, how = how is not None, Activations(num_layers=0) if how is None else how
-        offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
-        window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
-        inner = [layer for _, layer in layers]
-        marks = marks_of(inner, how.modules, offloaded, how.fraction) if how.modules else None
-        if marks is not None and regions is not None:
-            regions.require_outside(inner, how.modules)
-        self.layers = [name for name, _ in layers[:offloaded]]
-        """Paths of the layers whose activations leave."""
-        self._which = f" in {', '.join(how.modules)}" if how.modules else ""
-        self._shape = VisitsShape(len(layers), offloaded, window, ahead, in_flight=how.max_in_flight)
-        self.schedule: Schedule = lower_visits(self._shape)
-        """One forward and backward, as data."""
-        self.backend = backend
-        self._arena = HostArena(
-            backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
-        )
-        self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
-        self._movement = Movement(backend, self._arena, turns=turns)
-        self._visits: Visits | None = None
-        self._wrapped: list[_Checkpointing] = []
-        if on:
-            self._visits = visits = Visits(
-                model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead,
-                marks=marks, in_flight=how.max_in_flight,
-            )  # fmt: skip
-            self._wrapped = [_Checkpointing(visits, i, layer) for i, (_, layer) in enumerate(layers)]
-        self._attached = True
-        weakref.finalize(self, backend.drain)
-
-    def report(self) -> ActivationReport:
-        """What has been offloaded so far."""
-        movement = self._movement
-        kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
-        return ActivationReport(
-            movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
-        )  # fmt: skip
-
-    def __repr__(self) -> str:
-        report, what = self.report(), []
-        if self.layers:
-            where = f"{_first_and_last(self.layers)} of {self._shape.visits}"
-            moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
-            what.append(f"{where}: what they save for backward leaves{self._which}; so far {moved}")
-        if self.recomputed:
-            what.append(f"{len(self.recomputed)} modules run again in backward")
-        return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
-
-    def detach(self) -> None:
-        """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
-        call returns it later.
-        """
-        for wrapped in self._wrapped:
-            wrapped.undo()
-        if self._visits is not None:
-            self._visits.close()
-        if self._regions is not None:
-            self._regions.undo()
-        self._attached = False
-        self._movement.collect()
-        self.backend.synchronise()
-        if self._arena.blocks_in_use == 0:
-            self._arena.close()
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
 
 
 def attach(
@@ -203,11 +33,12 @@ def attach(
     optimizer: AdamW | None = None,
     *,
     activations: Activations | int | None = None,
+    weights: Weights | int | None = None,
     recompute: Recompute | Sequence[str] | None = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
 ) -> Attachment:
-    """Offload what a model's layers save for backward.
+    """Offload what a model's layers save for backward, their weights, or both.
 
         run = hostward.attach(model, optimizer, activations=hostward.Activations(num_layers=20))
         ...  # train as before
@@ -220,17 +51,20 @@ def attach(
         model: is called as before; its layers' forward hooks tell where it is.
         optimizer: shares its lanes, so that copies do not get into each other's way.
         activations: how; a number is that of layers. None: they stay.
+        weights: how weights leave; a number is that of layers. Frozen ones, and those that the host steps
+            (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`). None: they stay.
         recompute: what layers run again in backward instead of saving it; ("layernorm", "mlp_act") costs little, and
             what remains is offloaded as `activations` says.
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none; the
-            optimizer is another model's; the model, or a part of it, is attached already. ModelError: no layers were
-            found; a module that cannot be recomputed as asked; compiled layers with `recompute`.
+        ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none, or
+            weights whose step is not on the host; the optimizer is another model's; the model, or a part of it, is
+            attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled layers with
+            `recompute`. MemoryLimitError: the host has no room for copies of weights.
     """
-    how = None if activations is None and recompute is not None else _how(activations)
+    how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
             f"attach() with a {type(optimizer).__name__}",
@@ -243,6 +77,9 @@ def attach(
     found = find_layers(model, layers)
     if how is not None:
         _check(how, len(found))
+    moving = None if weights is None else weights_of(weights)
+    if moving is not None:
+        check_weights(moving, len(found))
     if how is not None and how.num_layers == len(found) - 1:
         log.warning(
             "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
@@ -252,11 +89,14 @@ def attach(
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
     with contextlib.ExitStack() as undo:
-        regions = None
+        regions = away = None
         if recompute is not None:
             regions = Regions(found, recompute)
             undo.callback(regions.undo)
-        run = Attachment(model, backend, found, how, turns=optimizer is None, regions=regions)
+        if moving is not None:
+            away = OffloadedWeights(model, found, optimizer, backend, moving)
+            undo.callback(away.detach)
+        run = Attachment(model, backend, found, how, turns=optimizer is None, regions=regions, weights=away)
         undo.pop_all()
     return run
 
@@ -347,44 +187,3 @@ def _require_not_attached(model: torch.nn.Module) -> None:
                 why="what a layer saves would leave twice",
                 fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
             )
-
-
-def _first_and_last(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, {len(names)} layers"
-
-
-class _Checkpointing:
-    """A transformers layer whose `__call__` puts a checkpoint around the module and its hooks: what the checkpoint
-    saves itself, the layer's inputs, is saved before the hooks run. So the visit begins around the checkpoint.
-    """
-
-    def __init__(self, visits: Visits, number: int, layer: torch.nn.Module) -> None:
-        self._layer = weakref.ref(layer)
-        self._before: Any = None
-        if type(layer).__call__ is torch.nn.Module.__call__:
-            return
-        function = layer.__dict__.get("_gradient_checkpointing_func")
-        if function is None:
-            return
-        self._before = function
-        this = weakref.ref(visits)
-
-        @functools.wraps(function)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            alive = this()
-            if alive is None:
-                return function(*args, **kwargs)
-            alive.enter(number, (args[1:], kwargs))
-            output = None
-            try:
-                output = function(*args, **kwargs)
-            finally:
-                alive.leave(number, output)
-            return output
-
-        layer._gradient_checkpointing_func = around  # type: ignore[assignment]
-
-    def undo(self) -> None:
-        layer = self._layer()
-        if layer is not None and self._before is not None:
-            layer._gradient_checkpointing_func = self._before

@@ -231,6 +231,9 @@ class Bindings:
             there, here = self._partial_sums(b, chosen)
         else:
             what = "weight"
+            chosen = tuple(
+                i for i in chosen if self._targets.weights[b][i].data.numel()
+            )  # the others are fetched later
             there, here = [self._targets.weights[b][i] for i in chosen], [state.weights[i] for i in chosen]
         pairs = list(zip(here, there, strict=True) if down else zip(there, here, strict=True))
         return self._backend.copy(op.lane, pairs, name=f"offload/{op.lane.value}/{what}/{state.bucket.name}", **rest)

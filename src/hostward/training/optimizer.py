@@ -164,6 +164,7 @@ class AdamW(Saving):
                 )
             self._places = Places(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
+            self._issuer.require_weights_here()
             self.wait()
             self._follow_weights()
         super().add_param_group(param_group)

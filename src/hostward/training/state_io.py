@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class StateAccess:
     ) -> None:
         self._pieces = pieces
         self._tracked = tracked
+        self.present: Callable[[str], AbstractContextManager[None]] | None = None
+        """Weights that come and go are on the device within `present(name)`."""
+
+    def _there(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.present is None else self.present(name)
 
     def require(self, name: str) -> None:
         """Raises ModelError for a name that is not tracked."""
@@ -58,10 +64,8 @@ class StateAccess:
                     whole[r.start : r.stop].copy_(views[role])
             entry[role] = whole.view(parameter.shape)
         if parameter.dtype is not torch.float32:
-            master, weight = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu"), _flat(parameter)
-            for state, r, views in found:
-                _read_master(state, views, weight[r.start : r.stop], master[r.start : r.stop])
-            entry["master"] = master.view(parameter.shape)
+            with self._there(name):
+                entry["master"] = _masters(parameter, found)
         step = next((int(state.counts.data[i].item()) for state, i, _ in self._pieces.get(name, ())), 0)
         return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **entry}
 
@@ -69,6 +73,10 @@ class StateAccess:
         """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
         rounded master.
         """
+        with self._there(name):
+            return self._write(name, saved)
+
+    def _write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
         parameter = self._tracked[name].parameter
         weight = _flat(parameter)
         master = saved["master"].reshape(-1) if parameter.dtype is not torch.float32 else None
@@ -93,6 +101,10 @@ class StateAccess:
 
     def reseed(self, name: str) -> None:
         """master = weight, remainder 0; moments and counts stay."""
+        with self._there(name):
+            self._reseed(name)
+
+    def _reseed(self, name: str) -> None:
         weight = _flat(self._tracked[name].parameter)
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
@@ -158,6 +170,15 @@ def _one_view(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         end += view.nbytes
     return views[0].as_strided((sum(view.numel() for view in views),), (1,))
+
+
+def _masters(
+    parameter: torch.Tensor, found: Sequence[tuple[BucketState, Range, Mapping[str, torch.Tensor]]]
+) -> torch.Tensor:
+    master, weight = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu"), _flat(parameter)
+    for state, r, views in found:
+        _read_master(state, views, weight[r.start : r.stop], master[r.start : r.stop])
+    return master.view(parameter.shape)
 
 
 def _read_master(

@@ -30,8 +30,8 @@ from hostward.plan import Placement
 from hostward.schedule import Lane, Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
+from .fetched import FetchedWeights
 from .gradients import Gradient
-from .points import PointIssuer
 from .schedules import Schedules
 from .slots import Slots
 from .state import BucketState, pieces, require_no_capture
@@ -39,7 +39,7 @@ from .targets import Targets
 from .totals import Totals
 
 
-class StepIssuer(PointIssuer):
+class StepIssuer(FetchedWeights):
     """Carries out the schedule of steps for a fixed set of bucket states.
 
     Args:
@@ -108,7 +108,9 @@ class StepIssuer(PointIssuer):
             transient=slots.transient,
             overlap=self._overlap,
             summed=self._totals.summed,
+            fetched=frozenset(b for b, names in enumerate(self._of_bucket) if set(names) <= self._fetched),
         )
+        self._plan_uploads(self._shape)
         self._schedules = Schedules(self._shape)
         self._points = self._schedules.points()
         self._bindings.forget()
@@ -301,6 +303,7 @@ class StepIssuer(PointIssuer):
         """Step every range whose gradient was taken. `clipping` is this step's."""
         if not self.turning:
             self._begin()
+        self._before_step()
         self._bindings.set_constants(groups)
         for name in ("max_norm", "inv_scale", "found_inf", "overflow_out"):
             setattr(self._bindings.clipping, name, getattr(clipping, name))
@@ -328,6 +331,7 @@ class StepIssuer(PointIssuer):
         self._reset()
         self.pending = set(self._uses)
         self._unreported.clear()
+        self._after_step()
         if not self._shape.overlap or scattered:
             self.use_all()
         if scattered:
@@ -346,7 +350,9 @@ class StepIssuer(PointIssuer):
             self._slots.give_back()
             self._unstaged = True
         self._slots.sample_use(layer)
+        self._upload([layer])
         self._issue_point(use_point(layer))
+        self._upload_behind(layer)
         self.pending.discard(layer)
         self._drop(self._streamed_of.get(layer, ()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -28,7 +28,17 @@ class Targets:
                 self._pieces.setdefault(r.name, []).append((buffer, slice(r.start, r.stop)))
         self._addresses: dict[str, int] = {}
         self._flat: dict[str, torch.Tensor] = {}
+        self._elsewhere: Collection[str] = ()
         for name in self._pieces:
+            self._bind(name)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """These weights, and only these, come and go: they are fetched when they are used, and no step writes them."""
+        back, self._elsewhere = set(self._elsewhere) - set(names), frozenset(names)
+        for name in names:
+            for buffer, _ in self._pieces[name]:
+                buffer.data = torch.empty(0, dtype=buffer.data.dtype, device=buffer.data.device)
+        for name in back:
             self._bind(name)
 
     def refresh(self, names: Iterable[str]) -> bool:
@@ -36,6 +46,8 @@ class Targets:
         self._flat.clear()
         for name in names:
             weight = self._tracked[name].parameter
+            if name in self._elsewhere:
+                continue
             if weight.data_ptr() != self._addresses[name] or not weight.is_contiguous():
                 self._bind(name)
         return bool(self._flat)

@@ -1,5 +1,5 @@
-"""The hooks that report to `hostward.training.visits`. A module that is copied or pickled takes its hooks along, and
-they do nothing there.
+"""The hooks that report to `hostward.training.visits` and `hostward.training.weight_offload`. A module that is copied
+or pickled takes its hooks along, and they do nothing there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch._compile import _disable_dynamo
 
 if TYPE_CHECKING:
     from .visits import Visit, Visits
+    from .weight_offload import OffloadedWeights
 
 
 class _Hook:
     # It keeps the offloading alive, whether anybody holds the attachment or not, until it is taken off.
-    def __init__(self, visits: Visits | None = None, about: Any = None) -> None:
+    def __init__(self, visits: Visits | OffloadedWeights | None = None, about: Any = None) -> None:
         self._visits, self._about = visits, about
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
@@ -70,7 +71,7 @@ class Back:
 
 
 @_disable_dynamo
-def call(visits: Visits | None, method: str, *arguments: object) -> None:
+def call(visits: Visits | OffloadedWeights | None, method: str, *arguments: object) -> None:
     """Report to `visits`, if there are any. A compiled caller breaks its graph here."""
     if visits is not None:
         getattr(visits, method)(*arguments)

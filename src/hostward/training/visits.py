@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -26,6 +26,9 @@ from .in_flight import InFlight
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
 from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call
+
+if TYPE_CHECKING:
+    from .weight_offload import OffloadedWeights, WeightHandle
 
 log = logging.getLogger("hostward")
 
@@ -78,6 +81,7 @@ class Visits:
         ahead: reloads come so many visits earlier than needed to keep the window.
         marks: by layer, modules within whose calls saved tensors leave (True) or stay (False); None: all leave.
         in_flight: so many groups at most have left and are still on the device; None: as many as there are.
+        weights: those that come and go; what is saved of them is a handle.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Visits:
         ahead: int,
         marks: Sequence[Mapping[torch.nn.Module, bool]] | None = None,
         in_flight: int | None = None,
+        weights: OffloadedWeights | None = None,
     ) -> None:
         self._marked = marks is not None
         self._root = root
@@ -105,6 +110,8 @@ class Visits:
         sorter.know(root)
         self._movement = movement
         self._offloaded = offloaded
+        self._weights = weights
+        self._hooked = offloaded if weights is None else max(offloaded, weights.count)
         self._window = window
         self._ahead = ahead
         self._stack = _Stack()
@@ -154,7 +161,12 @@ class Visits:
         if not torch.is_grad_enabled() or inside or recomputed:
             self._stack.visits.append((layer, None))
             self._within += inside
-            if self._within >= 2 * len(self._names) and not self._movement.offloaded and not self._warned:
+            if (
+                self._within >= 2 * len(self._names)
+                and self._offloaded
+                and not self._movement.offloaded
+                and not self._warned
+            ):
                 self._warned = True
                 log.warning(
                     "nothing is offloaded: layers run inside checkpoints that begin outside of them, and keep nothing; "
@@ -182,7 +194,7 @@ class Visits:
         visit = Visit(layer, self._numbers, before, self._given.staying(inputs, within=within))
         self._numbers += 1
         self._last = weakref.ref(visit)
-        if layer < self._offloaded:
+        if layer < self._hooked:
             try:
                 _autograd._push_saved_tensors_default_hooks(*self._pair)
             except RuntimeError as error:
@@ -202,7 +214,7 @@ class Visits:
         self._sorter.refresh(self._root)
         self._given.begin()
         self._movement.begin()
-        if self._numbers and not self._movement.offloaded and not self._warned:
+        if self._numbers and self._offloaded and not self._movement.offloaded and not self._warned:
             self._warned = True
             kept = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in self._sorter.kept_bytes.items())
             log.warning(
@@ -279,10 +291,12 @@ class Visits:
 
     # ---------------------------------------------------------------- what autograd saves
 
-    def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
+    def _pack(self, tensor: torch.Tensor) -> Handle | Kept | WeightHandle:
+        if self._weights is not None and (weight := self._weights.pack(tensor)) is not None:
+            return weight
         visit = next((v for _, v in reversed(self._stack.visits) if v is not None), None)
         sorter = self._sorter
-        if visit is None:
+        if visit is None or visit.layer >= self._offloaded:
             return sorter.keep(tensor, Why.LAYER)
         if torch._C._current_graph_task_id() != -1:
             return sorter.keep(tensor, Why.RECOMPUTED)
@@ -317,8 +331,8 @@ class Visits:
             self._forget(span)
         self._movement.let_go(group)
 
-    def _unpack(self, saved: Handle | Kept) -> torch.Tensor:
-        if isinstance(saved, Kept):
+    def _unpack(self, saved: Handle | Kept | WeightHandle) -> torch.Tensor:
+        if not isinstance(saved, Handle):
             return saved.unpack()
         saved.require_unmodified()
         span, group = saved.span, saved.group

@@ -7,7 +7,8 @@ another shape, dtype or device, is a typed error. Writes into `.data` in place a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +34,8 @@ class WeightWatch:
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
         self._known: dict[str, tuple[int, int]] = {}
         self._before_load: dict[str, int] = {}
+        self._moving: Collection[str] = ()
+        self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
         self._handles: list[RemovableHandle] = []
         self.remember(self._tracked)
         by_owner: dict[torch.nn.Module, list[Tracked]] = {}
@@ -44,10 +47,27 @@ class WeightWatch:
             handle = owner.register_load_state_dict_pre_hook(_LoadHook(watch, held))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
+    def follow(
+        self, names: Collection[str], present: Callable[[str], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """These weights come and go, with their storage objects in place; within `present(name)` one is there."""
+        known = [t for t in self._tracked if self.knows(t)]
+        self._moving, self._present = names, present or _as_it_is
+        for t in known:
+            self._known[t.name] = self._seen(t)
+
+    def knows(self, t: Tracked) -> bool:
+        """Whether the contents of a weight are still the optimizer's own."""
+        return self._known[t.name] == self._seen(t)
+
+    def _seen(self, t: Tracked) -> tuple[int, int]:
+        moves = t.name in self._moving
+        return t.parameter._version, t.parameter.untyped_storage()._cdata if moves else t.parameter.data_ptr()
+
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
         for t in tracked:
-            self._known[t.name] = (t.parameter._version, t.parameter.data_ptr())
+            self._known[t.name] = self._seen(t)
             if self._before_load:
                 self._before_load.pop(t.name, None)
 
@@ -55,8 +75,9 @@ class WeightWatch:
         """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
         if self._arrive is not None:
             self._arrive()
-        if self._known[t.name] == (t.parameter._version, t.parameter.data_ptr()):
-            self._before_load[t.name] = bit_sum(t.parameter.data)
+        if self.knows(t):
+            with self._present(t.name):
+                self._before_load[t.name] = bit_sum(t.parameter.data)
 
     def changed(self) -> list[Tracked]:
         """Weights written by others since they were last remembered.
@@ -73,7 +94,7 @@ class WeightWatch:
                     raise _taken_out(t)
             if (parameter.shape, parameter.dtype, parameter.device) != self._kinds[t.name]:
                 raise self._changed_kind(t)
-            if self._known[t.name] != (parameter._version, parameter.data_ptr()):
+            if not self.knows(t):
                 before = self._before_load.get(t.name)
                 if before is not None and before == bit_sum(parameter.data):
                     self.remember([t])
@@ -96,6 +117,10 @@ class WeightWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _as_it_is(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _LoadHook:

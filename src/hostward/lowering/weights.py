@@ -1,0 +1,117 @@
+"""Weights of layers that lie on the host while the layers are not in use, as a schedule.
+
+    point     compute                                      other lanes
+    begin     room/0.f                                     h2d: fetch/0.f
+    enter/v   arrive/v.f; room/u.f of the next layer       h2d: fetch/u.f
+    leave/v   empty/v.f (the storage has no bytes now)
+    back/v    arrive/v.b; room/u.b of the layer before     h2d: fetch/u.b
+    past/v    empty/v.b
+    step      norm                                         host: step/v of trained layers, into the same host copy
+
+Each layer is fetched twice: for forward and again for backward. What was never used is waited for when it goes. Layers
+that are trained have one host copy, which the optimizer's host step writes: `prior` of a fetch is that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from hostward.ordering import repeated, require_ordered
+from hostward.schedule import Kind, Lane, Op, Schedule
+
+WEIGHT = {
+    "room": Op("room", Kind.ACQUIRE, Lane.COMPUTE, "ahead", None, (), ("weight",)),
+    "fetch": Op("fetch", Kind.COPY, Lane.H2D, "ahead", None, ("source",), ("weight",), ("room",)),
+    "arrive": Op("arrive", Kind.JOIN, Lane.COMPUTE, "enter", None, ("weight",), (), ("fetch",)),
+    "empty": Op("empty", Kind.RETIRE, Lane.COMPUTE, "leave", None, (), ("weight",), ("fetch",)),
+}
+"""The operations of one stay of a layer's weights on the device. What the engine issues and waits for is taken from
+here.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsShape:
+    """What a turn over `layers` layers depends on.
+
+    offloaded: the first of them, not all, whose weights lie on the host. trained: of these, those that a host step
+    writes.
+    unused: layers that backward does not reach.
+    """
+
+    layers: int
+    offloaded: int
+    trained: Collection[int] = field(default=frozenset())
+    unused: Collection[int] = field(default=frozenset())
+
+
+def lower_weights(shape: WeightsShape) -> Schedule:
+    """Forward, backward and step. The ordering rule is run on two turns in a row.
+
+    Raises:
+        OrderingError: the schedule has a race, which is a defect of this pass.
+    """
+    schedule = Schedule((*_forward(shape), *_backward(shape), *_step(shape)))
+    require_ordered(repeated(schedule, 2))
+    return schedule
+
+
+def _forward(shape: WeightsShape) -> list[Op]:
+    ops = _fetched(shape, 0, "f", "begin")
+    for v in range(shape.layers):
+        away = v < shape.offloaded
+        if away:
+            ops.append(_of("arrive", v, "f", f"enter/{v}"))
+        ops += _fetched(shape, v + 1, "f", f"enter/{v}")
+        ops.append(Op(f"forward/{v}", Kind.MODEL, Lane.COMPUTE, f"enter/{v}", None, (f"weight/{v}",)))
+        if away:
+            ops.append(_of("empty", v, "f", f"leave/{v}"))
+    return ops
+
+
+def _backward(shape: WeightsShape) -> list[Op]:
+    ops: list[Op] = []
+    here: list[int] = []
+    for v in reversed(range(shape.layers)):
+        fetched = _fetched(shape, v - 1, "b", f"back/{v}")
+        if v in shape.unused:
+            ops += fetched  # nobody knows yet that it will not be used
+            here += [v] if v < shape.offloaded else []
+            continue
+        if v < shape.offloaded:
+            ops.append(_of("arrive", v, "b", f"back/{v}"))
+        ops += [_of("empty", u, "b", f"past/{u}") for u in here]
+        here = [v] if v < shape.offloaded else []
+        ops += fetched
+        ops.append(Op(f"backward/{v}", Kind.MODEL, Lane.COMPUTE, f"back/{v}", None, (f"weight/{v}",)))
+    return ops + [_of("empty", u, "b", f"past/{u}") for u in here]
+
+
+def _fetched(shape: WeightsShape, u: int, which: str, point: str) -> list[Op]:
+    if not 0 <= u < shape.offloaded:
+        return []
+    fetch = _of("fetch", u, which, point)
+    return [_of("room", u, which, point), replace(fetch, prior=(f"step/{u}",) if u in shape.trained else ())]
+
+
+def _step(shape: WeightsShape) -> list[Op]:
+    if not shape.trained:
+        return []
+    ops = [Op("norm", Kind.NORM, Lane.COMPUTE, "step", None)]
+    for v in sorted(shape.trained):
+        ops.append(Op(f"step/{v}", Kind.ADAMW, Lane.HOST, "step", None, (), (f"source/{v}",), ("norm",)))
+    return ops
+
+
+def _of(name: str, layer: int, which: str, point: str) -> Op:
+    """An operation of `layer` for forward (f) or backward (b), issued at `point`."""
+    op = WEIGHT[name]
+    return replace(
+        op,
+        name=f"{name}/{layer}.{which}",
+        point=point,
+        reads=tuple(f"{word}/{layer}" for word in op.reads),
+        writes=tuple(f"{word}/{layer}" for word in op.writes),
+        waits=tuple(f"{word}/{layer}.{which}" for word in op.waits),
+    )

@@ -1,0 +1,98 @@
+"""Steps of an optimizer some of whose weights lie on the host until a layer is used, and come by themselves."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hostward.engine.backend import Backend, Event
+from hostward.errors import ModelError
+from hostward.lowering.optimizer import StepShape, later_uploads, upload_point
+
+from .binding import Bindings
+from .points import PointIssuer
+from .state import BucketState
+from .targets import Targets
+from .totals import Totals
+
+if TYPE_CHECKING:
+    from .weight_residency import Residency
+
+
+class FetchedWeights(PointIssuer):
+    """The part of a step that knows which weights are fetched, and what is uploaded later because of that."""
+
+    _targets: Targets
+
+    def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
+        super().__init__(backend, states, bindings, totals)
+        self._fetched: frozenset[str] = frozenset()
+        """Names of these weights."""
+        self._residency: Residency | None = None
+        self._uploads: dict[str, list[str]] = {}
+        self._uploaded: set[str] = set()
+        """Layers whose upload point has come since the last step."""
+
+    @abstractmethod
+    def use_all(self) -> None: ...
+
+    @abstractmethod
+    def synchronise(self) -> None: ...
+
+    @abstractmethod
+    def _lower(self) -> None: ...
+
+    def offload_weights(self, names: Collection[str], residency: Residency | None) -> None:
+        """From now on these weights, all of host buckets, and no others are fetched by `residency`.
+
+        Raises:
+            ModelError: gradients have been taken.
+        """
+        if any(self._chosen):
+            raise ModelError(
+                "weights cannot be offloaded, or brought back, between backward and step()",
+                why="the optimizer has taken gradients",
+                fix="attach and detach after step() or zero_grad()",
+            )
+        self.use_all()
+        self.synchronise()
+        self._residency, self._fetched = residency, frozenset(names)
+        self._targets.leave_out(self._fetched)
+        self._lower()
+
+    def stepped(self, b: int) -> Event:
+        """Of the host step of a bucket."""
+        return self._bindings.events[f"step/{b}"]
+
+    def require_weights_here(self) -> None:
+        """Raises ModelError while weights are fetched."""
+        if self._residency is not None:
+            raise ModelError(
+                "a parameter group added while weights are offloaded",
+                why="what fetches them was made for the groups that there were",
+                fix="detach() first, and attach again",
+            )
+
+    def _before_step(self) -> None:
+        if self._residency is not None:
+            self._residency.before_step()
+
+    def _after_step(self) -> None:
+        self._uploaded.clear()
+        if self._residency is not None:
+            self._residency.after_step()
+
+    def _plan_uploads(self, shape: StepShape) -> None:
+        self._uploads = later_uploads(shape)
+
+    def _upload(self, layers: Iterable[str]) -> None:
+        """The upload points of these layers have come, unless they had."""
+        for layer in layers:
+            if self._uploads and layer not in self._uploaded:
+                self._uploaded.add(layer)
+                self._issue_point(upload_point(layer))
+
+    def _upload_behind(self, layer: str) -> None:
+        """A layer is used: what stands behind it and is not fetched comes now."""
+        self._upload(self._uploads.get(layer, ()))

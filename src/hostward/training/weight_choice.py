@@ -1,0 +1,234 @@
+"""Which weights of which layers go to the host, where their copies lie, and why others stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from hostward.engine.backend import Backend, Buffer, Event, Tier
+from hostward.errors import ConfigError, HostwardError, ModelError
+from hostward.plan import Placement
+from hostward.schedule import Lane
+
+from .state import pieces
+from .weight_residency import OWNER, LayerWeights, Weight, bind_layer, device_view
+
+if TYPE_CHECKING:
+    from hostward.inspect import Tracked
+
+    from .optimizer import AdamW
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Stays(StrEnum):
+    """Why a weight of an offloaded layer stays on the device."""
+
+    SMALL = "it is small"
+    SHARED = "it shares its memory with another one"
+    LAYOUT = "it does not fill its memory, in order"
+    DTYPE = "its dtype is none of bf16, fp16, fp32"
+    TRAINED = "it is trained, and the host does not step it"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Layers in order, with what was found in them; None: nothing there leaves."""
+
+    layers: list[LayerWeights | None]
+    kept_bytes: Mapping[Stays, int]
+    buffers: list[Buffer]
+    """Host copies that we made."""
+    stepped: frozenset[str]
+    """Names of weights that the optimizer's host step writes."""
+
+
+def choose(
+    model: torch.nn.Module,
+    layers: Sequence[tuple[str, torch.nn.Module]],
+    optimizer: AdamW | None,
+    backend: Backend,
+    min_elements: int,
+) -> Chosen:
+    """Weights of `layers` that can leave, with their host copies filled.
+
+    Raises:
+        ConfigError: they are trained, and the host does not step them; or none can leave. ModelError: a subclass of
+            Parameter or of its tensor. MemoryLimitError: the copies do not fit.
+    """
+    sharing = _sharing(model)
+    owned = {} if optimizer is None else {t.parameter: t for t in optimizer._tracked}
+    places = {} if optimizer is None else pieces(optimizer._states)
+    kept: Counter[Stays] = Counter()
+    found: list[list[tuple[str, torch.nn.Parameter]]] = []
+    blocking: list[tuple[str, str]] = []
+    for path, layer in layers:
+        found.append([])
+        for name, parameter in layer.named_parameters():
+            name = f"{path}.{name}" if path else name
+            tracked = owned.get(parameter)
+            why = _stays(name, parameter, sharing, tracked is not None, min_elements, backend.device)
+            if why is None and (tracked is not None or parameter.requires_grad):
+                problem = _not_stepped_here(optimizer, tracked, places)
+                if problem is not None:
+                    blocking.append((name, problem))
+                    why = Stays.TRAINED
+            if why is None:
+                found[-1].append((name, parameter))
+            else:
+                kept[why] += parameter.numel() * parameter.element_size()
+    leaving_bytes = sum(p.numel() * p.element_size() for held in found for _, p in held)
+    # Adapters beside frozen weights may stay; weights that are themselves trained are what was meant.
+    if blocking and kept[Stays.TRAINED] > leaving_bytes:
+        raise _trained(*blocking[0])
+    if not leaving_bytes:
+        reasons = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in kept.items())
+        raise ConfigError(
+            "no weight can leave the device", why=reasons or "the layers have none", fix="leave weights= out"
+        )
+    return _bound(layers, found, owned, places, optimizer, backend, kept)
+
+
+def _bound(
+    layers: Sequence[tuple[str, torch.nn.Module]],
+    found: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
+    owned: Mapping[torch.nn.Parameter, Tracked],
+    places: Mapping[str, Sequence[tuple[object, int, object]]],
+    optimizer: AdamW | None,
+    backend: Backend,
+    kept: Mapping[Stays, int],
+) -> Chosen:
+    made: list[LayerWeights | None] = []
+    stepped: set[str] = set()
+    owning = [[p for _, p in held if p not in owned] for held in found]
+    buffers = _allocated(backend, owning)
+    rest = iter(buffers)
+    for (path, _), held, own in zip(layers, found, owning, strict=True):
+        ours = {p: next(rest) for p in own}
+        weights, steps = [], dict[Event, None]()
+        for name, parameter in held:
+            if parameter in ours:
+                weights.append(_own(name, parameter, ours[parameter]))
+            elif optimizer is not None:
+                weight, events = _stepped(parameter, owned[parameter], optimizer)
+                weights.append(weight)
+                steps.update(dict.fromkeys(events))
+                stepped.add(weight.name)
+        out = [(w.pieces[0][1], w.here[0]) for w in weights if w.parameter in ours]
+        if out:
+            written = backend.mark("offload/wait/made", Lane.COMPUTE, writes=[device for _, device in out]).issue()
+            backend.copy(Lane.D2H, out, name=f"offload/d2h/weight/{path}", waits=[written]).issue()
+        made.append(bind_layer(backend, path, weights, list(steps)) if weights else None)
+    backend.synchronise()
+    return Chosen(made, kept, buffers, frozenset(stepped))
+
+
+def _allocated(backend: Backend, owning: Sequence[Sequence[torch.nn.Parameter]]) -> list[Buffer]:
+    """A buffer for each, and a slab for each layer; nothing stays allocated if there is no room for all."""
+    buffers: list[Buffer] = []
+    for own in owning:
+        try:
+            sizes = [p.nbytes for p in own]
+            buffers += backend.allocate(Tier.HOST, sizes, torch.uint8, OWNER, pinned=True) if own else []
+        except HostwardError:
+            backend.free(buffers)
+            raise
+    return buffers
+
+
+def _own(name: str, parameter: torch.nn.Parameter, copy: Buffer) -> Weight:
+    storage = parameter.untyped_storage()
+    here = [device_view(storage, torch.uint8, 0, parameter.nbytes, OWNER)]
+    return Weight(name, parameter, storage, [(0, copy)], here, version=parameter._version)
+
+
+def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) -> tuple[Weight, list[Event]]:
+    """A weight whose host copy is what the optimizer's host step writes, and the events of that."""
+    storage, name = parameter.untyped_storage(), tracked.name
+    parts, here, events = [], [], []
+    for b, state in enumerate(optimizer._states):
+        for i, r in enumerate(state.bucket.ranges):
+            if r.name == name:
+                parts.append((r.start, state.weights[i]))
+                here.append(device_view(storage, parameter.dtype, r.start, r.stop - r.start, OWNER))
+                events.append(optimizer._issuer.stepped(b))
+
+    def changed() -> bool:
+        return not optimizer._watch.knows(tracked)
+
+    return Weight(name, parameter, storage, parts, here, changed), events
+
+
+def _sharing(model: torch.nn.Module) -> Counter[int]:
+    """How many parameters and buffers, wherever they are held, lie in each storage."""
+    found: Counter[int] = Counter()
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.layout is torch.strided and type(tensor) in _PLAIN:
+                found[tensor.untyped_storage()._cdata] += 1
+    return found
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _stays(
+    name: str,
+    parameter: torch.nn.Parameter,
+    sharing: Counter[int],
+    tracked: bool,
+    min_elements: int,
+    device: torch.device,
+) -> Stays | None:
+    if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+        raise ModelError(
+            f"weight {name!r} is a {type(parameter.data).__name__}",
+            why="weights are moved as plain bytes of plain tensors",
+            fix="offload the weights of a model that is not quantised or sharded, or leave weights= out",
+        )
+    if parameter.device != device:
+        raise ModelError(
+            f"weight {name!r} lies on {parameter.device}, and copies go to {device}",
+            fix="move the model before attach()",
+        )
+    # Small ones of a trained layer go as well: one that stayed would need a copy of its own in the step.
+    if parameter.numel() < (1 if tracked else min_elements):
+        return Stays.SMALL
+    if parameter.dtype not in _DTYPES:
+        return Stays.DTYPE
+    storage = parameter.untyped_storage()
+    if sharing[storage._cdata] > 1:
+        return Stays.SHARED
+    if not parameter.is_contiguous() or storage.nbytes() != parameter.nbytes or not storage.resizable():
+        return Stays.LAYOUT
+    return None
+
+
+def _not_stepped_here(
+    optimizer: AdamW | None, tracked: Tracked | None, places: Mapping[str, Sequence[tuple[object, int, object]]]
+) -> str | None:
+    """Why a trained weight cannot have its one copy on the host; None: it can."""
+    if optimizer is None:
+        return "no optimizer was given, and whatever steps it would have to know that it comes and goes"
+    if tracked is None:
+        return "the optimizer that was given does not have it"
+    placements = {getattr(state, "placement", None) for state, _, _ in places.get(tracked.name, ())}
+    away = placements - {Placement.HOST}
+    if away:
+        return f"its optimizer state is placed {sorted(str(p) for p in away)[0]!r}, so that the device steps it"
+    return None
+
+
+def _trained(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"weight {name!r} is trained, and cannot be offloaded",
+        why=why,
+        fix="train it with hostward.AdamW(model, offload_fraction=1.0, streamed_fraction=0.0) and give that to attach()"
+        " (optimizer.optimizer_offload_fraction=1.0 optimizer.optimizer_streamed_fraction=0.0), freeze it, or leave "
+        "weights= out",
+    )

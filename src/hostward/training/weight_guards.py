@@ -1,0 +1,119 @@
+"""What reads or replaces weights besides forward and backward: copies, pickles, state dicts, moves. A weight without
+bytes would be read as nothing (`torch.save` writes 0 bytes) or crash the process.
+
+A module that is copied or pickled takes hooks and guards along; they do nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostward.errors import ModelError
+
+if TYPE_CHECKING:
+    from .weight_offload import OffloadedWeights
+    from .weight_residency import Weight
+
+
+def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
+    """Put a guard on an object; returns what takes it off."""
+    owner.__dict__[attribute] = guard
+
+    def undo() -> None:
+        if owner.__dict__.get(attribute) is guard:
+            del owner.__dict__[attribute]
+
+    return undo
+
+
+class _Guard:
+    def __init__(self, offloaded: OffloadedWeights | None = None, number: int = -1, about: Any = None) -> None:
+        self._offloaded, self._number, self._about = offloaded, number, about
+
+    def _present(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offloaded is None else self._offloaded.layer_present(self._number)
+
+
+class DeepCopy(_Guard):
+    """`copy.deepcopy` of a weight: a plain Parameter with its value."""
+
+    def __call__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        parameter: torch.nn.Parameter = self._about
+        with self._present(), torch.no_grad():
+            return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad)
+
+
+class Reduce(_Guard):
+    """Pickling of a weight, as of a plain Parameter with its value."""
+
+    def __call__(self, protocol: Any) -> Any:
+        parameter: torch.nn.Parameter = self._about
+        with self._present(), torch.no_grad():
+            return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class Apply(_Guard):
+    """`to`, `half`, `cuda` and the like, on the model or a layer: they read weights; to move them is refused."""
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        if self._offloaded is None:
+            return self._plain(function, recurse)
+        for parameter in self._offloaded.parameters():
+            probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            made = function(probe)
+            if (made.dtype, made.device) != (probe.dtype, probe.device):
+                raise ModelError(
+                    f"the model was about to be moved from {probe.device} to {made.device}, or from {probe.dtype} to "
+                    f"{made.dtype}, while its weights are offloaded",
+                    why="their copies on the host are of what they are now",
+                    fix="detach(), change the model, and attach again",
+                )
+        with self._present():
+            return self._plain(function, recurse)
+
+    def _plain(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> torch.nn.Module:
+        applied: torch.nn.Module = torch.nn.Module._apply(self._about, function, recurse)  # type: ignore[no-untyped-call]
+        return applied
+
+    def __reduce__(self) -> tuple[type[Apply], tuple[None, int, torch.nn.Module]]:
+        return Apply, (None, -1, self._about)
+
+
+class StateHook(_Guard):
+    """After `state_dict()` of a module: copies from the host in place of weights without bytes. `about`: by name."""
+
+    def __call__(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
+        weights: Mapping[str, Weight] = self._about or {}
+        if self._offloaded is None:
+            return
+        for name, weight in weights.items():
+            if isinstance(state_dict.get(prefix + name), torch.nn.Parameter):
+                raise ModelError(
+                    "state_dict(keep_vars=True) of a model with offloaded weights",
+                    why="the parameters themselves come and go",
+                    fix="leave keep_vars out, or detach() first",
+                )
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = self._offloaded.value(self._number, weight)
+
+    def __reduce__(self) -> tuple[type[StateHook], tuple[()]]:
+        return StateHook, ()
+
+
+class LoadHook(_Guard):
+    """Before and after `load_state_dict` of a module."""
+
+    def __call__(self, *given: Any) -> None:
+        if self._offloaded is None:
+            return
+        if len(given) == 2:  # (module, incompatible keys): after
+            self._offloaded.loaded(self._number, given[0])
+        else:
+            self._offloaded.use(self._number)
+
+    def __reduce__(self) -> tuple[type[LoadHook], tuple[()]]:
+        return LoadHook, ()

@@ -1,0 +1,332 @@
+"""Weight offloading on a model: hooks that tell which layer is next, and what else reads weights.
+
+The hooks only tell what to fetch ahead. That a weight is there when autograd asks for it rests on `WeightHandle`, what
+is saved in its place; and that it goes only when nobody needs it, on `Weight.held`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hostward.engine.backend import Backend
+from hostward.errors import ConfigError, HostwardError
+from hostward.lowering.weights import WeightsShape, lower_weights
+from hostward.schedule import Schedule
+
+from .given import tensors_of
+from .saved_tensors import raise_modified
+from .visit_hooks import Enter, Leave, Mark
+from .weight_choice import choose
+from .weight_guards import Apply, DeepCopy, LoadHook, Reduce, StateHook, guarded
+from .weight_residency import Residency, Weight
+
+if TYPE_CHECKING:
+    from .optimizer import AdamW
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How weights leave the device.
+
+    num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
+    min_elements: smaller frozen weights stay.
+    """
+
+    num_layers: int | None = None
+    min_elements: int = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """Bytes of offloaded weights.
+
+    offloaded: that have one copy on the host. host: of these copies, page-locked for this; the others are the
+    optimizer's own. here: on the device now. fetched: copied to the device since `attach`; on_demand: of these, what
+    nobody had foreseen. held: what could not go because somebody else held it, each time. kept: by reason.
+    """
+
+    offloaded_bytes: int
+    host_bytes: int
+    here_bytes: int
+    fetched_bytes: int
+    on_demand_bytes: int
+    held_bytes: int
+    kept_bytes: Mapping[str, int]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Off the device now."""
+        return self.offloaded_bytes - self.here_bytes
+
+    def explain(self) -> str:
+        """A few lines for people."""
+        where = f"{self.freed_bytes:,} of them off the device now, {self.host_bytes:,} page-locked for them"
+        lines = [f"weights: {self.offloaded_bytes:,} bytes on the host, {where}"]
+        lines.append(f"  fetched: {self.fetched_bytes:,} bytes, {self.on_demand_bytes:,} of them unforeseen")
+        if self.held_bytes:
+            lines.append(f"  could not go when they were done with, because others held them: {self.held_bytes:,}")
+        lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
+        return "\n".join(lines)
+
+
+class WeightHandle:
+    """A weight, or a view of one, that autograd has saved: it holds no memory."""
+
+    __slots__ = ("_dtype", "_number", "_offloaded", "_offset", "_sizes", "_strides", "_version", "_weight", "_witness")
+
+    def __init__(self, offloaded: OffloadedWeights, number: int, weight: Weight, tensor: torch.Tensor) -> None:
+        self._offloaded, self._number, self._weight = offloaded, number, weight
+        self._version = tensor._version
+        self._witness: torch.Tensor | None = None
+        """Shares the version counter of the view, and nothing else. None: the weight itself was saved."""
+        if tensor is not weight.parameter:
+            self._witness = tensor.detach()
+            self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._dtype, self._sizes, self._strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
+        self._offset = int(tensor.storage_offset())
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor as it was saved. Raises ModelError if it was written since."""
+        weight, witness = self._weight, self._witness
+        if (weight.parameter if witness is None else witness)._version != self._version:
+            raise_modified(self._sizes)
+        self._offloaded.use(self._number)
+        if witness is None:
+            return weight.parameter
+        view = torch.empty(0, dtype=self._dtype, device=weight.storage.device)
+        return view.set_(weight.storage, self._offset, self._sizes, self._strides)
+
+
+class OffloadedWeights:
+    """Weights of a model's first layers, offloaded until `detach`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Sequence[tuple[str, torch.nn.Module]],
+        optimizer: AdamW | None,
+        backend: Backend,
+        how: Weights,
+    ) -> None:
+        """Raises what `hostward.training.weight_choice.choose` raises."""
+        self.count = len(layers) - 1 if how.num_layers is None else how.num_layers
+        self._layers = len(layers)
+        chosen = choose(model, layers[: self.count], optimizer, backend, how.min_elements)
+        self._optimizer, self._backend, self._chosen = optimizer, backend, chosen
+        trained = {i for i, held in enumerate(chosen.layers) if held and any(w.changed for w in held.weights)}
+        self.schedule: Schedule = lower_weights(WeightsShape(len(layers), self.count, frozenset(trained)))
+        """One turn, as data."""
+        self._residency = Residency(backend, chosen.layers)
+        self._of_storage = {
+            w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
+        }
+        self._of_name = {w.name: i for i, w in self._of_storage.values() if w.changed is not None}
+        self._stack: list[int] = []
+        """Layers whose forward runs, innermost last."""
+        self._task = -1
+        """The backward that calls `_end` when it ends."""
+        self._handles: list[RemovableHandle] = []
+        self._guarded: list[Callable[[], None]] = []
+        if optimizer is not None and chosen.stepped:
+            try:
+                optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+            except HostwardError:
+                backend.free(chosen.buffers)
+                raise
+            optimizer._watch.follow(chosen.stepped, self.present)
+            optimizer._access.present = self.present
+        self._install(model, layers)
+        self._residency.sweep()
+
+    def _install(self, model: torch.nn.Module, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
+        for i, (_, layer) in enumerate(layers):
+            self._handles.append(layer.register_forward_pre_hook(Enter(self, i), prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(Leave(self, i), always_call=True))
+        self._guarded.append(guarded(model, "_apply", Apply(self, -1, model)))
+        for i, held in enumerate(self._chosen.layers):
+            if held is None:
+                continue
+            layer, weights = layers[i][1], {w.parameter: w for w in held.weights}
+            self._guarded.append(guarded(layer, "_apply", Apply(self, i, layer)))
+            for weight in held.weights:
+                self._guarded.append(guarded(weight.parameter, "__deepcopy__", DeepCopy(self, i, weight.parameter)))
+                self._guarded.append(guarded(weight.parameter, "__reduce_ex__", Reduce(self, i, weight.parameter)))
+            for owner in layer.modules():
+                names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
+                if names or owner is layer:
+                    self._handles.append(owner.register_load_state_dict_post_hook(LoadHook(self, i)))  # type: ignore[no-untyped-call]
+                if names:
+                    if owner is not layer:
+                        self._handles.append(owner.register_forward_pre_hook(Mark(self, i), prepend=True))
+                    self._handles.append(owner.register_state_dict_post_hook(StateHook(self, i, names)))  # type: ignore[no-untyped-call]
+                    self._handles.append(owner.register_load_state_dict_pre_hook(LoadHook(self, i)))  # type: ignore[no-untyped-call]
+
+    # ---------------------------------------------------------------- forward and backward
+
+    def enter(self, number: int, _: object) -> None:
+        """A layer is about to run."""
+        residency = self._residency
+        if number in self._stack:  # an interrupted forward has left it
+            del self._stack[self._stack.index(number) :]
+        self._stack.append(number)
+        self.use(number)
+        if torch._C._current_graph_task_id() != -1:
+            residency.prefetch(number - 1)
+            return
+        residency.sweep((*self._stack, number + 1))
+        residency.prefetch(number + 1)
+
+    def leave(self, number: int, output: object) -> None:
+        """A layer has run, or failed."""
+        if number in self._stack:
+            del self._stack[self._stack.index(number) :]
+        back = _Back(weakref.ref(self), number)
+        for node in {tensor.grad_fn for tensor in tensors_of(output)}:
+            if node is not None:
+                node.register_prehook(back)
+        if torch._C._current_graph_task_id() != -1:
+            return  # it was recomputed for a backward that comes now
+        if number < self.count:
+            self._residency.empty(number)
+        elif number == self._layers - 1 and not torch.is_grad_enabled():
+            self._residency.prefetch(0)
+
+    def mark(self, _: object, number: int) -> None:
+        """A module within a layer is about to run, perhaps on its own."""
+        self.use(number)
+
+    def back(self, number: int) -> None:
+        """Backward has reached the output of a layer."""
+        residency, task = self._residency, torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self.use(number)
+        residency.sweep((*self._stack, number, number - 1))
+        residency.prefetch(number - 1)
+
+    def _end(self) -> None:
+        """A backward has ended: perhaps one inside another, so what was fetched ahead stays."""
+        self._task = -1
+        expected = self._residency.expected
+        self._residency.sweep(self._stack if expected is None else (*self._stack, expected))
+
+    def use(self, number: int) -> None:
+        """The compute lane may read a layer's weights from here on."""
+        if number < self.count:
+            self._residency.ensure(number)
+
+    def pack(self, tensor: torch.Tensor) -> WeightHandle | None:
+        """What to save for backward in place of a weight or its view; None: it is neither."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        found = self._of_storage.get(tensor.untyped_storage()._cdata)
+        if found is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        return WeightHandle(self, *found, tensor)
+
+    # ---------------------------------------------------------------- other readers
+
+    def present(self, name: str) -> AbstractContextManager[None]:
+        """A weight that the optimizer has, by its name there, is on the device within."""
+        number = self._of_name.get(name)
+        return nullcontext() if number is None else self._residency.present(number)
+
+    def layer_present(self, number: int) -> AbstractContextManager[None]:
+        """So are all of a layer."""
+        return nullcontext() if number < 0 else self._residency.present(number)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All that come and go."""
+        return [weight.parameter for _, weight in self._of_storage.values()]
+
+    def value(self, number: int, weight: Weight) -> torch.Tensor:
+        """A copy of a weight, on the CPU; from the host's copy unless the one on the device is newer."""
+        held = self._residency.layers[number]
+        self._backend.synchronise()
+        if held is not None and held.resident and weight.written():
+            return weight.parameter.detach().cpu().clone()
+        return weight.host_value()
+
+    def loaded(self, number: int, module: torch.nn.Module) -> None:
+        """Weights of a module were loaded: the host copies follow."""
+        held = self._residency.layers[number]
+        if held is None:
+            return
+        if held.save is None and self._optimizer is not None:
+            self._optimizer._follow_weights()
+        self._residency.empty(number)
+
+    # ---------------------------------------------------------------- the end
+
+    def report(self) -> WeightReport:
+        """What is offloaded, and what it has taken so far."""
+        residency = self._residency
+        here = sum(held.nbytes for held in residency.layers if held is not None and held.resident)
+        return WeightReport(
+            sum(held.nbytes for held in residency.layers if held is not None),
+            sum(buffer.nbytes for buffer in self._chosen.buffers),
+            here, residency.fetched, residency.on_demand, residency.held,
+            {why.value: nbytes for why, nbytes in self._chosen.kept_bytes.items()},
+        )  # fmt: skip
+
+    def detach(self) -> None:
+        """All weights are on the device again, and stay."""
+        if not self._guarded:
+            return
+        for number in range(self.count):
+            self.use(number)
+        for handle in self._handles:
+            handle.remove()
+        for undo in self._guarded:
+            undo()
+        self._handles.clear()
+        self._guarded.clear()
+        self._backend.synchronise()
+        if self._optimizer is not None and self._chosen.stepped:
+            self._optimizer._issuer.offload_weights(frozenset(), None)
+            self._optimizer._watch.follow(frozenset(), None)
+            self._optimizer._access.present = None
+        self._residency.layers = [None] * self.count
+        self._backend.free(self._chosen.buffers)
+        self._of_storage.clear()
+
+
+def check_weights(how: Weights, layers: int) -> None:
+    """Raises ConfigError for options out of range."""
+    if how.num_layers is not None and not 0 < how.num_layers < layers:
+        raise ConfigError(
+            f"CPU offloading can be done only for layers less than {layers}",
+            why=f"the model has {layers} layers, and {how.num_layers} were asked for",
+            fix=f"num_layers between 1 and {layers - 1}: the last layer's backward begins as soon as its forward ends",
+        )
+    if how.min_elements < 0:
+        raise ConfigError(f"min_elements must not be negative, got {how.min_elements}")
+
+
+def weights_of(given: object) -> Weights:
+    """Options from what `attach` was given. Raises ConfigError."""
+    if isinstance(given, Weights):
+        return given
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ConfigError(
+            f"weights={given!r} says not what to offload", fix="weights=hostward.Weights(...), or a number of layers"
+        )
+    return Weights(num_layers=given)
+
+
+class _Back:
+    def __init__(self, offloaded: weakref.ref[OffloadedWeights], number: int) -> None:
+        self._offloaded, self._number = offloaded, number
+
+    def __call__(self, _: Any) -> None:
+        offloaded = self._offloaded()
+        if offloaded is not None:
+            offloaded.back(self._number)

@@ -1,0 +1,256 @@
+"""Weights of layers that come and go: one host copy each, and storages that have bytes only while they are needed.
+
+The storage object of a weight stays; its bytes are taken and given back (`resize_`), so that parameters, their views
+in graphs and whoever knows them stay as they are. A storage that anybody else holds is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hostward.engine.backend import Backend, Batch, Buffer, Event, Tier, Work
+from hostward.errors import ModelError
+from hostward.lowering.weights import WEIGHT
+from hostward.schedule import Lane
+
+OWNER = "offloaded weights"
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """One weight that comes and goes.
+
+    `pieces`: (first element, its bytes on the host); they cover it. `version`: that of its contents on the host.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    storage: torch.UntypedStorage
+    pieces: list[tuple[int, Buffer]]
+    here: list[Buffer]
+    """On the device, one for each piece: tensors over the weight's storage."""
+    changed: Callable[[], bool] | None = None
+    """Whether somebody wrote it whom its owner, the optimizer, has not followed yet. None: the host copy is ours."""
+    version: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+    def held(self) -> bool:
+        """Whether somebody else holds its memory: a view, or a graph that saved it without our hooks."""
+        parameter = self.parameter
+        # The parameter, the storage's Python object and our tensors over it.
+        if torch._C._storage_Use_Count(self.storage._cdata) > 2 + len(self.here):
+            return True
+        # The node that accumulates its gradient holds it, too.
+        return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
+
+    def written(self) -> bool:
+        """Whether what is on the device now is not what the host copy holds."""
+        return self.parameter._version != self.version if self.changed is None else self.changed()
+
+    def host_value(self) -> torch.Tensor:
+        """A copy of the weight, on the CPU. All lanes are empty."""
+        parameter = self.parameter
+        whole = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
+        for start, buffer in self.pieces:
+            data = buffer.data.view(parameter.dtype)
+            whole[start : start + data.numel()].copy_(data)
+        return whole.view(parameter.shape)
+
+
+@functools.cache
+def _alone() -> int:
+    return torch.nn.Parameter(torch.empty(0, device="cpu"))._use_count()  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(slots=True, eq=False)
+class LayerWeights:
+    """The weights of one layer, and their operations, bound once. They come and go together."""
+
+    name: str
+    weights: list[Weight]
+    room: Work
+    fetch: Work
+    arrive: Work
+    empty: Batch
+    save: Batch | None
+    resident: bool = True
+    stale: bool = False
+    """A step has written the host copy since it was fetched."""
+    stream: int | None = None
+    """The compute stream that took the memory; None: it was there before us."""
+    waited: set[int] = field(default_factory=set)
+    """Compute streams that have waited for the newest fetch."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(w.nbytes for w in self.weights)
+
+
+def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Sequence[Event]) -> LayerWeights:
+    """Bind the operations of `hostward.lowering.weights`. `steps`: of the optimizer's buckets that write the copies."""
+    here = [buffer for w in weights for buffer in w.here]
+    pairs = [(device, host) for w in weights for device, (_, host) in zip(w.here, w.pieces, strict=True)]
+    events: dict[str, Event] = {}
+
+    def waits(op: str) -> list[Event]:
+        return [events[wait] for wait in WEIGHT[op].waits]
+
+    room = backend.mark("offload/wait/room", WEIGHT["room"].lane, writes=here)
+    events["room"] = room.done
+    # A copy that goes out because somebody has written the weight comes before the next that comes in.
+    out = [(host, device) for device, host in pairs]
+    made = backend.mark("offload/wait/made", Lane.COMPUTE, writes=here)
+    save = backend.copy(Lane.D2H, out, name=f"offload/d2h/weight/{name}", waits=[made.done])
+    saved = backend.mark("offload/wait/saved", Lane.COMPUTE, waits=[save.done])
+    fetch = backend.copy(
+        WEIGHT["fetch"].lane, pairs, name=f"offload/h2d/weight/{name}", waits=[*waits("fetch"), *steps]
+    )
+    events["fetch"] = fetch.done
+    arrive = backend.mark("offload/wait/arrive", WEIGHT["arrive"].lane, reads=here, waits=waits("arrive"))
+    retire = backend.retire(here, WEIGHT["empty"].lane, waits=waits("empty"))
+    # What the compute lane holds comes before the memory goes.
+    empty = backend.batch([retire, backend.mark("offload/empty", Lane.COMPUTE)])
+    own = all(w.changed is None for w in weights)
+    return LayerWeights(
+        name, list(weights), room, fetch, arrive, empty, backend.batch([made, save, saved]) if own else None
+    )
+
+
+class Residency:
+    """Which layers' weights are on the device.
+
+    Counts, in bytes: `fetched`, and of these `on_demand` (nobody had foreseen it); `held`: what could not go because
+    somebody else holds it, each time.
+    """
+
+    def __init__(self, backend: Backend, layers: Sequence[LayerWeights | None]) -> None:
+        """`layers`: in order of use; None: its weights stay."""
+        self.backend = backend
+        self.layers = list(layers)
+        self.fetched = self.on_demand = self.held = 0
+        self.expected: int | None = None
+        """The layer that was fetched ahead last."""
+
+    def prefetch(self, number: int) -> None:
+        """Fetch a layer's weights, because they will be used next."""
+        layer = self.layers[number] if 0 <= number < len(self.layers) else None
+        if layer is not None:
+            self.expected = number
+            self._fetch(layer)
+
+    def ensure(self, number: int) -> None:
+        """What the compute lane does next may use these weights."""
+        layer = self.layers[number]
+        if layer is None:
+            return
+        if not layer.resident or layer.stale:
+            self.on_demand += layer.nbytes
+            self._fetch(layer)
+        stream = self.backend.compute_key()
+        if stream not in layer.waited:
+            layer.arrive.issue()
+            layer.waited.add(stream)
+
+    def _fetch(self, layer: LayerWeights) -> None:
+        if layer.resident and not layer.stale:
+            return
+        if self.backend.capturing():
+            raise ModelError(
+                f"weights of layer {layer.name} are fetched inside the capture of a CUDA graph",
+                why="their copies belong to no graph",
+                fix="detach() before the capture",
+            )
+        for weight in layer.weights:
+            if weight.parameter.untyped_storage()._cdata != weight.storage._cdata:
+                raise ModelError(
+                    f"weight {weight.name!r} of an offloaded layer was replaced",
+                    why="the model was moved, or .data assigned, after attach()",
+                    fix="detach(), change the model, and attach again",
+                )
+        if not layer.resident:
+            for weight in layer.weights:
+                weight.storage.resize_(weight.nbytes)
+            layer.stream = self.backend.compute_key()
+        layer.room.issue()
+        layer.fetch.issue()
+        layer.waited.clear()
+        layer.resident, layer.stale = True, False
+        self.fetched += layer.nbytes
+
+    def sweep(self, keep: Collection[int] = ()) -> None:
+        """Let all go but these."""
+        for number, layer in enumerate(self.layers):
+            if layer is not None and layer.resident and number not in keep:
+                self.empty(number)
+
+    def empty(self, number: int) -> None:
+        """Give the memory of a layer's weights back, unless somebody holds it or has written it."""
+        layer = self.layers[number]
+        if layer is None or not layer.resident:
+            return
+        if any(w.held() for w in layer.weights):
+            self.held += layer.nbytes
+            return
+        if layer.stream is not None and layer.stream != self.backend.compute_key():
+            return  # the allocator would give it to who follows on that stream, and this one is still at it
+        if any(w.written() for w in layer.weights):
+            if layer.save is None:
+                return  # the optimizer follows at its next step
+            self.save(layer)
+        layer.empty.issue()
+        for weight in layer.weights:
+            weight.storage.resize_(0)
+        layer.resident = False
+
+    def save(self, layer: LayerWeights) -> None:
+        """The weights on the device have been written: take them over into the host copy."""
+        if layer.save is not None:
+            layer.save.issue()
+        for weight in layer.weights:
+            weight.version = weight.parameter._version
+
+    @contextmanager
+    def present(self, number: int) -> Iterator[None]:
+        """A layer's weights are on the device within; afterwards only if they were before."""
+        layer = self.layers[number]
+        was = layer is None or layer.resident
+        self.ensure(number)
+        try:
+            yield
+        finally:
+            if not was:
+                self.empty(number)
+
+    # ---------------------------------------------------------------- the optimizer's step
+
+    def before_step(self) -> None:
+        """Host steps are about to write host copies: what still reads those comes before, by way of the compute
+        lane.
+        """
+        for number, layer in enumerate(self.layers):
+            if layer is not None and layer.resident and not layer.waited:
+                self.ensure(number)
+        self.sweep()
+
+    def after_step(self) -> None:
+        """Host copies are about to be written; fetches from now on wait for that."""
+        for layer in self.layers:
+            if layer is not None and layer.resident and any(w.changed is not None for w in layer.weights):
+                layer.stale = True
+                self._fetch(layer)
+        self.prefetch(0)
+
+
+def device_view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, numel: int, owner: str) -> Buffer:
+    """`numel` elements of a storage from `start` on."""
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    view.set_(storage, start, (numel,), (1,))
+    return Buffer(Tier.DEVICE, view, owner)

@@ -1,0 +1,139 @@
+"""Weights that come and go as a schedule: no race, no wait for nothing, two layers at a time on the device.
+
+Seen red: a fetch that does not wait for the step that writes its source, an arrival that does not wait for its fetch, a
+step that overwrites what is still being read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hostward.errors import OrderingError
+from hostward.lowering import optimizer as steps
+from hostward.lowering import weights as lowering
+from hostward.lowering.optimizer import StepShape, later_uploads, lower, lower_step, upload_point, use_point
+from hostward.lowering.weights import WEIGHT, WeightsShape, lower_weights
+from hostward.ordering import races, repeated, same_order
+from hostward.plan import Placement
+from hostward.schedule import Lane, Op, Schedule
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> WeightsShape:
+    layers = draw(st.integers(2, 6))
+    offloaded = draw(st.integers(1, layers - 1))
+    trained = draw(st.frozensets(st.integers(0, offloaded - 1)))
+    unused = draw(st.frozensets(st.integers(0, layers - 1), max_size=2))
+    return WeightsShape(layers, offloaded, trained, unused)
+
+
+@given(shapes())
+def test_no_race_however_often_it_repeats(shape: WeightsShape) -> None:
+    schedule = lower_weights(shape)
+    assert races(repeated(schedule, 3)) == []
+    assert Schedule.from_text(schedule.to_text()) == schedule
+
+
+@given(shapes())
+def test_each_offloaded_layer_comes_and_goes(shape: WeightsShape) -> None:
+    names = [op.name for op in lower_weights(shape).ops]
+    for v in range(shape.layers):
+        for way in "fb":
+            wanted = [f"{op}/{v}.{way}" for op in ("room", "fetch", "empty")]
+            found = [names.index(name) for name in wanted if name in names]
+            assert len(found) == (3 if v < shape.offloaded else 0)
+            assert found == sorted(found)
+
+
+def test_two_layers_at_a_time() -> None:
+    here: set[str] = set()
+    most = 0
+    for op in lower_weights(WeightsShape(8, 7)).ops:
+        kind, _, stay = op.name.partition("/")
+        here |= {stay} if kind == "room" else set()
+        here -= {stay} if kind == "empty" else set()
+        most = max(most, len(here))
+    assert most == 2
+    assert not here
+
+
+@pytest.mark.parametrize("trained", [(), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("unused", [(), (1,), (0, 3)])
+def test_each_wait_deleted_is_a_race_or_changes_no_order(trained: tuple[int, ...], unused: tuple[int, ...]) -> None:
+    schedule = lower_weights(WeightsShape(4, 3, frozenset(trained), frozenset(unused)))
+    whole, caught = repeated(schedule, 3), 0
+    for op in schedule.ops:
+        for wait in (*op.waits, *(f"~{w}" for w in op.prior)):
+            broken = repeated(schedule.without_wait(op.name, wait), 3)
+            caught += bool(races(broken))
+            assert races(broken) or same_order(whole, broken), f"nothing tells that {op.name} does not wait for {wait}"
+    assert caught
+
+
+@pytest.mark.parametrize("op", ["fetch", "arrive", "empty"])
+def test_lowering_runs_the_rule(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "WEIGHT", {**WEIGHT, op: replace(WEIGHT[op], waits=())})
+    with pytest.raises(OrderingError, match="nothing orders them"):
+        lower_weights(WeightsShape(3, 2, unused=frozenset({0, 1})))
+
+
+# ---------------------------------------------------------------- the optimizer's own schedule
+
+HOST, DEVICE, STREAMED = Placement.HOST, Placement.DEVICE, Placement.STREAMED
+SHAPES = [
+    StepShape((HOST,) * 5, ("a", "b", "c", "d", "e"), fetched=frozenset({1, 2})),
+    StepShape((HOST,) * 5, ("a", "b", "b", "c", "c"), fetched=frozenset({1})),
+    StepShape((HOST,) * 4, ("a", "b", "c", "d"), fetched=frozenset({0, 2})),
+    StepShape((HOST, HOST, DEVICE, STREAMED), ("a", "b", "c", "d"), fetched=frozenset({0}), slots=1),
+    StepShape((HOST,) * 4, ("a", "b", "c", "d"), fetched=frozenset({0, 1}), overlap=False),
+    StepShape((HOST,) * 4, ("a", "b", "c", "d"), fetched=frozenset({1, 2}), summed=frozenset(range(4))),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
+def test_what_stands_behind_fetched_weights_is_uploaded_later(shape: StepShape) -> None:
+    ops = {op.name: op for op in lower_step(shape).ops}
+    for b, placement in enumerate(shape.placements):
+        if placement is HOST:
+            assert (f"upload/{b}" in ops) is (b not in shape.fetched)
+            if b not in shape.fetched and shape.overlap:
+                late = b > min(shape.fetched)
+                assert ops[f"upload/{b}"].point == (upload_point(shape.layers[b]) if late else steps.STEP)
+
+
+def test_behind_which_layer() -> None:
+    assert later_uploads(SHAPES[0]) == {"b": [], "c": ["d", "e"]}
+    assert later_uploads(SHAPES[2]) == {"a": ["b"], "c": ["d"]}
+    assert later_uploads(StepShape((HOST,), ("a",))) == {}
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.overlap], ids=str)
+def test_no_race_in_whatever_order_layers_are_used(shape: StepShape) -> None:
+    """Uploads come when a fetched layer before them is used, or their own."""
+    schedule = lower(shape)
+    layers, behind = list(dict.fromkeys(shape.layers)), later_uploads(shape)
+    rest = [op for op in schedule.ops if not op.point.startswith(("use/", "upload/"))]
+    for order in itertools.permutations(layers):
+        ops: list[Op] = []
+        uploaded: set[str] = set()
+        for layer in order:
+            for wanted in (layer, None, *behind.get(layer, ())):
+                if wanted is None:
+                    ops += schedule.points[use_point(layer)]
+                elif wanted not in uploaded:
+                    uploaded.add(wanted)
+                    ops += schedule.points.get(upload_point(wanted), ())
+        assert len(rest) + len(ops) == len(schedule.ops)
+        assert races(repeated(Schedule((*rest, *ops)), 2)) == []
+
+
+def test_fetches_do_not_stand_behind_the_last_upload() -> None:
+    """The link's lane is a queue: an upload that waits for the last host step must not be in it before them."""
+    points = lower_step(SHAPES[0]).points
+    at_step = [op.name for op in points[steps.STEP] if op.lane is Lane.H2D]
+    assert at_step == ["upload/0"]

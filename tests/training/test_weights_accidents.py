@@ -1,0 +1,396 @@
+"""What else happens to offloaded weights: graphs used twice or never, errors, evaluation, copies, saving, loading.
+
+Seen red: a state dict of weights without bytes (written as 0 bytes, without an error), copies of them, a view that a
+graph holds while its memory goes, a weight written on the device and fetched again as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from activation_cases import FEW, Encoder, loss_of, same
+from torch.utils.checkpoint import checkpoint
+from weight_cases import ALL, ON_HOST, away, bytes_here, expected, frozen, gradients, layers_here, network, train
+
+import hostward
+from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import ModelError
+from hostward.schedule import Lane
+
+LATE = Order(late=frozenset({Lane.H2D, Lane.D2H}))
+
+
+def layer(model: torch.nn.Module, number: int) -> Any:
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    return layers[number]
+
+
+def embedding_gradient(model: torch.nn.Module) -> torch.Tensor:
+    grad = model.get_input_embeddings().weight.grad  # type: ignore[operator]
+    assert isinstance(grad, torch.Tensor)
+    return grad.clone()
+
+
+def test_retained_graphs_and_two_losses() -> None:
+    def run(model: torch.nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        first, second = loss_of(model, 0), loss_of(model, 1)
+        first.backward(retain_graph=True)
+        (first * 2.0).backward(retain_graph=True)
+        found = [embedding_gradient(model)]
+        (first + second).backward()
+        return [*found, embedding_gradient(model)]
+
+    whole = run(frozen())
+    for order in FEW:
+        model = frozen()
+        with away(model, order):
+            assert same(run(model), whole)
+
+
+def test_forward_without_backward_leaves_nothing_behind() -> None:
+    model = frozen()
+    with away(model) as run:
+        here = bytes_here(model)
+        for seed in range(3):
+            loss = loss_of(model, seed)
+            del loss
+        with torch.no_grad():
+            loss_of(model, 0)
+        with torch.inference_mode():
+            loss_of(model, 0)
+        report = run.report().weights
+        assert report is not None
+        assert bytes_here(model) == here + report.offloaded_bytes // 3
+        assert report.held_bytes == 0
+
+
+def test_evaluation_and_generation() -> None:
+    def run(model: Any) -> list[torch.Tensor]:
+        model.eval()
+        ids = torch.arange(8).view(1, 8)
+        made = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0)
+        with torch.no_grad():
+            return [made, loss_of(model, 1)]
+
+    whole = run(frozen())
+    for order in FEW:
+        model = frozen()
+        with away(model, order) as attached:
+            assert same(run(model), whole)
+            report = attached.report().weights
+            assert report is not None
+            assert report.on_demand_bytes == report.offloaded_bytes // 3
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_errors_in_forward(number: int, error: type[BaseException]) -> None:
+    whole = gradients(frozen())
+    model = frozen()
+
+    def fail(*_: object) -> None:
+        raise error("on purpose")
+
+    with away(model, LATE):
+        for _ in range(3):
+            hook = layer(model, number).mlp.register_forward_hook(fail)
+            with pytest.raises(error):
+                loss_of(model, 0)
+            hook.remove()
+        assert same(gradients(model), whole)
+        assert layers_here(model) == [0, 3]
+
+
+def test_errors_in_backward() -> None:
+    whole = gradients(frozen())
+    model = frozen()
+    with away(model, LATE):
+
+        def fail(_: object) -> None:
+            raise KeyError("on purpose")
+
+        def spoil(_: object, __: object, out: torch.Tensor) -> None:
+            out.register_hook(fail)
+
+        hook = layer(model, 1).mlp.register_forward_hook(spoil)
+        loss = loss_of(model, 0)
+        hook.remove()
+        with pytest.raises(KeyError):
+            loss.backward()
+        assert same(gradients(model), whole)
+        assert layers_here(model) == [0, 3]
+
+
+class Scaled(torch.nn.Linear):
+    """Saves a view of one parameter, and another one itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x)) * self.bias
+
+
+class Twice(torch.nn.Module):
+    """Each layer is used twice, the last of them has a weight of the first."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Scaled(16, 16) for _ in range(4))
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+        self.layers.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for linear in [*self.layers, *self.layers]:
+            x = linear(x)
+        return x
+
+
+def test_layers_used_twice_and_tied_weights() -> None:
+    def run(model: torch.nn.Module) -> torch.Tensor:
+        model.zero_grad()
+        model(torch.arange(32.0).view(2, 16) / 32).square().sum().backward()
+        scale = model.scale.grad
+        assert isinstance(scale, torch.Tensor)
+        return scale
+
+    whole = run(Twice())
+    for order in FEW:
+        model = Twice()
+        with away(model, order) as attached:
+            assert torch.equal(run(model), whole)
+            assert model.layers[0].weight.untyped_storage().nbytes(), "tied weights stay"
+            report = attached.report().weights
+            assert report is not None
+            assert report.kept_bytes == {"it shares its memory with another one": 16 * 16 * 4}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_around_two_layers(reentrant: bool) -> None:
+    """Recomputation saves weights without our hooks: they stay until backward has used them."""
+
+    class Pairs(Twice):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.scale
+            for i in (0, 2):
+                pair = torch.nn.Sequential(self.layers[i], self.layers[i + 1])
+                out: Any = checkpoint(pair, x, use_reentrant=reentrant)
+                x = out
+            return x
+
+    def run(model: torch.nn.Module) -> torch.Tensor:
+        model.zero_grad()
+        model(torch.arange(32.0).view(2, 16) / 32).square().sum().backward()
+        scale = model.scale.grad
+        assert isinstance(scale, torch.Tensor)
+        return scale
+
+    whole = run(Pairs(tied=False))
+    for order in FEW:
+        model = Pairs(tied=False)
+        with away(model, order):
+            assert torch.equal(run(model), whole)
+            assert torch.equal(run(model), whole)
+
+
+def test_a_weight_that_somebody_holds_stays() -> None:
+    whole = gradients(frozen())
+    model = frozen()
+    view = layer(model, 1).mlp.up_proj.weight.detach()[3:5]
+    value = view.clone()
+    with away(model) as run:
+        assert layers_here(model) == [1, 3]
+        assert same(gradients(model), whole)
+        assert torch.equal(view, value)
+        report = run.report().weights
+        assert report is not None
+        assert report.held_bytes > 0
+        assert "others held them" in run.report().explain()
+        del view
+        gradients(model)
+        assert layers_here(model) == [0, 3]
+
+
+def test_modified_weights_raise_in_backward() -> None:
+    model = frozen()
+    weight = layer(model, 1).mlp.up_proj.weight
+    with away(model) as run:
+        loss = loss_of(model, 0)
+        assert run._weights is not None
+        with run._weights.layer_present(1), torch.no_grad():
+            weight.mul_(1.0)
+        with pytest.raises(ModelError, match="modified by an in-place operation"):
+            loss.backward()
+
+
+# ---------------------------------------------------------------- saving, loading, copies
+
+
+def test_n4_saved_weights_have_their_bytes() -> None:
+    model = frozen()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    with away(model, LATE):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        found = torch.load(file)
+        assert list(found) == list(whole)
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        assert layers_here(model) == [3], "nothing had to be fetched"
+        assert torch.equal(
+            layer(model, 1).state_dict()["mlp.up_proj.weight"], whole["model.layers.1.mlp.up_proj.weight"]
+        )
+        with pytest.raises(ModelError, match="keep_vars"):
+            model.state_dict(keep_vars=True)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_whole_and_their_own(how: str) -> None:
+    model = frozen()
+    with away(model, LATE):
+        if how == "deepcopy":
+            twin = copy.deepcopy(model)
+        elif how == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        assert layers_here(model) == [3]
+        assert layers_here(twin) == [0, 1, 2, 3]
+        whole = gradients(frozen())
+        assert same(gradients(twin), whole)
+        assert layers_here(twin) == [0, 1, 2, 3]
+        twin.to(torch.float32)
+        assert layer(twin, 0).mlp.up_proj.weight.dtype is torch.float32
+        assert same(gradients(model), whole)
+    assert layer(model, 0).mlp.up_proj.weight.__dict__ == {}
+
+
+def test_loading() -> None:
+    other = {name: value.clone() + 1 for name, value in frozen().state_dict().items()}
+    fresh = frozen()
+    fresh.load_state_dict(other)
+    whole = gradients(fresh)
+    model = frozen()
+    run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1, order=LATE))
+    gradients(model)
+    model.load_state_dict(other)
+    assert layers_here(model) == [3]
+    assert same(gradients(model), whole)
+    run.detach()
+    assert same(gradients(model), whole)
+
+
+def test_loading_what_the_host_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """Equal values change nothing; others are taken over, as they are without offloading."""
+    found = []
+    for attached in (None, {"weights": ALL}):
+        for changed in (0.0, 1.0):
+            model = Encoder().eval()
+            optimizer = hostward.AdamW(model, lr=1e-2, backend=SimulatedBackend(threads=1), **ON_HOST)
+            run = None if attached is None else hostward.attach(model, optimizer, **attached)
+            for step in range(2):
+                loss_of(model, step).backward()
+                optimizer.step()
+                if step == 0:
+                    caplog.clear()
+                    model.load_state_dict({n: v.clone() + changed for n, v in model.state_dict().items()})
+            assert ("changed outside" in caplog.text) is (changed > 0)
+            state = optimizer.state_dict()
+            assert (
+                run is None
+                or sum(bool(p.untyped_storage().nbytes()) for p in model.encoder.layers[2].parameters()) == 0
+            )
+            optimizer.load_state_dict(state)
+            loss_of(model, 3).backward()
+            optimizer.step()
+            if run is not None:
+                run.detach()
+            optimizer.wait()
+            found.append([p.detach().clone() for p in model.parameters()])
+    assert same(found[0], found[2])
+    assert same(found[1], found[3])
+
+
+def test_what_would_move_the_model_is_refused() -> None:
+    model = frozen()
+    with away(model):
+        with pytest.raises(ModelError, match="while its weights are offloaded"):
+            model.to(torch.float32)
+        with pytest.raises(ModelError, match="while its weights are offloaded"):
+            layer(model, 2).double()
+        model.to("cpu", torch.bfloat16)
+        gradients(model)
+    model.to(torch.float32)
+    assert layer(model, 0).mlp.up_proj.weight.dtype is torch.float32
+
+
+def test_a_replaced_weight_is_refused() -> None:
+    model = frozen()
+    run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
+    layer(model, 2).mlp.up_proj.weight.data = torch.ones(96, 64, dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj\.weight' of an offloaded layer was replaced"):
+        loss_of(model, 0)
+    assert run is not None
+
+
+def test_a_module_within_a_layer_called_on_its_own() -> None:
+    model = frozen()
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    whole = layer(model, 1).mlp(x)
+    with away(model, LATE):
+        assert torch.equal(layer(model, 1).mlp(x), whole)
+        gradients(model)
+        assert layers_here(model) == [0, 3]
+
+
+def test_adapters_beside_frozen_weights() -> None:
+    """They are trained, and stay."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.down = torch.nn.Parameter(torch.randn(4, base.in_features, dtype=base.weight.dtype) / 8)
+            self.up = torch.nn.Parameter(torch.randn(base.out_features, 4, dtype=base.weight.dtype) / 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+            return out
+
+    def made() -> torch.nn.Module:
+        model = frozen()
+        torch.manual_seed(3)
+        for number in range(4):
+            mlp = layer(model, number).mlp
+            mlp.up_proj = Adapted(mlp.up_proj)
+        return model
+
+    whole = gradients(made(), 3)
+    for order in FEW:
+        model = made()
+        with away(model, order) as run:
+            assert same(gradients(model, 3), whole)
+            report = run.report().weights
+            assert report is not None
+            assert report.kept_bytes == {"it is trained, and the host does not step it": 3 * 4 * (64 + 96) * 2}
+
+
+def test_many_microbatches_and_an_evaluation_in_between() -> None:
+    def look(run: hostward.Attachment) -> None:
+        report = run.report().weights
+        assert report is not None
+        assert report.here_bytes <= report.offloaded_bytes // 3
+
+    found, run = train(network("encoder"), attached={"weights": ALL}, each=look)
+    assert same(found, expected("encoder"))
+    assert run is not None
