@@ -53,14 +53,19 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How hostward is set up for a row: share of the state that leaves the device, share of that which is streamed."""
+    """How hostward is set up for a row: share of the state that leaves the device, share of that which is streamed,
+    whether the layers' weights leave as well.
+    """
 
     fraction: float
     streamed: float | str
     overlap: bool
+    weights: bool
 
 
-_ROW = re.compile(r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)")
+_ROW = re.compile(
+    r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)(?P<weights>\+weights)?"
+)
 
 
 def row_options(text: str) -> RowOptions | None:
@@ -70,11 +75,11 @@ def row_options(text: str) -> RowOptions | None:
     match = _ROW.fullmatch(text)
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
-            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-..."
+            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-..., ...+weights"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
-    return RowOptions(float(match["fraction"]), streamed, match["serial"] is None)
+    return RowOptions(float(match["fraction"]), streamed, match["serial"] is None, match["weights"] is not None)
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,8 @@ class Hostward:
             overlap=options.overlap,
             **ADAMW,
         )
+        if options.weights:
+            self.attachment = hostward.attach(model, self.optimizer, weights=hostward.Weights())
 
     def backward(self, loss: torch.Tensor) -> None:
         with self.optimizer.accumulate(last=True):
