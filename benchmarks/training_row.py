@@ -75,7 +75,7 @@ def row_options(text: str) -> RowOptions | None:
     match = _ROW.fullmatch(text)
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
-            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-..., ...+weights"
+            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., ..+weights"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
