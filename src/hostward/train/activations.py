@@ -1,4 +1,4 @@
-"""From options to what becomes of saved activations: offloaded, recomputed, or both."""
+"""From options to what becomes of saved activations, offloaded, recomputed, or both, and of weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recompute_layers(model: torch.nn.Module, config: Config) -> int:
 
 
 def attach_activations(model: torch.nn.Module, optimizer: AdamW, config: Config) -> Attachment | None:
-    """Offloading of activations as the options say; None: off."""
+    """Offloading of activations and weights as the options say; None: off."""
     options = config.model
     if options.fine_grained_activation_offloading:
         # Megatron counts elements, and offloads in all layers but those whose backward comes at once.
@@ -41,11 +41,17 @@ def attach_activations(model: torch.nn.Module, optimizer: AdamW, config: Config)
         return attach(
             model, optimizer, activations=Activations(modules=options.offload_modules, min_bytes=0, min_elements=least)
         )
-    if not (options.cpu_offloading and options.cpu_offloading_num_layers and options.cpu_offloading_activations):
+    count = options.cpu_offloading_num_layers
+    if not (options.cpu_offloading and count):
         return None
     how = Activations(
-        num_layers=options.cpu_offloading_num_layers,
+        num_layers=count,
         double_buffering=options.cpu_offloading_double_buffering,
         retain_pinned_buffers=options.cpu_offloading_retain_pinned_cpu_buffers,
     )
-    return attach(model, optimizer, activations=how)
+    return attach(
+        model,
+        optimizer,
+        activations=how if options.cpu_offloading_activations else None,
+        weights=count if options.cpu_offloading_weights else None,
+    )
