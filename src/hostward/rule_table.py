@@ -192,7 +192,6 @@ NOT_BUILT: Mapping[str, object] = {
     "model.expert_model_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
     "model.sequence_parallel": False,
-    "model.cpu_offloading_weights": False,
     "model.cuda_graph_impl": "none",
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,

@@ -163,11 +163,13 @@ def test_each_wait_is_needed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = hostward.attach(model, weights=ALL, backend=backend)
     assert run._weights is not None
     residency = run._weights._residency
+
+    def fetched_and_never_used() -> None:
+        residency.prefetch(1)
+        residency.sweep()
+
     with pytest.raises(OrderingError, match="nothing orders"):
-        if op == "empty":  # fetched ahead, and never used
-            residency.prefetch(1)
-            residency.sweep()
-        gradients(model)
+        fetched_and_never_used() if op == "empty" else gradients(model)
 
 
 def test_fetches_wait_for_the_host_step(monkeypatch: pytest.MonkeyPatch) -> None:

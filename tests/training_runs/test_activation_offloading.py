@@ -50,6 +50,13 @@ WAYS = {
     "norms and experts recomputed": [*SELECTIVE, "model.recompute_modules=[layernorm,moe]"],
     "norms recomputed, the rest offloaded": [*OFFLOADING, *SELECTIVE, "model.recompute_modules=[layernorm]"],
     "with the optimizer": [*OFFLOADING, *offloaded(1), "optimizer.offload_mix=0.5"],
+    "weights alone": [
+        *OFFLOADING,
+        "model.cpu_offloading_weights=True",
+        "model.cpu_offloading_activations=False",
+        *offloaded(1),
+    ],
+    "weights and activations": [*OFFLOADING, "model.cpu_offloading_weights=True", *offloaded(1)],
     "with gradients on the host": [*OFFLOADING, *offloaded(1), "optimizer.gradients=host"],
 }
 # Wide enough that what a layer saves is more than the least that is worth a copy.
@@ -72,7 +79,11 @@ def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
     assert seen["recomputed"] is None
     alone = seen["norms and experts recomputed"]
     assert (alone["offloaded_bytes"], alone["recomputed_modules"]) == (0, 4 * 5)
-    for name in WAYS.keys() - {"recomputed", "norms and experts recomputed"}:
+    for name in ("weights alone", "weights and activations"):
+        assert seen[name]["weights"]["offloaded_bytes"] > 0
+        assert seen[name]["weights"]["here_bytes"] < seen[name]["weights"]["offloaded_bytes"]
+    assert seen["weights alone"]["offloaded_bytes"] == 0
+    for name in WAYS.keys() - {"recomputed", "norms and experts recomputed", "weights alone"}:
         assert seen[name]["offloaded_bytes"] == seen[name]["reloaded_bytes"] > 0, name
         assert seen[name]["on_demand_bytes"] == 0, name
     inputs = seen["inputs of recomputed layers"]["offloaded_bytes"]

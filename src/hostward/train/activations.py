@@ -1,4 +1,4 @@
-"""From options to what becomes of saved activations: offloaded, recomputed, or both."""
+"""From options to what becomes of saved activations, offloaded, recomputed, or both, and of weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def recompute_layers(model: torch.nn.Module, config: Config) -> int:
 
 
 def attach_activations(model: torch.nn.Module, optimizer: AdamW, config: Config) -> Attachment | None:
-    """Offloading of activations, and recomputation of parts of layers, as the options say; None: neither."""
-    how, modules = _offloaded(config), None
+    """Offloading of activations and weights, and recomputation of parts of layers, as the options say; None: none."""
+    how, modules, weights = _offloaded(config), None, None
     if config.model.recompute_granularity == "selective":
         modules = tuple(config.model.recompute_modules)
-    if how is None and modules is None:
+    if config.model.cpu_offloading and config.model.cpu_offloading_weights:
+        weights = config.model.cpu_offloading_num_layers or None
+    if how is None and modules is None and weights is None:
         return None
-    return attach(model, optimizer, activations=how, recompute=modules)
+    return attach(model, optimizer, activations=how, weights=weights, recompute=modules)
 
 
 def _offloaded(config: Config) -> Activations | None:
@@ -54,10 +56,11 @@ def _offloaded(config: Config) -> Activations | None:
             fraction=options.activation_offload_fraction,
             max_in_flight=options.fine_grained_offloading_max_inflight_offloads,
         )
-    if not (options.cpu_offloading and options.cpu_offloading_num_layers and options.cpu_offloading_activations):
+    count = options.cpu_offloading_num_layers
+    if not (options.cpu_offloading and count and options.cpu_offloading_activations):
         return None
     return Activations(
-        num_layers=options.cpu_offloading_num_layers,
+        num_layers=count,
         double_buffering=options.cpu_offloading_double_buffering,
         retain_pinned_buffers=options.cpu_offloading_retain_pinned_cpu_buffers,
     )

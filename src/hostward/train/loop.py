@@ -156,9 +156,9 @@ def prepare(recipe: str, config: Config) -> Run:
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config)
     run = Run(recipe, config, device, dataset, model, optimizer, scaler)
-    run.attachment = attach_activations(model, optimizer, config)
     if resume_from is not None:
         resume.load(run, resume_from)
+    run.attachment = attach_activations(model, optimizer, config)  # it takes weights over as they are
     run.first_iteration = run.iteration
     return run
 

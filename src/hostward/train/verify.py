@@ -224,7 +224,13 @@ def _with_device_bytes(outcome: Outcome, freed_bytes: int) -> Outcome:
 
 
 def _bit_sums(run: loop.Run) -> list[int]:
-    return [bit_sum(p.data) for p in run.model.parameters()]
+    return [bit_sum(weight) for weight in _weights(run).values()]
+
+
+def _weights(run: loop.Run) -> dict[str, torch.Tensor]:
+    """By way of the state dict: a parameter whose weight is offloaded has no bytes."""
+    state = run.model.state_dict()
+    return {name: state[name].cpu() for name, _ in run.model.named_parameters()}
 
 
 def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
@@ -246,7 +252,7 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
         losses=run.losses,
         grad_norms=run.grad_norms,
         skipped=run.skipped,
-        weights={n: p.detach().cpu().clone() for n, p in run.model.named_parameters()},
+        weights={name: weight.clone() for name, weight in _weights(run).items()},
         state=state,
         device_bytes=None if run.device.type == "cuda" else ledger.total_bytes(Tier.DEVICE),
         placed_fraction=plan.placed_fraction,

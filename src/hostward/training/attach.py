@@ -61,8 +61,8 @@ def attach(
     Raises:
         ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none, or
             weights whose step is not on the host; the optimizer is another model's; the model, or a part of it, is
-            attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled layers with
-            `recompute`. MemoryLimitError: the host has no room for copies of weights.
+            attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled
+            layers with `recompute`. MemoryLimitError: the host has no room for copies of weights.
     """
     how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None and not isinstance(optimizer, Control):

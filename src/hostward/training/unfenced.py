@@ -41,7 +41,7 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waiting = {
             t.parameter.data.untyped_storage().data_ptr(): t.name
             for t in self._tracked
-            if self._layers[t.name] in pending and t.parameter.numel()
+            if self._layers[t.name] in pending and t.parameter.untyped_storage().nbytes()
         }
         for tensor in _tensors((*args, *kwargs.values())):
             name = waiting.get(_storage(tensor))

@@ -229,6 +229,6 @@ def _trained(name: str, why: str) -> ConfigError:
         f"weight {name!r} is trained, and cannot be offloaded",
         why=why,
         fix="train it with hostward.AdamW(model, offload_fraction=1.0, streamed_fraction=0.0) and give that to attach()"
-        " (optimizer.optimizer_offload_fraction=1.0 optimizer.optimizer_streamed_fraction=0.0), freeze it, or leave "
+        " (optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=1.0), freeze it, or leave "
         "weights= out",
     )
