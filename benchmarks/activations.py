@@ -17,8 +17,8 @@ With --peers FOLDER other libraries' ways follow (peers.py); theirs is a whole s
 a base of its own.
 
 `gradient_bits` is a sum over the bits of all gradients of the first iteration: rows with the same number have, as far
-as it can tell, the same gradients. That iteration alone runs with deterministic algorithms. The model is the
-one of step.py.
+as it can tell, the same gradients. That iteration alone runs with deterministic algorithms. The models are those of
+step.py, and `wide`: four layers of hidden size 8,192.
 """
 
 from __future__ import annotations

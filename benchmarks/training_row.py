@@ -46,6 +46,7 @@ class Shape:
 SHAPES = {
     "1.7b": Shape(24, 2048, 8192, 16, 16, 32000),
     "8b": Shape(32, 4096, 14336, 32, 8, 128256, loss_chunk=2048),
+    "wide": Shape(4, 8192, 28672, 64, 64, 32000, loss_chunk=2048),
     "tiny": Shape(2, 64, 128, 2, 1, 256, loss_chunk=24),
 }
 

@@ -169,8 +169,9 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
-    Tensors above `cap` are split at multiples of 4,096; smaller ones stay whole. Zero-size parameters belong to no
-    bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
+    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest whole one:
+    a staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. Zero-size parameters
+    belong to no bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
     """
     parameters = tuple(parameters)
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
@@ -180,6 +181,7 @@ def cut_buckets(
             why=f"tensors are split at multiples of {SPLIT_ELEMENTS}, so that no chunk of the norm is cut in two",
             fix=f"choose a positive multiple of {SPLIT_ELEMENTS}",
         )
+    largest = max((p.numel for p in parameters if p.numel <= cap), default=cap)
     buckets: list[Bucket] = []
     open_ranges: list[Range] = []
     open_key: tuple[str, Dtype, int] | None = None
@@ -196,7 +198,7 @@ def cut_buckets(
         if key != open_key:
             close()
             open_key = key
-        for piece in _pieces(parameter, cap):
+        for piece in _pieces(parameter, cap, largest):
             if sum(r.numel for r in open_ranges) + piece.numel > cap:
                 close()
             open_ranges.append(piece)
@@ -204,5 +206,10 @@ def cut_buckets(
     return tuple(buckets)
 
 
-def _pieces(parameter: Parameter, cap: int) -> Sequence[Range]:
-    return [Range(parameter.name, start, min(start + cap, parameter.numel)) for start in range(0, parameter.numel, cap)]
+def _pieces(parameter: Parameter, cap: int, largest: int) -> Sequence[Range]:
+    if parameter.numel <= cap:
+        return [Range(parameter.name, 0, parameter.numel)]
+    about = largest if 2 * largest >= cap else cap
+    step = min(cap, align(-(-parameter.numel // -(-parameter.numel // about)), SPLIT_ELEMENTS))
+    starts = range(0, parameter.numel, step)
+    return [Range(parameter.name, start, min(start + step, parameter.numel)) for start in starts]

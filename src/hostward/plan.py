@@ -79,7 +79,7 @@ class Plan:
             f"{on_host + streamed} of {len(self.buckets)} buckets"
         )
         text += f": {on_host} stepped on the host, {streamed} streamed)" if streamed else ")"
-        return text if on_host + streamed else text + "; nothing is offloaded"
+        return text if on_host + streamed else text + "; no state is offloaded"
 
     def to_json(self) -> str:
         rows = [

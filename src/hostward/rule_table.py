@@ -176,6 +176,13 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
     "checkpoint.load": ("checkpoint.finetune", "checkpoint.load_optim", "checkpoint.load_rng"),
 }
 
+# Switches that are on and do nothing while another option has its default, as in Megatron: {switch: (that option, a
+# value that does something)}. Allowed, so that a size may be swept from zero; told.
+IDLE: Mapping[str, tuple[str, str]] = {
+    "model.cpu_offloading": ("model.cpu_offloading_num_layers", "1"),
+    "optimizer.optimizer_cpu_offload": ("optimizer.optimizer_offload_fraction", "1.0"),
+}
+
 # Options that are known and not carried out yet: {option: the one value that works}.
 NOT_BUILT: Mapping[str, object] = {
     "model.tensor_model_parallel_size": 1,

@@ -13,7 +13,7 @@ from typing import Any
 from hostward.combinations import COMBINATIONS
 from hostward.config import NAMESPACES, Config, OptionInfo, get_option, options
 from hostward.errors import ConfigError, NotBuiltError
-from hostward.rule_table import DEPENDENT, NOT_BUILT, RANGES, Kind, Rule, Text
+from hostward.rule_table import DEPENDENT, IDLE, NOT_BUILT, RANGES, Kind, Rule, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,30 @@ def dependent_violations(config: Config, wrong: set[str]) -> Iterator[Violation]
             if name in wrong or value == info.default:
                 continue
             message = f"{name}={shown(value)} has no effect while {switch}={shown(get_option(config, switch))}"
-            fix = f"set {switch} too, or leave {name} at {shown(info.default)}"
+            missing = _switched_on(config, switch, name)
+            fix = f"set {missing} too, or leave {name} at {shown(info.default)}"
             yield Violation(f"switch:{name}", Kind.PERMANENT, message, fix)
+
+
+def idle_switches(config: Config) -> list[str]:
+    """What to tell of switches that are on and do nothing, with the option that is missing. No error: a sweep from zero
+    has such a run.
+    """
+    return [
+        f"{switch}=true does nothing while {name}={shown(get_option(config, name))}: add {name}={example}, for example,"
+        f" or leave {switch} at false"
+        for switch, (name, example) in IDLE.items()
+        if get_option(config, switch) and get_option(config, name) == options()[name].default
+    ]
+
+
+def _switched_on(config: Config, switch: str, name: str) -> str:
+    """What turns on the switch that `name` depends on, as one types it, with what the switch needs besides."""
+    needed, example = IDLE.get(switch, ("", ""))
+    words = [f"{switch}=true" if get_option(config, switch) is False else switch]
+    if needed not in ("", name) and get_option(config, needed) == options()[needed].default:
+        words.append(f"{needed}={example}")
+    return " ".join(words)
 
 
 def not_built_violations(config: Config, wrong: set[str], world_size: int) -> Iterator[Violation]:

@@ -55,6 +55,17 @@ def test_any_order_of_points_and_any_absent_buckets_are_ordered(
     assert races(turns_of(shape, absent, Random(seed))) == []
 
 
+def test_uploads_come_behind_reads_that_can_begin_before_them() -> None:
+    def lane(placements: str, slots: int) -> str:
+        shape = StepShape(tuple({"H": H, "S": S}[p] for p in placements), ("a",) * len(placements), slots=slots)
+        ops = [op.name for op in lower(shape).ops if op.lane is Lane.H2D and op.point == "step"]
+        return " ".join(name.replace("upload/", "u").replace("read/", "r") for name in ops)
+
+    assert lane("HHSHSHHSHS", 2) == "r7 u0 r9 u1 u3 u5 u6 u8"
+    assert lane("HHSHS", 2) == "u0 u1 u3"  # nothing is left to read
+    assert lane("SHSHSH", 1) == "r2 r4 u1 u3 u5"
+
+
 MIX = StepShape((D, H, S, H, S, S), tuple("aabbcc"), slots=2, transient=True)
 SHAPES = {
     "mix": MIX,

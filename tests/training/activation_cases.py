@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,12 +131,13 @@ def offloading(
     *,
     num_layers: int | None = None,
     min_bytes: int = 64,
+    layers: Sequence[torch.nn.Module] | None = None,
     **options: Any,
 ) -> Iterator[hostward.Attachment]:
     """Attached for the block; afterwards nothing is left of it."""
     backend = SimulatedBackend(threads=1, order=order or Order(eager=True))
     how = hostward.Activations(num_layers=num_layers, min_bytes=min_bytes, **options)
-    run = hostward.attach(model, activations=how, backend=backend)
+    run = hostward.attach(model, activations=how, layers=layers, backend=backend)
     try:
         yield run
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch, tokens, train
-from optimizer_cases import DTYPES, assert_equal, snapshot
+from optimizer_cases import DTYPES, adamw, assert_equal, snapshot
 from torch.utils.checkpoint import checkpoint
 
 from hostward.engine.simulated import Order
@@ -237,3 +237,26 @@ def test_t14_host_memory_does_not_grow_with_the_number_of_microbatches(mix: str)
         optimizer.wait()
         held.append(dict(optimizer.backend.ledger.held_bytes))
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@every_mix
+def test_the_next_round_starts_anew_without_zero_grad(mix: str, overlap: bool, last: bool) -> None:
+    """`step` uses gradients up; until then rounds add up. Without overlap `.grad` stays, as with torch.optim."""
+
+    def run(cleared: bool, steps: int) -> dict[str, torch.Tensor]:
+        model = Net(torch.float32)  # on a backend without poison: without overlap `.grad` is let go, and stays
+        optimizer = adamw(model, overlap=overlap, max_grad_norm=None, lr=0.0, backend=None, **MIXES[mix])
+        for i in range(2):
+            with optimizer.accumulate(last=last):
+                loss_of(model, i).backward()
+            if i == 1 or steps == 2:
+                optimizer.step()
+            if cleared:
+                optimizer.zero_grad()
+        return {"norm": torch.tensor(optimizer.grad_norm)}
+
+    anew, added = run(True, 2), run(False, 1)
+    assert anew != added
+    assert_equal(run(False, 2), anew if overlap else added)

@@ -84,20 +84,39 @@ def test_t28_every_way_trains_the_same_bits(train: Cli, tmp_path: Path) -> None:
 
 
 def test_the_report_tells_what_left(train: Cli) -> None:
-    outcome = train(*COMMON, *OFFLOADING)
-    assert "saved activations" in outcome.out
+    outcome = train(*COMMON, *OFFLOADING, *offloaded(1))
+    assert "saved activations (simulated device)" in outcome.out
     assert "bytes to the host" in outcome.out
+    assert "host memory for them" in outcome.out
+    assert "simulated device bytes" in outcome.out
+    assert "of it pinned on a GPU" in outcome.out
+    assert "times and rates of no GPU" in outcome.out
+    # What the first forward moves is no step of its own.
+    assert "measured, iterations 0 to 1" in outcome.out
 
 
-def test_no_layer_is_off(train: Cli) -> None:
+def test_no_layer_is_off_and_the_missing_option_is_named(train: Cli, caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron accepts it in silence."""
     report = train("train.train_iters=1", "model.cpu_offloading=True").report
     assert report["activations"] is None
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert told == (
+        "model.cpu_offloading=true does nothing while model.cpu_offloading_num_layers=0: add "
+        "model.cpu_offloading_num_layers=1, for example, or leave model.cpu_offloading at false"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["model.cpu_offloading=True", "model.cpu_offloading_num_layers=4"], "only for layers less than 4"),
+        (
+            ["model.cpu_offloading_double_buffering=True"],
+            "set model.cpu_offloading=true model.cpu_offloading_num_layers=1 too",
+        ),
+        (["model.cpu_offloading_num_layers=1"], "set model.cpu_offloading=true too, or leave"),
+        (["model.fine_grained_activation_offloading=True"], r"set model.offload_modules=\[core_attn\], for example"),
+        (["model.offload_modules=[core_attn]"], "set model.fine_grained_activation_offloading=true too"),
         (["model.recompute_granularity=full"], "without model.recompute_method"),
         (["model.recompute_granularity=selective"], "names no module"),
     ],

@@ -305,7 +305,7 @@ def test_a_trace_of_nothing_is_a_trace(train: Cli, tmp_path: Path) -> None:
     outcome = train("train.train_iters=2", "--trace", tmp_path / "trace.json")
     assert from_chrome(tmp_path / "trace.json").spans == ()
     assert outcome.report["offload"] is None
-    assert measured(Trace(), 2) is None
+    assert measured(Trace(), 2, 2) is None
 
 
 def test_metering_changes_no_bit(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

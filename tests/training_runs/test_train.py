@@ -67,7 +67,7 @@ def test_table_shows_the_numbers_of_the_json(train: Cli) -> None:
     for owner in memory["device_by_owner_bytes"].keys() | memory["host_by_owner_bytes"].keys():
         columns = [memory[f"{tier}_by_owner_bytes"].get(owner, 0) for tier in ("device", "host")]
         assert rows[owner] == [f"{b:,}" if b else "" for b in columns]
-    assert rows["of it pinned"] == ["", f"{memory['pinned_bytes']:,}"]
+    assert rows["of it pinned on a GPU"] == ["", f"{memory['pinned_bytes']:,}"]
 
 
 def table_rows(text: str) -> dict[str, list[str]]:
@@ -132,7 +132,12 @@ def test_the_switch_with_fraction_zero_runs_and_says_that_nothing_is_offloaded(
 ) -> None:
     caplog.set_level(logging.INFO, "hostward")
     report = train("train.train_iters=2", "optimizer.optimizer_cpu_offload=True").report
-    assert "nothing is offloaded" in caplog.text
+    assert "no state is offloaded" in caplog.text
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert told == (
+        "optimizer.optimizer_cpu_offload=true does nothing while optimizer.optimizer_offload_fraction=0.0: add "
+        "optimizer.optimizer_offload_fraction=1.0, for example, or leave optimizer.optimizer_cpu_offload at false"
+    )
     assert report["asked_fraction"] == report["placed_fraction"] == report["offloaded_bytes"] == 0
     assert report["moved_d2h_bytes"] == report["moved_h2d_bytes"] == 0
 

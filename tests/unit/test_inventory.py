@@ -125,6 +125,17 @@ def test_bytes_of_buckets_are_those_of_the_parameters(parameters: list[Parameter
         assert b.host_bytes == b.numel * host_bytes_per_element(b.dtype, b.kind)
 
 
+def test_pieces_of_a_large_tensor_are_equal_and_about_as_large_as_the_largest_whole_one() -> None:
+    """Every staging slot is as large as the largest streamed bucket."""
+    table = Parameter("table", 32000 * 2048, Dtype.BF16, "embed")
+    layers = [Parameter(f"layers.{i}.up", 2048 * 8192, Dtype.BF16, f"layers.{i}") for i in range(8)]
+    numels = [bucket.numel for bucket in cut_buckets([table, *layers], cap=27 * 4096 * 256)]
+    assert numels == [16384000] * 4 + [16777216] * 8
+    small = [Parameter(f"layers.{i}.up", 4096, Dtype.BF16, f"layers.{i}") for i in range(2)]
+    numels = [bucket.numel for bucket in cut_buckets([table, *small], cap=32000 * 1024)]
+    assert numels == [32000 * 1024] * 2 + [4096] * 2
+
+
 def test_scalar_and_zero_size_parameters() -> None:
     parameters = [
         Parameter("a", 0, Dtype.FP32, "l"),

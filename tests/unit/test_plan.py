@@ -113,7 +113,7 @@ def test_s4_explain_prints_asked_and_placed() -> None:
         "optimizer state on the host: asked 0.7000, placed 0.7500 (3,000 of 4,000 bytes, 1 of 2 buckets)"
     )
     nothing = Plan(0.0, rows[:1]).explain()
-    assert nothing.endswith("(0 of 1,000 bytes, 0 of 1 buckets); nothing is offloaded")
+    assert nothing.endswith("(0 of 1,000 bytes, 0 of 1 buckets); no state is offloaded")
 
 
 def test_s7_explain_says_what_is_streamed() -> None:

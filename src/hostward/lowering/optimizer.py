@@ -206,15 +206,29 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
         ops.append(fetch)
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
     next_read = iter(streamed[shape.slots :])
+    reads_left = sum(b in present for b in streamed[shape.slots :])
+    uploads: list[Op] = []
     for b, placement in enumerate(shape.placements):
         if placement is Placement.STREAMED:
             ops += _streamed_bucket(shape, b) if b in present else []
             following = next(next_read, None)
-            ops += [_read(shape, present, following, STEP)] if following in present and following is not None else []
-        elif b in present:
+            if following is not None and following in present:
+                # A read can begin once a slot is written back, an upload once the host has stepped, which takes longer,
+                # and the lane would stand still before it. So uploads come behind the read, the newest behind the next.
+                ops.append(_read(shape, present, following, STEP))
+                reads_left -= 1
+                ready = len(uploads) - 1 if reads_left else len(uploads)
+                ops += uploads[:ready]
+                uploads = uploads[ready:]
+        elif b not in present:
+            continue
+        elif placement is Placement.DEVICE:
+            ops += _device_bucket(b)
+        else:
             first = b == min(_of(shape, present, Placement.HOST), default=b)
-            landing = f"total/{b}" if b in shape.summed else f"landing/{b}"
-            ops += _device_bucket(b) if placement is Placement.DEVICE else _host_bucket(b, landing, first=first)
+            step, upload, retire = _host_bucket(b, f"total/{b}" if b in shape.summed else f"landing/{b}", first=first)
+            ops += [step, retire] if reads_left else [step, upload, retire]
+            uploads += [upload] if reads_left else []
     if streamed:
         ops.append(Op("written", Kind.JOIN, Lane.D2H, STEP))
     return ops

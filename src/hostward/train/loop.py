@@ -23,7 +23,7 @@ from hostward.errors import ConfigError, DataError, DeviceError
 from hostward.hardware import resident_bytes
 from hostward.inventory import Dtype
 from hostward.plan import Placement
-from hostward.rules import check
+from hostward.rules import check, idle_switches
 from hostward.schedule import Lane
 from hostward.training.attach import Attachment
 from hostward.training.optimizer import AdamW
@@ -74,6 +74,7 @@ class Run:
     first_iteration: int = 0
     trace: Trace | None = None
     """Of the metered iterations, once they are over."""
+    traced_iterations: int = 0
     readback: Readback = field(init=False)
     clock_s: float = 0.0
     """When the newest collected iteration ended."""
@@ -133,6 +134,8 @@ def prepare(recipe: str, config: Config) -> Run:
             allocated is.
     """
     check(config, world_size=world_size())
+    for told in idle_switches(config):
+        log.warning("%s", told)
     device = choose_device(config.train.device)
     resume_from = resume.checkpoint_to_load(config)
     dataset = _dataset(config)
@@ -177,12 +180,14 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
         )
     with deterministic(run.config.model.deterministic_mode):
         run.clock_s = time.perf_counter()
-        _iterate(run, max(run.iteration, until - metered), progress)
+        first = max(run.iteration, until - metered)
+        _iterate(run, first, progress)
         if run.iteration < until:
             run.optimizer.wait()
             with run.optimizer.trace() as trace:
                 _iterate(run, until, progress)
             run.trace = trace
+            run.traced_iterations = until - first
         run.optimizer.wait()
         collect(run, progress, everything=True)
     if run.config.checkpoint.save is not None:
@@ -297,7 +302,7 @@ def report(run: Run) -> RunReport:
         streamed_buckets=plan.count(Placement.STREAMED),
         placements=plan.explain(),
         activations=None if run.attachment is None else run.attachment.report(),
-        offload=None if run.trace is None else measured(run.trace, run.iteration),
+        offload=None if run.trace is None else measured(run.trace, run.iteration, run.traced_iterations),
         memory=memory,
         moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
         moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],

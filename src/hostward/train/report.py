@@ -49,12 +49,14 @@ class OffloadReport:
     """The same for people."""
 
 
-def measured(trace: Trace, iterations: int) -> OffloadReport | None:
-    """Averages over the steps of a trace that ends with iteration `iterations` - 1; None for a trace of nothing.
+def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None:
+    """Averages over the steps of a trace of `traced` iterations, the last of them `iterations` - 1; None for a trace of
+    nothing.
 
-    The last step is left out where there are others: no forward follows, so there is nothing for it to hide behind.
+    The last step is left out where there are others: no forward follows, so there is nothing for it to hide behind. So
+    is what the first forward moves: a step begins with its gradients, and that forward's own is not in the trace.
     """
-    steps = trace.steps()
+    steps = trace.steps()[-traced:] if traced else ()
     if not steps:
         return None
     chosen = steps[:-1] or steps
@@ -119,7 +121,7 @@ def render(report: RunReport) -> list[Table]:
     run = Table(title=f"{report.recipe}: iterations {report.first_iteration} to {report.last_iteration}")
     run.add_column("run")
     run.add_column("value", justify="right")
-    losses = report.losses
+    losses, simulated = report.losses, report.machine["backend"] == "simulated"
     rows = {
         "loss, first and last": f"{losses[0]:.6f} → {losses[-1]:.6f}" if losses else "no iteration was run",
         "tokens/s": f"{report.tokens_per_s:,.0f}",
@@ -140,19 +142,22 @@ def render(report: RunReport) -> list[Table]:
         rows |= {"saved activations": report.activations.explain()}
     if report.offload is not None:
         span = f"iterations {report.offload.first_iteration} to {report.offload.last_iteration}"
-        rows |= {f"measured, {span}": "\n".join(report.offload.lines)}
+        notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
+        rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
     if report.checkpoint:
         rows["checkpoint"] = report.checkpoint
     for name, value in rows.items():
         run.add_row(name, value)
-    return [run, _memory_table(report.memory)]
+    return [run, _memory_table(report.memory, simulated=simulated)]
 
 
-def _memory_table(memory: MemoryReport) -> Table:
+def _memory_table(memory: MemoryReport, *, simulated: bool) -> Table:
     from rich.table import Table
 
     table = Table(title="memory in steady state")
-    for column in ("owner", "device bytes", "host bytes"):
+    if simulated:
+        table.caption = "The device is simulated: its bytes are host memory too, and nothing is page-locked."
+    for column in ("owner", "simulated device bytes" if simulated else "device bytes", "host bytes"):
         table.add_column(column, justify="left" if column == "owner" else "right")
     owners = [*memory.device_by_owner_bytes]
     owners += [o for o in memory.host_by_owner_bytes if o not in memory.device_by_owner_bytes]
@@ -163,7 +168,7 @@ def _memory_table(memory: MemoryReport) -> Table:
     table.add_row(
         "sum", f"{sum(memory.device_by_owner_bytes.values()):,}", f"{sum(memory.host_by_owner_bytes.values()):,}"
     )
-    table.add_row("of it pinned", "", f"{memory.pinned_bytes:,}")
+    table.add_row("of it pinned on a GPU" if simulated else "of it pinned", "", f"{memory.pinned_bytes:,}")
     table.add_row("process, resident", "", f"{memory.resident_bytes:,}")
     if memory.device_allocated_bytes is not None:
         table.add_row("torch, allocated between steps", f"{memory.device_allocated_bytes:,}", "")

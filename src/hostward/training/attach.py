@@ -25,7 +25,8 @@ from .layers import find_layers
 from .modules import marks_of
 from .movement import Movement
 from .recompute import Recompute, Regions
-from .saved_tensors import Sorter
+from .saved_tensors import Sorter, Why
+from .visit_hooks import is_attached
 from .visits import Visits
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("hostward")
+
+_LITTLE = 0.25
+"""Of what offloaded layers save: where less than this share leaves, the report says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +82,31 @@ class ActivationReport:
     on_demand_bytes: int
     kept_bytes: Mapping[str, int]
     host_bytes: int
+    simulated: bool = False
+    """There is no GPU: the device is a part of the host's memory, and nothing is page-locked."""
     recomputed_modules: int = 0
 
     def explain(self) -> str:
         """A few lines for people."""
         back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
-        lines = [f"saved activations: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
-        lines.append(f"  page-locked for them: {self.host_bytes:,} bytes")
+        where = " (simulated device)" if self.simulated else ""
+        lines = [f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}"]
+        lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         if self.recomputed_modules:
             lines.append(f"  saves its inputs alone, and runs again in backward: {self.recomputed_modules} modules")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._little()])
+
+    def _little(self) -> list[str]:
+        """A sentence where most of what offloaded layers save stays."""
+        # A checkpoint saves its inputs; what its recomputation saves is used at once.
+        kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why != Why.RECOMPUTED.value}
+        saved = self.offloaded_bytes + sum(kept.values())
+        if self.offloaded_bytes >= _LITTLE * saved:
+            return []
+        share, most = self.offloaded_bytes / saved, max(kept, key=lambda why: kept[why])
+        return [f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because {most}"]
 
 
 class Attachment:
@@ -118,6 +135,7 @@ class Attachment:
             regions.require_outside(inner, how.modules)
         self.layers = [name for name, _ in layers[:offloaded]]
         """Paths of the layers whose activations leave."""
+        self._which = f" in {', '.join(how.modules)}" if how.modules else ""
         self._shape = VisitsShape(len(layers), offloaded, window, ahead, in_flight=how.max_in_flight)
         self.schedule: Schedule = lower_visits(self._shape)
         """One forward and backward, as data."""
@@ -135,6 +153,7 @@ class Attachment:
                 marks=marks, in_flight=how.max_in_flight,
             )  # fmt: skip
             self._wrapped = [_Checkpointing(visits, i, layer) for i, (_, layer) in enumerate(layers)]
+        self._attached = True
         weakref.finalize(self, backend.drain)
 
     def report(self) -> ActivationReport:
@@ -143,8 +162,18 @@ class Attachment:
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
             movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes, len(self.recomputed),
+            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        report, what = self.report(), []
+        if self.layers:
+            where = f"{_first_and_last(self.layers)} of {self._shape.visits}"
+            moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
+            what.append(f"{where}: what they save for backward leaves{self._which}; so far {moved}")
+        if self.recomputed:
+            what.append(f"{len(self.recomputed)} modules run again in backward")
+        return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
 
     def detach(self) -> None:
         """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
@@ -156,6 +185,7 @@ class Attachment:
             self._visits.close()
         if self._regions is not None:
             self._regions.undo()
+        self._attached = False
         self._movement.collect()
         self.backend.synchronise()
         if self._arena.blocks_in_use == 0:
@@ -196,8 +226,9 @@ def attach(
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none.
-        ModelError: no layers were found; a module that cannot be recomputed as asked; compiled layers with `recompute`.
+        ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none; the
+            optimizer is another model's; the model, or a part of it, is attached already. ModelError: no layers were
+            found; a module that cannot be recomputed as asked; compiled layers with `recompute`.
     """
     how = None if activations is None and recompute is not None else _how(activations)
     if optimizer is not None and not isinstance(optimizer, Control):
@@ -206,6 +237,9 @@ def attach(
             why="only an optimizer of hostward has lanes to share",
             fix="leave the optimizer out: attach(model, activations=...)",
         )
+    if optimizer is not None:
+        _require_optimizer_of(model, optimizer)
+    _require_not_attached(model)
     found = find_layers(model, layers)
     if how is not None:
         _check(how, len(found))
@@ -291,6 +325,32 @@ def _check(how: Activations, layers: int) -> None:
     for name, value in limits.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name} must not be negative, got {value}")
+
+
+def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
+    mine = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if mine and not any(id(p) in mine for p in stepped):
+        raise ConfigError(
+            f"attach() with an optimizer of another model: none of its {len(stepped)} parameters belongs to this one",
+            why="the optimizer's lanes are shared so that its copies and these take turns; a copied or reloaded model "
+            "has parameters of its own",
+            fix="pass the optimizer that was made from this model, or make one: hostward.AdamW(model, ...)",
+        )
+
+
+def _require_not_attached(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_attached(module):
+            raise ConfigError(
+                f"attach() to a model that is attached already: {name or type(model).__name__} is offloaded",
+                why="what a layer saves would leave twice",
+                fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
+            )
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, {len(names)} layers"
 
 
 class _Checkpointing:

@@ -63,6 +63,10 @@ class Control(torch.optim.Optimizer):
         Without this context gradients are taken at `step`, with the same result. Those that are added up on the host
         (`gradients="host"`) leave in every backward, within this context or not.
 
+        Rounds add up until `step`, whichever of them was called the last one. `step` uses gradients up: the next round
+        starts anew, with `zero_grad` in between or without it. With `overlap=False` `.grad` stays as it is, and what
+        `zero_grad` does not clear is added to, as with torch.optim.
+
         Args:
             last: whether no further microbatch will add to the gradients of this step.
         """

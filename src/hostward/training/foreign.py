@@ -202,7 +202,7 @@ class StreamedStates:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> object:
+    def _step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> object:
         """One step of `optimizer`: `call` steps whatever its groups hold. Returns what the last call returned.
 
         Raises:
@@ -306,11 +306,11 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
         bound = signature.bind(own, *args, **kwargs)
         closure = bound.arguments.get("closure")
         if closure is None:
-            return states.step(own, lambda: raw(*bound.args, **bound.kwargs))
+            return states._step(own, lambda: raw(*bound.args, **bound.kwargs))
         with torch.enable_grad():
             loss = closure()
         bound.arguments["closure"] = None
-        states.step(own, lambda: raw(*bound.args, **bound.kwargs))
+        states._step(own, lambda: raw(*bound.args, **bound.kwargs))
         return loss
 
     hooked = torch.optim.Optimizer.profile_hook_step(in_parts)

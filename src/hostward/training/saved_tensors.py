@@ -8,7 +8,7 @@ them. What stays is kept as an alias without a graph, so that an output does not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
@@ -32,6 +32,7 @@ class Why(StrEnum):
     WEIGHT = "it is a weight"
     BUFFER = "it is a buffer"
     SHARED = "it was given to the layer and needs no gradient"
+    AGAIN = "several layers were given it"
     SMALL = "it is small"
     KIND = "it is no plain tensor on the device"
     STREAM = "it was made on another stream"
@@ -199,8 +200,8 @@ class Sorter:
         self.kept_bytes[why] += tensor.numel() * tensor.element_size()
         return Kept(tensor)
 
-    def why_kept(self, tensor: torch.Tensor, shared: frozenset[int]) -> Why | None:
-        """`shared`: storages, by address of their object, that the layer was given and that need no gradient."""
+    def why_kept(self, tensor: torch.Tensor, shared: Mapping[int, Why]) -> Why | None:
+        """`shared`: storages, by address of their object, that the layer was given and that stay."""
         kind = type(tensor)
         if kind is torch.nn.Parameter or type(tensor._base) is torch.nn.Parameter:
             return Why.WEIGHT
@@ -214,7 +215,7 @@ class Sorter:
         if storage in self._buffers:
             return Why.BUFFER  # batch norm changes what it has saved
         if storage in shared:
-            return Why.SHARED
+            return shared[storage]
         first, last = bytes_of(tensor)
         small = last - first < self._min_bytes or tensor.numel() < self._min_elements
         return Why.SMALL if small else None

@@ -1,18 +1,20 @@
 """Device staging of streamed buckets: slots that several buckets take in turn, and when they are there.
 
 Slots are taken during backward, when it has freed enough, and given back during the next forward, before activations
-need the memory. How many fit, and when, comes from a profile of one step: the device memory allocated at each gradient
-point and each use point. Staging may then use what backward has freed, and two slots besides.
+need the memory. How many fit, and when, comes from a profile of one step: the most device memory that was allocated
+from each gradient point or use point to the next. Staging may then use what backward has freed, and two slots besides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hostward.engine.backend import Backend, Buffer, Tier, empty_buffer
+from hostward.errors import MemoryLimitError
 from hostward.inventory import align
 from hostward.lowering.optimizer import slot_of
 from hostward.plan import Placement
@@ -31,9 +33,7 @@ _Layout = tuple[tuple[int, torch.dtype], ...]
 
 
 class Gauge(Protocol):
-    """Device bytes allocated by this process: now, and at most since `restart`."""
-
-    def allocated_bytes(self) -> int: ...
+    """Device bytes allocated by this process, at most since `restart`."""
 
     def peak_bytes(self) -> int: ...
 
@@ -46,14 +46,23 @@ class CudaGauge:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@dataclass(slots=True)
+class _Span:
+    """From a use point (`layer`) or a gradient point (`bucket`) to the next of any kind."""
+
+    layer: str | None
+    bucket: int | None
+    held_bytes: int
+    """By slots, when it began."""
+    peak_bytes: int = 0
+    """Besides."""
 
 
 class Slots:
@@ -89,8 +98,7 @@ class Slots:
         self._slab: list[Buffer] = []
         self._views = {b: [empty_buffer("slots") for _ in layout] for b, layout in self._layouts.items()}
         self._gauge = gauge
-        self._samples: list[tuple[int, int]] = []
-        self._use_samples: list[tuple[str, int]] = []
+        self._spans: list[_Span] = []
         self._profiled = gauge is None or not self._streamed
         self._stage_at = self._late_bucket()
         self._unstage_at: str | None = None
@@ -112,10 +120,15 @@ class Slots:
 
     def acquire(self) -> None:
         """Take the memory, on the compute lane, unless it is taken. Raises MemoryLimitError."""
-        if not self._slab:
-            self._slab += self._backend.allocate(
-                Tier.DEVICE, [self.slot_bytes] * self.count, torch.uint8, "staging slots", zero=False
-            )
+        while len(self._slab) < self.count:  # one by one: a caching allocator rarely has room for all in one piece
+            try:
+                self._slab += self._backend.allocate(
+                    Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
+                )
+            except MemoryLimitError:
+                self._backend.free(self._slab)
+                self._slab.clear()
+                raise
         cut: dict[tuple[int, _Layout], list[torch.Tensor]] = {}
         for b, slot in self._slot_of.items():
             key = slot, self._layouts[b]
@@ -145,14 +158,21 @@ class Slots:
 
     def sample(self, bucket: int) -> None:
         """Backward has reached a bucket's gradient point."""
-        if self._gauge is not None and self._profiling:
-            self._samples.append((bucket, self._gauge.allocated_bytes()))
+        self._begin_span(None, bucket)
 
     def sample_use(self, layer: str) -> None:
         """Forward has reached a layer."""
+        self._begin_span(layer, None)
+
+    def _begin_span(self, layer: str | None, bucket: int | None) -> None:
         if self._gauge is not None and self._profiling:
-            held = sum(b.nbytes for b in self._slab)
-            self._use_samples.append((layer, self._gauge.allocated_bytes() - held))
+            self._end_span(self._gauge)
+            self._spans.append(_Span(layer, bucket, sum(b.nbytes for b in self._slab)))
+
+    def _end_span(self, gauge: Gauge) -> None:
+        if self._spans:
+            self._spans[-1].peak_bytes = gauge.peak_bytes() - self._spans[-1].held_bytes
+        gauge.restart()
 
     def settle(self) -> bool:
         """A step has been issued: choose number and time of the slots once the profile is whole. Whether the number
@@ -164,20 +184,23 @@ class Slots:
         if self._gauge is None or self._profiled:
             return False
         if self._seen == _PROFILED_STEP - 1:
-            self._gauge.restart()
             self._profiling = True
-        if self._seen < _PROFILED_STEP or not self._samples:
+        if self._seen < _PROFILED_STEP:
             return False
+        self._end_span(self._gauge)
         self._profiled, self._profiling = True, False
-        peak = max(self._gauge.peak_bytes(), *(n for _, n in self._samples))
-        point = min(range(len(self._samples)), key=lambda i: (self._samples[i][0] > self._stage_at, i))
-        later = max(n for _, n in self._samples[point:])
-        fits = max(0, peak - later) // self.slot_bytes
+        spans, self._spans = self._spans, []
+        limit = max((span.peak_bytes for span in spans), default=0) + FEWEST * self.slot_bytes
+        points = [i for i, span in enumerate(spans) if span.bucket is not None]
+        if not points:
+            return False
+        staged = next((i for i in points if (spans[i].bucket or 0) <= self._stage_at), points[0])
+        later = max(span.peak_bytes for span in spans[staged:])
         before = self.count
-        self._set_count(min(self._most, FEWEST + fits))
+        self._set_count(min(self._most, (limit - later) // self.slot_bytes))
         held = self.count * self.slot_bytes
-        self._unstage_at = next((layer for layer, n in self._use_samples if n + held > peak), None)
-        self._samples.clear()
+        uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
+        self._unstage_at = next((layer for layer, peak in uses if peak + held > limit), None)
         return self.count != before
 
     def _late_bucket(self) -> int:

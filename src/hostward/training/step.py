@@ -341,11 +341,11 @@ class StepIssuer(PointIssuer):
         self._unreported.discard(layer)
         if layer not in self.pending:
             return
-        self._slots.sample_use(layer)
         if self._unstaged is False and (self._slots.wanted_back(layer) or len(self.pending) == 1):
             self._issue_point(UNSTAGE)
             self._slots.give_back()
             self._unstaged = True
+        self._slots.sample_use(layer)
         self._issue_point(use_point(layer))
         self.pending.discard(layer)
         self._drop(self._streamed_of.get(layer, ()))

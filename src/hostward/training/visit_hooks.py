@@ -30,6 +30,12 @@ class Enter(_Hook):
         call(self._visits, "enter", self._about, (args, kwargs))
 
 
+def is_attached(layer: torch.nn.Module) -> bool:
+    """Whether calls of a module are reported to anybody. A copy has the hooks, and they do nothing."""
+    hooks = layer._forward_pre_hooks.values()
+    return any(isinstance(hook, Enter) and hook._visits is not None for hook in hooks)
+
+
 class Leave(_Hook):
     """Forward hook of a layer, called also where forward fails."""
 

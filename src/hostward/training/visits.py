@@ -6,12 +6,11 @@ what comes next, so that it is there in time; that a tensor comes back at all, a
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
 
+from .alone import Alone
 from .compiled import forget_compiled
+from .given import Given, tensors_of
 from .in_flight import InFlight
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
@@ -41,7 +42,7 @@ class Visit:
         "stream",
     )  # fmt: skip
 
-    def __init__(self, layer: int, number: int, before: Visit | None, shared: frozenset[int]) -> None:
+    def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why]) -> None:
         self.layer = layer
         self.number = number
         self.before = None if before is None else weakref.ref(before)
@@ -107,6 +108,8 @@ class Visits:
         self._window = window
         self._ahead = ahead
         self._stack = _Stack()
+        self._given = Given()
+        self._alone = Alone()
         self._active: dict[int, list[tuple[Span, weakref.ref[Group]]]] = {}
         """Spans on the device, by the storage's object: they hold it, so that the address is its own."""
         self._unreleased: deque[Visit] = deque()
@@ -164,10 +167,19 @@ class Visits:
                 why="its copies and waits belong to no graph",
                 fix="detach() before the capture",
             )
+        self._alone.enter(self._names[layer])
+        try:
+            self._open(layer, inputs)
+        finally:
+            self._not_running()  # where that has failed
+
+    def _open(self, layer: int, inputs: object) -> None:
+        """A visit begins."""
         if layer == 0 or self._last is None:
             self._begin()
         before = None if self._last is None else self._last()
-        visit = Visit(layer, self._numbers, before, _shared(inputs))
+        within = any(outer is not None for _, outer in self._stack.visits)
+        visit = Visit(layer, self._numbers, before, self._given.staying(inputs, within=within))
         self._numbers += 1
         self._last = weakref.ref(visit)
         if layer < self._offloaded:
@@ -188,6 +200,7 @@ class Visits:
     def _begin(self) -> None:
         """A forward begins."""
         self._sorter.refresh(self._root)
+        self._given.begin()
         self._movement.begin()
         if self._numbers and not self._movement.offloaded and not self._warned:
             self._warned = True
@@ -215,15 +228,18 @@ class Visits:
             return
         while stack:
             number, visit = stack.pop()
-            if visit is not None:
-                if visit.installed:
-                    self._pop()
-                self._finish(visit)
+            try:
+                if visit is not None:
+                    if visit.installed:
+                        self._pop()
+                    self._finish(visit)
+            finally:
+                self._not_running()
             if number == layer:
                 break
         if visit is not None:
             back = Back(weakref.ref(self), visit)
-            for node in {tensor.grad_fn for tensor in _tensors(output)}:
+            for node in {tensor.grad_fn for tensor in tensors_of(output)}:
                 if node is not None:
                     node.register_prehook(back)
 
@@ -355,9 +371,15 @@ class Visits:
     def _take_off(self) -> None:
         """Leave the innermost visit without looking at what it saved."""
         _, visit = self._stack.visits.pop()
+        self._not_running()
         ours = _autograd._top_saved_tensors_default_hooks(True) == self._pair
         if visit is not None and visit.installed and ours:
             _autograd._pop_saved_tensors_default_hooks()
+
+    def _not_running(self) -> None:
+        """Note that this thread has left its outermost layer, if it has."""
+        if not any(visit is not None for _, visit in self._stack.visits):
+            self._alone.leave()
 
     def _clean(self) -> None:
         """Outside all layers nothing of ours is installed, whatever others did to the stack of hooks."""
@@ -369,25 +391,3 @@ def inside_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, which will make it again."""
     top: Any = _autograd._top_saved_tensors_default_hooks(True)
     return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _shared(inputs: object) -> frozenset[int]:
-    found = []
-    for tensor in _tensors(inputs):
-        if not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            found.append(tensor.untyped_storage()._cdata)
-    return frozenset(found)
