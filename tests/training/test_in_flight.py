@@ -1,6 +1,6 @@
 """A bound on copies in flight: the same gradients, and device memory that goes early.
 
-Seen red: a bound that is not kept, and one that gives up what backward is at.
+Seen red: a bound that is not kept.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ def test_device_memory_goes_early() -> None:
 
 
 def test_microbatches_whose_backward_comes_in_between() -> None:
-    """What backward has reached is not given up for a later forward."""
-
     def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
         first, second = loss_of(model, 0), loss_of(model, 1)
         second.backward(retain_graph=True)

@@ -92,7 +92,9 @@ def test_inputs_of_regions_leave_instead_of_what_they_would_save() -> None:
         ) as run:
             loss_of(model, 0).backward()
             found.append(run.report().offloaded_bytes)
-    assert found[0] > 1.5 * found[1] > 1.5 * found[2] > 0
+    assert found[0] > 1.5 * found[1] > 1.5 * found[2]
+    # The inputs of both norms, of attention, which gets its own by keyword, and of the MLP; in three layers.
+    assert found[2] == 3 * 4 * 2 * 64 * 2 * 24
 
 
 @pytest.mark.parametrize(("ffn", "keeps", "elementwise"), [(704, 46, 28), (1024, 56, 33)])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from activation_cases import NETWORKS, Encoder, loss_of, same, trained, transformer
+from torch.utils.checkpoint import checkpoint
 
 import hostward
 from hostward.errors import ConfigError, ModelError
@@ -165,6 +166,15 @@ def test_a_replaced_forward_is_refused_and_all_is_undone() -> None:
     assert regions(model) == []
 
 
+def test_recomputing_twice_is_refused() -> None:
+    model = transformer("Llama")
+    with attach(model):
+        count = len(regions(model))
+        with pytest.raises(ModelError, match="a LlamaMLP is recomputed already"):
+            attach(model, "mlp_act")
+        assert len(regions(model)) == count
+
+
 def test_a_failing_attach_takes_regions_off_again() -> None:
     model = transformer("Llama")
     with pytest.raises(ConfigError, match="no layer has a module 'zebra'"):
@@ -182,7 +192,7 @@ def test_compiled_layers_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ["layers", "model", "model, before"])
-def test_what_is_compiled_later_breaks_its_graph_at_regions(what: str) -> None:
+def test_what_is_compiled_later_breaks_its_graph_at_regions(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     plain: Any = transformer("Llama")
     for module in [plain] if "model" in what else plain.model.layers:
@@ -193,16 +203,21 @@ def test_what_is_compiled_later_breaks_its_graph_at_regions(what: str) -> None:
     if what == "model, before":
         model.compile(backend="eager")
         loss_of(model, 0).backward()
-    with attach(model):
-        seen = []
-        model.model.layers[0].mlp.act_fn.register_forward_hook(torch.compiler.disable(lambda *_: seen.append(1)))
+    seen = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr("hostward.training.recompute.checkpoint", counted)
+    with attach(model) as run:
         if what == "model":
             model.compile(backend="eager")
         elif what == "layers":
             for layer in model.model.layers:
                 layer.compile(backend="eager")
         assert same(trained(model, steps=2), expected)
-        assert len(seen) == 4, "once in forward and once in backward"
+        assert len(seen) == 2 * len(run.recomputed)
     torch.compiler.reset()
 
 

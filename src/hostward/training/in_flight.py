@@ -33,6 +33,5 @@ class InFlight:
     def _land(self, most: int) -> None:
         while len(self._groups) > most:
             group = self._groups.popleft()()
-            # What backward is at is needed here. A group that left by itself is none in flight; release knows.
-            if group is not None and not (group.visit is not None and group.visit.begun):
+            if group is not None:  # the window may have released it before
                 self._release([group])

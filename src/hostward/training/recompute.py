@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hostward.errors import ConfigError, ModelError
 
-from .compiled import forget_compiled
 from .modules import paths_of
 from .recompute_names import Found, find_parts
 from .visit_hooks import call
@@ -53,6 +52,10 @@ class Region:
     def __init__(self, module: torch.nn.Module, attribute: str = "forward") -> None:
         """Raises ModelError where somebody else has replaced the method on the instance."""
         there = module.__dict__.get(attribute)
+        if isinstance(there, Region):
+            raise ModelError(
+                f"a {type(module).__name__} is recomputed already", fix="detach() the attachment that does so first"
+            )
         if there is not None and getattr(there, "__func__", None) is not getattr(type(module), attribute):
             raise ModelError(
                 f"the {attribute} of a {type(module).__name__} has been replaced on the instance",
@@ -242,7 +245,6 @@ class Regions:
         self._whole = [[path for path, kind in found.items() if kind is Found.WHOLE] for found in parts]
         # A checkpoint asks the compiler. Imported within a forward, it would keep that forward's frames in tracebacks.
         call(None, "enter")
-        forget_compiled()
         self._regions: dict[torch.nn.Module, Region] = {}
         self.names: list[str] = []
         """Paths of the modules."""
