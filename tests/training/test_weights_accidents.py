@@ -394,3 +394,44 @@ def test_many_microbatches_and_an_evaluation_in_between() -> None:
     found, run = train(network("encoder"), attached={"weights": ALL}, each=look)
     assert same(found, expected("encoder"))
     assert run is not None
+
+
+def test_frozen_weights_that_are_to_be_trained_now() -> None:
+    model = frozen()
+    run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
+    layer(model, 1).requires_grad_(True)
+    with pytest.raises(
+        ModelError, match=r"frozen weight 'model\.layers\.1\..*' of an offloaded layer is to be trained"
+    ):
+        loss_of(model, 0)
+    layer(model, 1).requires_grad_(False)
+    run.detach()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers(backend: str) -> None:
+    whole = gradients(frozen())
+    model = frozen()
+    with away(model, LATE):
+        for number in range(4):
+            layer(model, number).compile(backend=backend)
+        assert same(gradients(model), whole)
+    torch.compiler.reset()
+
+
+def test_reads_that_are_not_fenced_are_still_found() -> None:
+    model = Encoder().eval()
+    optimizer = hostward.AdamW(model, backend=SimulatedBackend(threads=1, order=Order(eager=True)), **ON_HOST)
+    with hostward.attach(model, optimizer, weights=ALL), optimizer.find_unfenced_reads():
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+
+
+def test_stepped_by_torch_on_the_host() -> None:
+    weights = []
+    for attached in (None, {"weights": ALL}):
+        found, _ = train(Encoder().eval(), attached=attached, use_torch_optimizer=True)
+        weights.append(found)
+    assert same(*weights)
