@@ -172,6 +172,21 @@ def test_layers_used_twice_and_tied_weights() -> None:
             assert report.kept_bytes == {"it shares its memory with another one": 16 * 16 * 4}
 
 
+def test_a_module_that_two_layers_have_stays() -> None:
+    def made() -> torch.nn.Module:
+        model = frozen()
+        layer(model, 1).mlp = layer(model, 0).mlp
+        return model
+
+    whole = gradients(made())
+    model = made()
+    with away(model) as attached:
+        assert same(gradients(model), whole)
+        report = attached.report().weights
+        assert report is not None
+        assert report.kept_bytes == {"it shares its memory with another one": 2 * 3 * 64 * 96 * 2}
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_two_layers(reentrant: bool) -> None:
     """Recomputation saves weights without our hooks: they stay until backward has used them."""
