@@ -172,6 +172,21 @@ def test_layers_used_twice_and_tied_weights() -> None:
             assert report.kept_bytes == {"it shares its memory with another one": 16 * 16 * 4}
 
 
+def test_a_module_that_two_layers_have_stays() -> None:
+    def made() -> torch.nn.Module:
+        model = frozen()
+        layer(model, 1).mlp = layer(model, 0).mlp
+        return model
+
+    whole = gradients(made())
+    model = made()
+    with away(model) as attached:
+        assert same(gradients(model), whole)
+        report = attached.report().weights
+        assert report is not None
+        assert report.kept_bytes == {"it shares its memory with another one": 2 * 3 * 64 * 96 * 2}
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_two_layers(reentrant: bool) -> None:
     """Recomputation saves weights without our hooks: they stay until backward has used them."""
@@ -394,3 +409,44 @@ def test_many_microbatches_and_an_evaluation_in_between() -> None:
     found, run = train(network("encoder"), attached={"weights": ALL}, each=look)
     assert same(found, expected("encoder"))
     assert run is not None
+
+
+def test_frozen_weights_that_are_to_be_trained_now() -> None:
+    model = frozen()
+    run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
+    layer(model, 1).requires_grad_(True)
+    with pytest.raises(
+        ModelError, match=r"frozen weight 'model\.layers\.1\..*' of an offloaded layer is to be trained"
+    ):
+        loss_of(model, 0)
+    layer(model, 1).requires_grad_(False)
+    run.detach()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers(backend: str) -> None:
+    whole = gradients(frozen())
+    model = frozen()
+    with away(model, LATE):
+        for number in range(4):
+            layer(model, number).compile(backend=backend)
+        assert same(gradients(model), whole)
+    torch.compiler.reset()
+
+
+def test_reads_that_are_not_fenced_are_still_found() -> None:
+    model = Encoder().eval()
+    optimizer = hostward.AdamW(model, backend=SimulatedBackend(threads=1, order=Order(eager=True)), **ON_HOST)
+    with hostward.attach(model, optimizer, weights=ALL), optimizer.find_unfenced_reads():
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+
+
+def test_stepped_by_torch_on_the_host() -> None:
+    weights = []
+    for attached in (None, {"weights": ALL}):
+        found, _ = train(Encoder().eval(), attached=attached, use_torch_optimizer=True)
+        weights.append(found)
+    assert same(*weights)

@@ -145,6 +145,7 @@ def test_there_is_one_host_copy_of_a_weight_that_the_host_steps() -> None:
         assert report is not None
         assert report.host_bytes == 0
         assert report.freed_bytes == report.offloaded_bytes > 0
+        assert backend.ledger.by_owner(Tier.DEVICE)["weights"] == bytes_here(model)
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
         assert bytes_here(model) == whole - report.freed_bytes
 

@@ -27,7 +27,7 @@ class FetchedWeights(PointIssuer):
 
     def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
-        self._fetched: frozenset[str] = frozenset()
+        self.fetched: frozenset[str] = frozenset()
         """Names of these weights."""
         self._residency: Residency | None = None
         self._uploads: dict[str, list[str]] = {}
@@ -57,8 +57,8 @@ class FetchedWeights(PointIssuer):
             )
         self.use_all()
         self.synchronise()
-        self._residency, self._fetched = residency, frozenset(names)
-        self._targets.leave_out(self._fetched)
+        self._residency, self.fetched = residency, frozenset(names)
+        self._targets.leave_out(self.fetched)
         self._lower()
 
     def stepped(self, b: int) -> Event:

@@ -108,7 +108,7 @@ class StepIssuer(FetchedWeights):
             transient=slots.transient,
             overlap=self._overlap,
             summed=self._totals.summed,
-            fetched=frozenset(b for b, names in enumerate(self._of_bucket) if set(names) <= self._fetched),
+            fetched=frozenset(b for b, names in enumerate(self._of_bucket) if set(names) <= self.fetched),
         )
         self._plan_uploads(self._shape)
         self._schedules = Schedules(self._shape)

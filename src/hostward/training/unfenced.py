@@ -38,10 +38,12 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _look(self, func: Any, pending: set[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        issuer = self._issuer()
+        fetched = frozenset[str]() if issuer is None else issuer.fetched  # they wait by themselves
         waiting = {
             t.parameter.data.untyped_storage().data_ptr(): t.name
             for t in self._tracked
-            if self._layers[t.name] in pending and t.parameter.untyped_storage().nbytes()
+            if self._layers[t.name] in pending and t.parameter.numel() and t.name not in fetched
         }
         for tensor in _tensors((*args, *kwargs.values())):
             name = waiting.get(_storage(tensor))

@@ -50,18 +50,19 @@ class Chosen:
 
 def choose(
     model: torch.nn.Module,
-    layers: Sequence[tuple[str, torch.nn.Module]],
+    every_layer: Sequence[tuple[str, torch.nn.Module]],
+    count: int,
     optimizer: AdamW | None,
     backend: Backend,
     min_elements: int,
 ) -> Chosen:
-    """Weights of `layers` that can leave, with their host copies filled.
+    """Weights of the first `count` layers that can leave, with their host copies filled.
 
     Raises:
         ConfigError: they are trained, and the host does not step them; or none can leave. ModelError: a subclass of
             Parameter or of its tensor. MemoryLimitError: the copies do not fit.
     """
-    sharing = _sharing(model)
+    sharing, layers = _sharing(model, [layer for _, layer in every_layer]), every_layer[:count]
     owned = {} if optimizer is None else {t.parameter: t for t in optimizer._tracked}
     places = {} if optimizer is None else pieces(optimizer._states)
     kept: Counter[Stays] = Counter()
@@ -164,13 +165,16 @@ def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) 
     return Weight(name, parameter, storage, parts, here, changed), events
 
 
-def _sharing(model: torch.nn.Module) -> Counter[int]:
-    """How many parameters and buffers, wherever they are held, lie in each storage."""
+def _sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Counter[int]:
+    """How many parameters and buffers, wherever they are held, lie in each storage; those of a module that several
+    layers have count for each of them.
+    """
     found: Counter[int] = Counter()
+    layers_with = Counter(module for layer in layers for module in layer.modules())
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.layout is torch.strided and type(tensor) in _PLAIN:
-                found[tensor.untyped_storage()._cdata] += 1
+                found[tensor.untyped_storage()._cdata] += max(1, layers_with[module])
     return found
 
 

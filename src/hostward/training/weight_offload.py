@@ -118,7 +118,7 @@ class OffloadedWeights:
         """Raises what `hostward.training.weight_choice.choose` raises."""
         self.count = len(layers) - 1 if how.num_layers is None else how.num_layers
         self._layers = len(layers)
-        chosen = choose(model, layers[: self.count], optimizer, backend, how.min_elements)
+        chosen = choose(model, layers, self.count, optimizer, backend, how.min_elements)
         self._optimizer, self._backend, self._chosen = optimizer, backend, chosen
         trained = {i for i, held in enumerate(chosen.layers) if held and any(w.changed for w in held.weights)}
         self.schedule: Schedule = lower_weights(WeightsShape(len(layers), self.count, frozenset(trained)))

@@ -175,9 +175,16 @@ class Residency:
                     why="the model was moved, or .data assigned, after attach()",
                     fix="detach(), change the model, and attach again",
                 )
+            if weight.changed is None and weight.parameter.requires_grad:
+                raise ModelError(
+                    f"frozen weight {weight.name!r} of an offloaded layer is to be trained now",
+                    why="whatever steps it would write memory that comes and goes",
+                    fix="detach(), change what is trained, and attach again",
+                )
         if not layer.resident:
             for weight in layer.weights:
                 weight.storage.resize_(weight.nbytes)
+            self._count(layer, 1)
             layer.stream = self.backend.compute_key()
         layer.room.issue()
         layer.fetch.issue()
@@ -208,7 +215,13 @@ class Residency:
         layer.empty.issue()
         for weight in layer.weights:
             weight.storage.resize_(0)
+        self._count(layer, -1)
         layer.resident = False
+
+    def _count(self, layer: LayerWeights, sign: int) -> None:
+        """Those that the optimizer has are in the ledger."""
+        tracked = sum(w.nbytes for w in layer.weights if w.changed is not None)
+        self.backend.ledger.held_bytes[Tier.DEVICE, "weights"] += sign * tracked
 
     def save(self, layer: LayerWeights) -> None:
         """The weights on the device have been written: take them over into the host copy."""
