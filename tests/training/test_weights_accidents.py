@@ -233,6 +233,33 @@ def test_a_weight_that_somebody_holds_stays() -> None:
         assert layers_here(model) == [0, 3]
 
 
+def test_a_weight_that_a_graph_saved_by_itself_stays() -> None:
+    """Outside of layers' calls, and in recomputation, autograd holds the parameter, not a view of it."""
+    model = Twice(tied=False)
+    bias = model.layers[1].bias
+    with away(model) as run:
+        assert run._weights is not None
+        residency = run._weights._residency
+        residency.ensure(1)
+        x = torch.ones(16, requires_grad=True)
+        saved = (bias * x).sum()
+        residency.empty(1)
+        assert bias.untyped_storage().nbytes()
+        saved.backward()
+        assert torch.equal(x.grad, bias)  # type: ignore[arg-type]
+        del saved
+        residency.empty(1)
+        assert not bias.untyped_storage().nbytes()
+
+
+def test_a_weight_that_somebody_holds_is_stepped() -> None:
+    model = network("encoder")
+    view = model.encoder.layers[1].linear1.weight.detach()[:2]  # type: ignore[union-attr, index]
+    found, _ = train(model, LATE, attached={"weights": ALL})
+    assert same(found, expected("encoder"))
+    assert torch.equal(view, model.encoder.layers[1].linear1.weight[:2])  # type: ignore[union-attr, index]
+
+
 def test_modified_weights_raise_in_backward() -> None:
     model = frozen()
     weight = layer(model, 1).mlp.up_proj.weight
