@@ -53,7 +53,7 @@ from hostward.engine.backend import (
 from hostward.engine.commands import CommandBatch, DriverTable, KernelLaunch, Streams
 from hostward.engine.cuda import CudaBackend
 from hostward.engine.cuda_kernels import KernelTables
-from hostward.engine.cuda_work import N_STREAMS, PARTNER, ListedWork
+from hostward.engine.cuda_work import LANES, ListedWork
 from hostward.host.adamw import bias_tables
 from hostward.inventory import MasterKind
 from hostward.kernels import adamw, norm
@@ -105,8 +105,7 @@ class OffDevice(CudaBackend):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.ledger, self.threads, self.turn = Ledger(), 1, 0
-        self.driver, self.streams = idle_driver(), Streams(N_STREAMS)
-        self.give_way_events = dict.fromkeys(PARTNER, (1, 1))
+        self.driver, self.streams = idle_driver(), Streams(len(LANES))
         self.errors = [torch.zeros(1, dtype=torch.int32).numpy() for _ in range(RING)]
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self._made = 0

@@ -14,12 +14,11 @@ from fake_driver import FakeDriver
 from hostward.engine.backend import RING, Event, Ledger
 from hostward.engine.commands import KernelLaunch, Streams
 from hostward.engine.cuda_timing import Timings
-from hostward.engine.cuda_work import INDEX, LANES, N_STREAMS, PARTNER, TableKernel
+from hostward.engine.cuda_work import INDEX, LANES, TableKernel
 from hostward.engine.uploads import Table, Uploads
 from hostward.schedule import Lane
 
 STREAM_OF = {lane: 0x100 * (i + 1) for i, lane in enumerate(LANES)}
-PARTNER_OF = {lane: 0x80 + handle for lane, handle in STREAM_OF.items() if lane in PARTNER}
 
 
 class FakeBackend:
@@ -28,12 +27,9 @@ class FakeBackend:
     def __init__(self, refused: int = -1) -> None:
         self.fake = FakeDriver(refused)
         self.driver = self.fake.table()
-        self.streams = Streams(N_STREAMS)
+        self.streams = Streams(len(LANES))
         for lane, handle in STREAM_OF.items():
             self.streams.set(INDEX[lane], handle)
-        for lane, handle in PARTNER_OF.items():
-            self.streams.set(PARTNER[lane], handle)
-        self.give_way_events = {lane: (handle + 1, handle + 2) for lane, handle in PARTNER_OF.items()}
         self.ledger = Ledger()
         self.threads = 1
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]

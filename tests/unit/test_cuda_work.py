@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_backend import PARTNER_OF, STREAM_OF, FakeBackend, TwoTables, launch_of
+from fake_backend import STREAM_OF, FakeBackend, TwoTables, launch_of
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
 from hostward.engine.cuda_work import (
-    GIVE_WAY_BYTES,
     TOGETHER,
     CommandWork,
     CudaBatch,
@@ -242,27 +241,6 @@ def test_copies_take_addresses_when_they_are_issued() -> None:
     backend.begin_turn()
     work.issue()
     assert [call[0] for call in backend.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
-
-
-@pytest.mark.parametrize("lane", [Lane.D2H, Lane.H2D])
-def test_copy_lanes_give_way_after_so_many_bytes(lane: Lane) -> None:
-    """The lane waits for its partner, which has waited for the lane."""
-    backend = FakeBackend()
-    sizes = [GIVE_WAY_BYTES, 4, GIVE_WAY_BYTES - 5, 1, 7]
-    pairs = [tuple(Buffer(Tier.HOST, torch.empty(n, dtype=torch.uint8), "x") for _ in range(2)) for n in sizes]
-    work = CommandWork(backend, "copy", lane, [], backend.event(), pairs)  # type: ignore[arg-type]
-    work.issue()
-    stream, partner = STREAM_OF[lane], PARTNER_OF[lane]
-    there, back = backend.give_way_events[lane]
-    turn = [
-        ("record", there, stream),
-        ("wait", partner, there, 0),
-        ("record", back, partner),
-        ("wait", stream, back, 0),
-    ]
-    copies = [("copy", a.data.data_ptr(), b.data.data_ptr(), n, stream) for (a, b), n in zip(pairs, sizes, strict=True)]
-    done = [("record", work.done.native, stream)]
-    assert backend.calls() == [copies[0], *turn, *copies[1:4], *turn, copies[4], *done]
 
 
 def test_a_pure_wait_is_timed_with_its_waits() -> None:

@@ -37,8 +37,6 @@ from .cuda_timing import Timings
 from .cuda_work import (
     INDEX,
     LANES,
-    N_STREAMS,
-    PARTNER,
     CommandWork,
     CudaBatch,
     CudaEvent,
@@ -84,20 +82,14 @@ class CudaBackend(Backend):
         """Error words of the host functions of each pending turn."""
         with torch.cuda.device(self.device):
             self._side = {lane: torch.cuda.Stream(self.device) for lane in LANES if lane is not Lane.COMPUTE}  # type: ignore[no-untyped-call]
-            # Of their own priority: streams of one priority share a few queues, and some may be full of kernels.
-            partners = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in PARTNER}  # type: ignore[no-untyped-call]
-            self.streams = Streams(N_STREAMS, current_context())  # that of the streams
+            self.streams = Streams(len(LANES), current_context())  # that of the streams
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
-        for copying, stream in partners.items():
-            self.streams.set(PARTNER[copying], stream.cuda_stream)
         self._compute = torch.cuda.current_stream(self.device).cuda_stream
         self.streams.set(INDEX[Lane.COMPUTE], self._compute)
         self._events: list[int] = []
         self._unused: list[int] = []
         self._compute_turned = self._plain_event()
-        self.give_way_events = {lane: (self._plain_event(), self._plain_event()) for lane in PARTNER}
-        """Of copy lanes: there and back."""
         self._fences = [[self._plain_event() for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
@@ -107,7 +99,7 @@ class CudaBackend(Backend):
         current = functools.partial(self.current, Lane.COMPUTE)
         self._kernels = KernelTables(self.device, self._upload_arena, current)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
-        weakref.finalize(self, _drain, [*self._side.values(), *partners.values()], self._events)
+        weakref.finalize(self, _drain, list(self._side.values()), self._events)
 
     # ---------------------------------------------------------------- memory
 

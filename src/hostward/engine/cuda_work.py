@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
 LANES = tuple(Lane)
 INDEX = {lane: i for i, lane in enumerate(LANES)}
-PARTNER = {Lane.D2H: len(LANES), Lane.H2D: len(LANES) + 1}
-"""Streams beside those of the lanes, which hold nothing but events."""
-N_STREAMS = len(LANES) + len(PARTNER)
-GIVE_WAY_BYTES = 64 * 1024 * 1024
-"""A copy engine serves one stream until that has to wait. After so many bytes a lane waits for its partner, which waits
-for the lane: some microseconds, in which a small copy of the model's own gets in. Without it, one that reads a flag
-back (transformers does in each forward) would come behind all that is queued, 0.1 s and more.
-"""
 TOGETHER = 32
 """Works in one native call, at most: the device need not wait for the last of hundreds to be written."""
 
@@ -173,33 +165,15 @@ class CommandWork(ListedWork):
     ) -> None:
         super().__init__(backend, name, lane, waits, done)
         self.nbytes = sum(source.nbytes for _, source in pairs)
-        copies: list[Command] = []
-        at, run_bytes = [], 0
-        for _, source in pairs:
-            at.append(len(copies))
-            copies.append(Command(Verb.COPY, INDEX[lane], 0, 0, source.nbytes))
-            run_bytes += source.nbytes
-            if run_bytes >= GIVE_WAY_BYTES and lane in PARTNER:
-                copies += self._giving_way()
-                run_bytes = 0
+        copies = [Command(Verb.COPY, INDEX[lane], 0, 0, source.nbytes) for _, source in pairs]
         # What a pure wait costs is the wait itself.
         before, operation = (self._waits, copies) if copies else ([], self._waits)
         self.listed = made = self.commands(before, operation, self.recording())
         first = len(before) + 1
         self._addresses = [
             (made.word(first + i, Verb.COPY, field), buffer)
-            for i, pair in zip(at, pairs, strict=True)
+            for i, pair in enumerate(pairs)
             for field, buffer in zip("ab", pair, strict=True)
-        ]
-
-    def _giving_way(self) -> list[Command]:
-        lane, partner = INDEX[self.lane], PARTNER[self.lane]
-        there, back = self._backend.give_way_events[self.lane]
-        return [
-            Command(Verb.RECORD, lane, there),
-            Command(Verb.WAIT, partner, there),
-            Command(Verb.RECORD, partner, back),
-            Command(Verb.WAIT, lane, back),
         ]
 
     def prepare(self) -> None:

@@ -237,31 +237,18 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
         ops.append(fetch)
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
     next_read = iter(streamed[shape.slots :])
-    reads_left = sum(b in present for b in streamed[shape.slots :])
-    uploads: list[Op] = []
+    on_host: list[int] = []
     for b, placement in enumerate(shape.placements):
         if placement is Placement.STREAMED:
-            ops += _streamed_bucket(shape, b) if b in present else []
+            ops += _streamed_bucket(shape, b, on_host[-2:-1]) if b in present else []
             following = next(next_read, None)
-            if following is not None and following in present:
-                # A read can begin once a slot is written back, an upload once the host has stepped, which takes longer,
-                # and the lane would stand still before it. So uploads come behind the read, the newest behind the next.
-                ops.append(_read(shape, present, following, STEP))
-                reads_left -= 1
-                ready = len(uploads) - 1 if reads_left else len(uploads)
-                ops += uploads[:ready]
-                uploads = uploads[ready:]
-        elif b not in present:
-            continue
-        elif placement is Placement.DEVICE:
+            ops += [_read(shape, present, following, STEP)] if following in present and following is not None else []
+        elif b in present and placement is Placement.DEVICE:
             ops += _device_bucket(b)
-        else:
-            first = b == min(_of(shape, present, Placement.HOST), default=b)
-            step, *upload, retire = _host_bucket(
-                shape, b, f"total/{b}" if b in shape.summed else f"landing/{b}", first=first
-            )
-            ops += [step, retire] if reads_left else [step, *upload, retire]
-            uploads += upload if reads_left else []
+        elif b in present:
+            landing = f"total/{b}" if b in shape.summed else f"landing/{b}"
+            ops += _host_bucket(shape, b, landing, first=not on_host)
+            on_host.append(b)
     if streamed:
         ops.append(Op("written", Kind.JOIN, Lane.D2H, STEP))
     return ops
@@ -292,12 +279,17 @@ def _upload(b: int, point: str) -> Op:
     return Op(f"upload/{b}", Kind.COPY, Lane.H2D, point, b, (f"source/{b}",), (f"weight/{b}",), waits)
 
 
-def _streamed_bucket(shape: StepShape, b: int) -> list[Op]:
+def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[Op]:
+    """`paced_by`: a host bucket before it. Its step says nothing about this state; it comes at a pace that leaves gaps
+    between writes. A copy engine serves one stream until that has to wait, and models read flags back in forward
+    (transformers does in each), which would come behind all writes.
+    """
     slot, state = f"slot/{slot_of(shape.placements, b, shape.slots)}", f"state/{b}"
     reads, writes, waits = (f"gradient/{b}", DEVICE_SCALARS), (slot, f"count/{b}", f"weight/{b}"), ("norm", f"read/{b}")
+    pace = [f"step/{h}" for h in paced_by]
     return [
         Op(f"step/{b}", Kind.ADAMW, Lane.UPDATE, STEP, b, reads, writes, waits),
-        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (slot,), (state,), (f"step/{b}",)),
+        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (slot,), (state,), (f"step/{b}", *pace)),
     ]
 
 
