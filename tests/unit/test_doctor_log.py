@@ -188,7 +188,7 @@ CUDA kernel errors might be asynchronously reported at some other API call""",
         "rollout-memory-not-free",
         (
             "ValueError: Free memory on device (11.61/79.11 GiB) on startup is less than desired "
-            "GPU memory utilization (0.5, 39.55 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+            "GPU memory utilization (0.5, 39.55 GiB). Decrease GPU memory utilization."
         ),
         1,
     ),
