@@ -104,6 +104,10 @@ class Hardware:
     busy_host_parameters_per_s: float | None
     """As `host_parameters_per_s` while copies run, and below the other way round."""
     busy_duplex_bytes_per_s: float | None
+    node_host_parameters_per_s: float | None
+    """The host step of all processes of a full machine in sum: they share its memory. Not measured by one process."""
+    node_duplex_bytes_per_s: float | None
+    """Copies in both directions of all GPUs of a full machine in sum."""
     sources: Mapping[str, str]
     """Where numbers of a shipped profile come from, by field."""
 
@@ -153,6 +157,8 @@ def _check(hardware: Hardware) -> None:
         "duplex_bytes_per_s": hardware.duplex_bytes_per_s,
         "busy_host_parameters_per_s": hardware.busy_host_parameters_per_s,
         "busy_duplex_bytes_per_s": hardware.busy_duplex_bytes_per_s,
+        "node_host_parameters_per_s": hardware.node_host_parameters_per_s,
+        "node_duplex_bytes_per_s": hardware.node_duplex_bytes_per_s,
         **{f"links[{i}].h2d_bytes_per_s": link.h2d_bytes_per_s for i, link in enumerate(hardware.links)},
         **{f"links[{i}].d2h_bytes_per_s": link.d2h_bytes_per_s for i, link in enumerate(hardware.links)},
         **{f"links[{i}].duplex_bytes_per_s": link.duplex_bytes_per_s for i, link in enumerate(hardware.links)},

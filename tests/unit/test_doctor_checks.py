@@ -161,6 +161,13 @@ CASES = [
         "pip install",
     ),
     (
+        "cuda",
+        sound(devices=dataclasses.replace(ONE_GPU, error="GPU 0 cannot be used: CUDA error: out of memory")),
+        ERROR,
+        "GPU 0 cannot be used",
+        "nvidia-smi",
+    ),
+    (
         "visible_devices",
         sound(environ={"CUDA_VISIBLE_DEVICES": ""}, devices=NO_GPU),
         WARNING,

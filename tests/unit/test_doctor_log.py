@@ -126,6 +126,21 @@ overloaded, please further tune the variable""",
         1,
     ),
     (
+        "host-memory-refused",
+        """error: exp_avg: 68,719,476,736 bytes of host memory asked, 21,632,086,016 available
+  why: the limit is set by the container's cgroup (25,276,514,304 bytes in all)
+  fix: lower optimizer.optimizer_offload_fraction, or give the process more memory""",
+        1,
+    ),
+    (
+        "hostward-error",
+        """Traceback (most recent call last):
+hostward.errors.UnknownNameError: no option optimizer.ofload_fraction
+  fix: did you mean optimizer.optimizer_offload_fraction?""",
+        2,
+    ),
+    ("hostward-error", "error: --trace x is a folder\n  fix: name a file", 1),
+    (
         "ray-memory",
         (
             "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
@@ -183,6 +198,12 @@ CUDA kernel errors might be asynchronously reported at some other API call""",
     ("killed", f"E1121 {ELASTIC_KILLED}", 1),
     ("killed", "step 3 done\nKilled", 2),
     ("killed", "container exited with exit code 137", 1),
+    ("killed", "      Reason:       OOMKilled\n      Exit Code:    137", 1),
+    (
+        "killed",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=812.0. Some of the step tasks have been OOM Killed.",
+        1,
+    ),
     ("killed", "kernel: Out of memory: Killed process 4711 (python) total-vm:812345678kB", 1),
     (
         "rollout-memory-not-free",

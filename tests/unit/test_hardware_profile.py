@@ -44,7 +44,7 @@ LINKS = st.lists(
 @st.composite
 def hardwares(draw: st.DrawFn) -> Hardware:
     gpu = draw(st.none() | GPUS)
-    rates = [draw(st.none() | RATE) for _ in range(6)]
+    rates = [draw(st.none() | RATE) for _ in range(8)]
     return Hardware(
         VERSION,
         draw(NAME),

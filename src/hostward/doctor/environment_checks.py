@@ -74,6 +74,9 @@ def triton(facts: Facts) -> list[Finding]:
 
 def cuda(facts: Facts) -> list[Finding]:
     devices = facts.devices
+    if devices.gpus and devices.error is not None:
+        why = "its memory is full, another process has it for itself, or an earlier process left it broken"
+        return [Finding(ERROR, devices.error, why, "nvidia-smi shows who uses it; end them, or choose another GPU")]
     hidden = _hides_all(facts.environ.get("CUDA_VISIBLE_DEVICES"))
     if devices.gpus or (hidden and devices.cuda_build is not None):
         return []

@@ -127,10 +127,12 @@ SILENT = (
         "lost-gradients",
         r"grad[_ -]?norm['\"]?\s{0,4}[:=|]\s{0,4}0(?:\.0{1,12})?(?:e[+-]?0+)?(?![\d.e])",
         "the gradient norm is 0",
-        "gradients had moved or were cleared before the norm was taken, or were lost under accumulation; clipping is "
-        "then off, and the weights go astray without an error",
+        "gradients had moved or were cleared before the norm was taken, or were lost under accumulation: clipping is "
+        "then off, and nothing else shows it. (A step skipped for overflow, as at the start in fp16, is harmless.)",
         "let the optimizer clip (hostward.AdamW(max_grad_norm=1.0)), and do not call zero_grad between microbatches",
         "deepspeedai/DeepSpeed#7967, pytorch/pytorch#73784, instructlab/training#414",
+        Breadth.GENERAL,
+        severity=Severity.WARNING,
     ),
     Failure(
         "nan-loss",

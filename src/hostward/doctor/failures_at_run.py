@@ -8,7 +8,7 @@ CONTEXT, GENERAL = Breadth.CONTEXT, Breadth.GENERAL
 
 _KILLED = (
     r"(?:exit ?code|return code|exit status|returncode)['\"]?\s{0,4}[:=]?\s{0,4}(?:-9|137)\b|signal 9\b|sigkill"
-    r"|sigkill_handler|oom-kill|out of memory: killed process|^\s{0,8}killed\s{0,8}$"
+    r"|sigkill_handler|oom[-_ ]?kill|out of memory: killed process|^\s{0,8}killed\s{0,8}$"
 )
 _PINNING = r"pin_memory|cudahostalloc|cudahostregister|cumemhostregister|hostallocator|pinned|page.?lock"
 _CUDA_OOM = r"cuda out of memory|outofmemoryerror: cuda"
@@ -27,6 +27,14 @@ HOST_MEMORY = (
         "unslothai/unsloth-zoo#1257, vllm-project/vllm#51080",
     ),
     Failure(
+        "host-memory-refused",
+        r"bytes of host memory asked, [\d,]{1,40} available",
+        "hostward needs more host memory than there is, and took none",
+        "the line after it says which limit: the machine's or the container's",
+        "lower optimizer.optimizer_offload_fraction, or raise the limit: docker --memory, resources.limits.memory",
+        "hostward's own error text",
+    ),
+    Failure(
         "ray-memory",
         r"outofmemoryerror.{0,200}\bray\b|\bray\b.{0,200}outofmemoryerror|memory usage threshold"
         r"|killed due to (?:the node running low on memory|memory pressure)",
@@ -39,7 +47,7 @@ HOST_MEMORY = (
     Failure(
         "killed-while-saving",
         _KILLED,
-        "the process was killed while it saved a checkpoint",
+        "the process was killed while or soon after it saved a checkpoint",
         "the whole state was gathered in host memory, on top of what training holds",
         "save shards as they are (hostward writes straight from its slabs); count the save in the memory request",
         "deepspeedai/DeepSpeed#4571, deepspeedai/DeepSpeed#3448, hiyouga/EasyR1#50",
@@ -49,7 +57,7 @@ HOST_MEMORY = (
     Failure(
         "killed-while-loading",
         _KILLED,
-        "the process was killed while it loaded or set up the model",
+        "the process was killed while or soon after it loaded the model",
         "each rank loads its own copy and makes fp32 masters and page-locked buffers beside it: more GPUs need more "
         "host memory",
         "hostward doctor shows what the container grants; lower the offloaded share, or load on one rank at a time",
@@ -206,6 +214,16 @@ CHECKPOINTS = (
 )
 
 PROCESSES = (
+    Failure(
+        "hostward-error",
+        r"^error: |hostward\.errors\.\w{1,40}: ",
+        "hostward refused, and says itself what mends it",
+        "an option, a file or a limit that cannot be met",
+        "the line near it that begins with 'fix:'",
+        "hostward's own error text",
+        CONTEXT,
+        near=r"^\s{1,12}fix: ",
+    ),
     Failure(
         "no-cpu-backend",
         r"no backend type associated with device type cpu",

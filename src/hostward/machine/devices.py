@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 
@@ -26,7 +27,16 @@ def read_devices(root: Path = Path("/")) -> DeviceFacts:
         if not torch.cuda.is_available():
             return DeviceFacts(torch.version.cuda, _reason(heard), (), None)
     gpus = tuple(_gpu(index, root) for index in range(torch.cuda.device_count()))
+    try:
+        free_bytes, _ = torch.cuda.mem_get_info(0)  # makes a context
+    except RuntimeError as error:
+        return DeviceFacts(torch.version.cuda, f"GPU 0 cannot be used: {_first_line(error)}", gpus, None)
+    gpus = (dataclasses.replace(gpus[0], free_bytes=free_bytes), *gpus[1:])
     return DeviceFacts(torch.version.cuda, None, gpus, _pinned_error())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _reason(heard: list[warnings.WarningMessage]) -> str:
@@ -35,7 +45,7 @@ def _reason(heard: list[warnings.WarningMessage]) -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return str(error).splitlines()[0]
+        return _first_line(error)
     return str(heard[-1].message).splitlines()[0] if heard else "torch.cuda.is_available() is false"
 
 
@@ -44,15 +54,18 @@ def _gpu(index: int, root: Path) -> GpuFacts:
 
     from hostward.engine.driver import pci_address
 
-    torch.cuda.init()  # type: ignore[no-untyped-call]
     properties = torch.cuda.get_device_properties(index)
-    address = pci_address(index)
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        address = pci_address(index)
+    except (HostwardError, RuntimeError):
+        address = "unknown"
     node, width, max_width = read_pci(address, root)
     return GpuFacts(
         name=properties.name,
         capability=(properties.major, properties.minor),
         memory_bytes=properties.total_memory,
-        free_bytes=torch.cuda.mem_get_info(index)[0] if index == 0 else None,
+        free_bytes=None,
         pci_address=address,
         numa_node=node,
         link_width=width,

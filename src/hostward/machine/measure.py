@@ -100,6 +100,8 @@ def measure_machine(
         duplex_bytes_per_s=None if rates is None else rates.duplex_bytes_per_s,
         busy_host_parameters_per_s=None if rates is None else rates.busy_host_parameters_per_s,
         busy_duplex_bytes_per_s=None if rates is None else rates.busy_duplex_bytes_per_s,
+        node_host_parameters_per_s=None,
+        node_duplex_bytes_per_s=None,
         sources={},
     )
 
