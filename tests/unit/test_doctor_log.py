@@ -303,6 +303,119 @@ def test_a_log_of_the_failure_is_recognised_and_as_that_alone(name: str, log: st
     assert lines[51 + line_number].strip().startswith(found[0].line)
 
 
+# Other ways in which the same failures are spelt, one line each.
+SPELLINGS = [
+    ("expandable-segments", "pausing memory is not supported with expandable_segments"),
+    ("nan-loss", "FloatingPointError: the loss is NaN at step 3"),
+    (
+        "cpu-adam-build",
+        "deepspeed.ops.op_builder.builder.CUDAMismatchException: >- Installed CUDA version 12.4 does not",
+    ),
+    ("cpu-adam-build", "undefined symbol: curandCreateGenerator"),
+    ("cpu-adam-build", "ImportError: cpu_adam.so: cannot open shared object file: No such file or directory"),
+    ("old-driver", "CUDA error: CUDA driver version is insufficient for CUDA runtime version"),
+    ("ray-memory", "ray.exceptions.OutOfMemoryError: one of 16 workers"),
+    ("ray-memory", "OutOfMemoryError: raised by ray on node 3"),
+    ("ray-memory", "Memory on the node exceeds the memory usage threshold of 0.95"),
+    ("ray-memory", "(raylet) 3 Workers (tasks / actors) killed due to memory pressure (OOM)"),
+    ("host-allocation", "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ("host-allocation", "terminate called after throwing an instance of 'std::bad_alloc'"),
+    ("host-allocation", "MemoryError"),
+    ("host-allocation", "OSError: [Errno 12]"),
+    ("host-allocation", "mmap failed: Cannot allocate memory"),
+    ("shared-memory", "RuntimeError: DataLoader worker is out: unable to write, insufficient shared memory (shm)"),
+    ("shared-memory", "rank 3 got SIGBUS"),
+    ("shared-memory", "received Signal 7 by PID 101"),
+    ("killed", "Signal 9 received by PID 4711"),
+    ("killed", "rank 3 got SIGKILL"),
+    ("device-or-locked-memory", "cudaErrorMemoryAllocation"),
+    ("resume-mismatch", "ValueError: optimizer length mismatch: 291 and 290"),
+    ("resume-mismatch", "ValueError: loaded state dict has a different number of parameter groups"),
+    ("torn-checkpoint", "SafetensorError: Error while deserializing header: HeaderTooLarge"),
+    ("torn-checkpoint", "RuntimeError: invalid header or archive is corrupted"),
+    ("disk-full", "tee: run.log: No space left on device"),
+    ("disk-full", "OSError: [Errno 28] write"),
+    ("disk-full", "OSError: [Errno 122] Disk quota exceeded"),
+    ("stream-capture", "CUDA driver: cudaErrorStreamCaptureUnsupported"),
+    ("segmentation-fault", "rank 3 got SIGSEGV"),
+    ("segmentation-fault", "Signal 11 received by PID 4711"),
+]
+
+
+@pytest.mark.parametrize(("name", "line"), SPELLINGS)
+def test_other_spellings_are_recognised(name: str, line: str) -> None:
+    assert [r.failure.name for r in recognise([line])] == [name]
+
+
+# What tells the cause of a message that has many: failure, message, lines that each make it that one.
+CONTEXTS = {
+    ("page-locking-exhausted", "CUDA error: out of memory"): (
+        "torch.empty(8, pin_memory=True)",
+        "at cudaHostAlloc(&ptr, size, flags)",
+        "cudaHostRegister failed",
+        "cuMemHostRegister: CUDA_ERROR",
+        "at::native::CachingHostAllocator",
+        "copying to pinned buffers",
+        "page-locked copies: 12 GiB",
+    ),
+    ("pin-invalid-argument", "CUDA driver: cudaErrorInvalidValue"): ("cudaHostAlloc", "pinned", "page locked"),
+    ("killed-while-saving", "Killed"): (
+        "saving the model to out/",
+        "save_checkpoint(path)",
+        "model.save_pretrained(out)",
+        "torch.save(state, path)",
+    ),
+    ("killed-while-loading", "Killed"): (
+        "Loading checkpoint shards: 10%",
+        "AutoModel.from_pretrained(path)",
+        "loading weights from base/",
+        "before initialize_optimizer_states",
+    ),
+    ("device-memory-loading", CUDA_OOM): (
+        "optimizer.load_state_dict(state)",
+        "torch.load(path)",
+        "engine.load_checkpoint(path)",
+        "resume_from_checkpoint: run/3",
+    ),
+    ("device-memory-step", CUDA_OOM): (
+        "self.optimizer.step()",
+        "in optimizer_step",
+        "in _init_group",
+        "exp_avg = zeros",
+        "fused_adam.py",
+        "multi_tensor_adam(",
+        "torch/optim/sgd.py",
+    ),
+    ("device-memory-activations", CUDA_OOM): (
+        "cpu_offloading: true",
+        "cpu_offload.py",
+        "activation_offloading: true",
+        "enable offload_activations",
+        "with save_on_cpu():",
+        "with OffloadActivations():",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "context"),
+    [(name, message, line) for (name, message), lines in CONTEXTS.items() for line in lines],
+)
+def test_the_lines_around_tell_the_cause(name: str, message: str, context: str) -> None:
+    assert [r.failure.name for r in recognise([context, message])] == [name]
+    assert [r.failure.name for r in recognise([message, context])] == [name]
+    assert [r.failure.name for r in recognise([message])] != [name]
+
+
+def test_what_a_progress_bar_overwrote_stands_alone() -> None:
+    assert [r.failure.name for r in recognise(["50%|###   \rKilled\r\n"])] == ["killed"]
+
+
+def test_failures_of_one_breadth_come_in_the_order_of_the_log() -> None:
+    log = ["OSError: [Errno 28]", "Torch not compiled with CUDA enabled", "MemoryError"]
+    assert [r.line_number for r in recognise(log)] == [1, 2, 3]
+
+
 def test_every_pattern_has_a_log() -> None:
     assert {name for name, _, _ in LOGS} == set(BY_NAME)
 

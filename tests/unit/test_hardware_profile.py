@@ -159,14 +159,15 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         load(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
+    (tmp_path / "folder").mkdir()
     (tmp_path / "latin.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "latin.json")
     with pytest.raises(ConfigError, match="cannot be written"):
         save(profile("h200"), tmp_path / "none" / "hardware.json")
     with pytest.raises(ConfigError, match="cannot be written"):
-        save(profile("h200"), tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latin.json"]
+        save(profile("h200"), tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "latin.json"]
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -24,6 +24,7 @@ ALLOCATOR_OPTIONS = frozenset(
         "max_non_split_rounding_mb",
         "max_split_size_mb",
         "per_process_memory_fraction",
+        "pinned_free_catch_all",
         "pinned_max_cached_size_mb",
         "pinned_max_round_threshold_mb",
         "pinned_num_register_threads",
@@ -156,7 +157,7 @@ def allocator(facts: Facts) -> list[Finding]:
     found = []
     texts = {name: facts.environ[name].strip() for name in _ALLOCATOR_VARIABLES if facts.environ.get(name, "").strip()}
     if len(set(texts.values())) > 1:
-        why = "they say different things, and one of them is ignored"
+        why = "they say different things, and torch takes some options from one and some from the other"
         found.append(
             Finding(WARNING, " and ".join(f"{k}={v}" for k, v in texts.items()), why, "unset PYTORCH_CUDA_ALLOC_CONF")
         )
@@ -183,7 +184,7 @@ def _allocator_option(name: str, key: str, value: str) -> list[Finding]:
             Finding(WARNING, shown, "no option of torch's allocator; torch may refuse to start the device", without)
         ]
     if key == "backend" and value != "native":
-        why = "its pool keeps no peaks by which hostward sizes its staging, and ignores torch's other options"
+        why = "hostward is tested with torch's own pool; this one ignores other options, as expandable_segments"
         return [Finding(WARNING, shown, why, without)]
     if key == "max_split_size_mb" and value.isdecimal() and int(value) < 128:
         why = "blocks above this size are never split: large temporary tensors each keep their own memory"

@@ -105,7 +105,7 @@ OPTIONS = (
     ),
     Failure(
         "allocator-option",
-        r"unrecognized (?:key|cachingallocator option)|error parsing cachingallocator",
+        r"unrecognized (?:key|cachingallocator option)",
         "torch's allocator options cannot be read",
         "PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF holds a word that this torch does not know",
         "unset PYTORCH_CUDA_ALLOC_CONF, or write it as option:value,option:value",
@@ -144,7 +144,7 @@ SILENT = (
     ),
     Failure(
         "loss-device-assert",
-        r"nll_loss.{0,200}assertion|assertion .{0,20}t >= 0 && t < n_classes",
+        r"assertion .{0,20}t >= 0 && t < n_classes",
         "the loss kernel met labels outside the vocabulary",
         "labels of another tokenizer; or labels that were offloaded and came back before their copy had ended",
         "check max(labels) < vocab_size; if it holds, the copies race: switch that activation offloading off",
@@ -152,7 +152,7 @@ SILENT = (
     ),
     Failure(
         "norm-assertion",
-        r"assert\b.{0,40}all_groups_norm|all_groups_norm > 0",
+        r"assert\b.{0,40}all_groups_norm",
         "DeepSpeed's clipping found a norm of 0 or below",
         "its bookkeeping for offloaded gradients marks an overflow with -1, and folds it into the norm",
         "update DeepSpeed; hostward keeps the overflow flag apart from the norm",

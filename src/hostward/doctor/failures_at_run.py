@@ -8,10 +8,10 @@ CONTEXT, GENERAL = Breadth.CONTEXT, Breadth.GENERAL
 
 _KILLED = (
     r"(?:exit ?code|return code|exit status|returncode)['\"]?\s{0,4}[:=]?\s{0,4}(?:-9|137)\b|signal 9\b|sigkill"
-    r"|sigkill_handler|oom[-_ ]?kill|out of memory: killed process|^\s{0,8}killed\s{0,8}$"
+    r"|oom[-_ ]?kill|out of memory: killed process|^\s{0,8}killed\s{0,8}$"
 )
 _PINNING = r"pin_memory|cudahostalloc|cudahostregister|cumemhostregister|hostallocator|pinned|page.?lock"
-_CUDA_OOM = r"cuda out of memory|outofmemoryerror: cuda"
+_CUDA_OOM = r"cuda out of memory"
 _PLAIN_OOM = r"cuda error: out of memory|cudaerrormemoryallocation"
 _LESS = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 
@@ -63,7 +63,7 @@ HOST_MEMORY = (
         "hostward doctor shows what the container grants; lower the offloaded share, or load on one rank at a time",
         "deepspeedai/DeepSpeed#4380, deepspeedai/DeepSpeed#5290, hiyouga/LlamaFactory#6755",
         CONTEXT,
-        near=r"loading checkpoint shards|from_pretrained|loading (?:model|weights|check)|initialize_optimizer_states",
+        near=r"from_pretrained|loading (?:model|weights|check)|initialize_optimizer_states",
     ),
     Failure(
         "page-locking-exhausted",
@@ -266,7 +266,7 @@ PROCESSES = (
     ),
     Failure(
         "forward-without-backward",
-        r"still have inflight params|should have cleared tracker|tracker not cleared",
+        r"still have inflight params|should have cleared tracker",
         "offloading lost count after a forward without a backward",
         "evaluation, log-probabilities, generation or an exception moved counters that only a backward moves back",
         "run such passes under torch.no_grad(), and leave the offloading context after an exception",
