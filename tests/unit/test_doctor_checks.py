@@ -185,6 +185,7 @@ CASES = [
     ("visible_devices", env(CUDA_VISIBLE_DEVICES="0,-1"), WARNING, "0,-1", "list the GPUs"),
     ("visible_devices", env(CUDA_VISIBLE_DEVICES="0,0"), ERROR, "0,0", "list the GPUs"),
     ("visible_devices", env(CUDA_VISIBLE_DEVICES="5"), ERROR, "CUDA_VISIBLE_DEVICES=5", "list the GPUs"),
+    ("visible_devices", env(CUDA_VISIBLE_DEVICES="1"), ERROR, "CUDA_VISIBLE_DEVICES=1", "list the GPUs"),
     ("visible_devices", env(CUDA_VISIBLE_DEVICES="0,5"), WARNING, "CUDA_VISIBLE_DEVICES=0,5", "list the GPUs"),
     ("omp_threads", env(OMP_NUM_THREADS="1"), WARNING, "OMP_NUM_THREADS=1", "export OMP_NUM_THREADS=16"),
     ("omp_threads", env(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="2"), WARNING, "=1", "export OMP_NUM_THREADS=8"),
@@ -310,10 +311,21 @@ def test_every_check_has_cases() -> None:
         sound(packages={**SOUND.packages, "torch": "2.13.0+cu130"}),
         sound(packages={**SOUND.packages, "torch": "unknown"}),
         sound(triton_wanted=None),
+        sound(cpu=CpuFacts(16, 16.0)),
+        sound(environ={"CUDA_VISIBLE_DEVICES": "5"}, nvidia_addresses=()),
     ],
 )
 def test_what_only_looks_like_trouble_is_none(facts: Facts) -> None:
     assert examine(facts) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"locked_limit_bytes": 1 << 16}, {"wsl": True}, {"packages": {**SOUND.packages, "triton": "3.0.0"}}],
+)
+def test_t81_what_concerns_gpus_is_not_held_against_a_machine_without(changes: dict[str, Any]) -> None:
+    found = examine(sound(devices=NO_DEVICES, nvidia_addresses=(), **changes))
+    assert [f.what for f in found] == ["there is no GPU"]
 
 
 def test_a_gpu_that_is_hidden_on_purpose_is_not_called_broken() -> None:
@@ -322,8 +334,8 @@ def test_a_gpu_that_is_hidden_on_purpose_is_not_called_broken() -> None:
 
 
 def test_t78_a_cpuset_of_one_core_warns_and_runs() -> None:
-    found = examine(sound(cpu=CpuFacts(1, None), affinity=frozenset({3})))
-    assert {f.severity for f in found} == {WARNING, NOTE}
+    found = examine(sound(cpu=CpuFacts(1, None), affinity=frozenset({3}), environ={"OMP_NUM_THREADS": "1"}))
+    assert [f.severity for f in found] == [WARNING, NOTE]
     assert not is_bad(found)
 
 
