@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -22,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from hostward.engine.pools import host_slab
 from hostward.host.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
-from hostward.host.library import Isa, first_touch, load
+from hostward.host.library import Isa, load
 from hostward.host.norm import norm_partials
 
 from machine import describe
 
-HUGE_PAGE_BYTES = 2 << 20
 LR, WEIGHT_DECAY, BETAS, EPS = 3e-4, 0.1, (0.9, 0.95), 1e-8
 
 
@@ -42,12 +41,7 @@ class Contender:
 
 def huge_tensor(elements: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
     """Zeroed tensor in its own mapping, on huge pages where the system grants them, touched in parallel."""
-    size_bytes = elements * torch.empty(0, dtype=dtype).element_size()
-    mapping = mmap.mmap(-1, -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapping, dtype=np.uint8)
-    first_touch(memory.ctypes.data, memory.size, threads)
-    return torch.frombuffer(mapping, dtype=dtype, count=elements)
+    return host_slab(elements * dtype.itemsize, owner="host_adamw benchmark", threads=threads).view(dtype)
 
 
 def fill(tensor: torch.Tensor, scale: float, seed: int) -> torch.Tensor:

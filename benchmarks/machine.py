@@ -15,6 +15,7 @@ import torch
 
 from hostward.host.library import load
 from hostward.host.threads import read_cpu_facts
+from hostward.machine.facts import cpu_model
 
 PACKAGES = ("hostward", "torch", "triton", "numpy", "transformers", "safetensors")
 
@@ -42,19 +43,6 @@ def describe() -> dict[str, Any]:
         "cuda_runtime": torch.version.cuda,
         "devices": [_device(index) for index in range(torch.cuda.device_count())],
     }
-
-
-def cpu_model() -> str | None:
-    """Name and numbers of the processor as the kernel tells them."""
-    fields: dict[str, str] = {}
-    for line in _text("/proc/cpuinfo").splitlines():
-        key, separator, value = line.partition(":")
-        if not separator:
-            break  # the first processor stands for all
-        fields[key.strip()] = value.strip()
-    name = fields.get("model name") or fields.get("CPU part")
-    family, model = fields.get("cpu family"), fields.get("model")
-    return f"{name} (family {family} model {model})" if name and family and model else name
 
 
 def _device(index: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ LAYERS = (
         "inventory",
         "names",
         "hardware",
+        "hardware_profile",
+        "strict_json",
         "config",
         "rules",
         "rule_table",
@@ -35,7 +37,8 @@ LAYERS = (
     ("inspect",),
     ("training",),
     ("checkpoint", "checkpoint_files", "checkpoint_manifest", "convert", "adapters"),
-    ("recipes", "train"),
+    ("recipes", "train", "machine"),
+    ("doctor",),
     ("cli",),
     ("__main__",),
 )

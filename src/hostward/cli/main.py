@@ -1,4 +1,4 @@
-"""`hostward train | verify | recipes`, and what happens when they fail.
+"""`hostward train | verify | recipes | doctor | bench`, and what happens when they fail.
 
 Exit codes: 0 success, 1 a claim failed (verify), 2 bad input, 130 interrupted, 141 nobody reads the output.
 """
@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -22,6 +22,8 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+
+from . import machine
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -144,6 +146,12 @@ def recipes() -> None:
 
     for name in known.names():
         typer.echo(name)
+
+
+app.command()(_deferred(machine.doctor))
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench.command("machine")(_deferred(machine.bench_machine))
+app.add_typer(bench, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,7 +294,6 @@ def _write(json_file: Path | None, content: dict[str, Any]) -> None:
         return
     import platform
     from datetime import UTC, datetime
-    from importlib import metadata
 
     from hostward import __version__
 
@@ -296,7 +303,7 @@ def _write(json_file: Path | None, content: dict[str, Any]) -> None:
         "versions": {
             "hostward": __version__,
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers", "numpy")},
+            **_versions("torch", "transformers", "numpy"),
         },
     }
     text = json.dumps(_finite({**circumstances, **content}), indent=1, allow_nan=False)
@@ -304,6 +311,17 @@ def _write(json_file: Path | None, content: dict[str, Any]) -> None:
         json_file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable("--json", json_file, error) from error
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    from importlib import metadata
+
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _finite(content: Any) -> Any:

@@ -33,7 +33,7 @@ def measure_rates(backend: Backend) -> Rates:
         return taken[-1]
 
     try:
-        step = _host_step(backend, take)
+        step = _host_step(backend, take, _ELEMENTS)
         up = take(Tier.DEVICE, _COPIED_BYTES, torch.uint8), take(Tier.HOST, _COPIED_BYTES, torch.uint8)
         down = take(Tier.HOST, _COPIED_BYTES, torch.uint8), take(Tier.DEVICE, _COPIED_BYTES, torch.uint8)
         copies = [backend.copy(lane, [pair], name="rate") for lane, pair in ((Lane.H2D, up), (Lane.D2H, down))]
@@ -50,10 +50,30 @@ def measure_rates(backend: Backend) -> Rates:
     return Rates(elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
 
 
-def _host_step(backend: Backend, take: Callable[[Tier, int, torch.dtype], Buffer]) -> Work:
-    exp_avg, exp_avg_sq = (take(Tier.HOST, _ELEMENTS, torch.float32) for _ in range(2))
-    low = take(Tier.HOST, _ELEMENTS, torch.int16)
-    gradient, weight = (take(Tier.HOST, _ELEMENTS, torch.bfloat16) for _ in range(2))
+def measure_host_step(backend: Backend, elements: int = _ELEMENTS) -> float:
+    """Parameters per second of the host step, with nothing beside it; on any backend.
+
+    Raises:
+        MemoryLimitError: less than 14 bytes of host memory per element are left.
+    """
+    taken: list[Buffer] = []
+
+    def take(tier: Tier, count: int, dtype: torch.dtype) -> Buffer:
+        taken.extend(backend.allocate(tier, [count], dtype, "rate measurement", pinned=False))
+        return taken[-1]
+
+    try:
+        step = _host_step(backend, take, elements)
+        step.issue()
+        return _ROUNDS * elements / _seconds(backend, [step] * _ROUNDS, [step])
+    finally:
+        backend.free(taken)
+
+
+def _host_step(backend: Backend, take: Callable[[Tier, int, torch.dtype], Buffer], elements: int) -> Work:
+    exp_avg, exp_avg_sq = (take(Tier.HOST, elements, torch.float32) for _ in range(2))
+    low = take(Tier.HOST, elements, torch.int16)
+    gradient, weight = (take(Tier.HOST, elements, torch.bfloat16) for _ in range(2))
     count, skip = take(Tier.HOST, 1, torch.int64), take(Tier.HOST, 1, torch.int32)
     scale, norm = (take(Tier.HOST, 1, torch.float32) for _ in range(2))
     constants = Constants(Hyper(0.0, 0.0, 0.9, 0.999, 1e-8), bias_tables(0.9, 0.999, 64))

@@ -1,0 +1,143 @@
+"""`hostward doctor` and `hostward bench machine`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hostward.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hostward.doctor.finding import Finding
+    from hostward.doctor.log import Recognised
+    from hostward.hardware_profile import Hardware
+
+HARDWARE_FILE = Path("hardware.json")
+
+Log = Annotated[
+    Path | None,
+    typer.Option(
+        "--log", metavar="FILE", help="Look for known failures in this log or traceback instead; - reads it from stdin."
+    ),
+]
+HardwareFile = Annotated[
+    Path | None,
+    typer.Option("--hardware", metavar="FILE", help=f"Measured rates to look at; {HARDWARE_FILE} where that is there."),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found to this file as well.")]
+
+
+def doctor(log: Log = None, hardware: HardwareFile = None, json_file: JsonFile = None) -> None:
+    """Say what of this machine and environment gets in the way, and what mends it; with --log, what ended a run.
+
+    Exit code 1 if something does not work, or the log shows a known failure.
+    """
+    from .main import _require_writable
+
+    _require_writable("--json", json_file)
+    if log is None:
+        _examine(hardware, json_file)
+        return
+    if hardware is not None:
+        raise ConfigError("--hardware has no effect with --log", fix="leave one of the two out")
+    _read_log(log, json_file)
+
+
+def bench_machine(
+    json_file: Annotated[Path, typer.Option("--json", help="The file to write.")] = HARDWARE_FILE,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: seconds, less exact.")] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, metavar="COUNT", help="Of the host step; as training by default.")
+    ] = None,
+) -> None:
+    """Measure this machine (link, host memory, host step, page-locking, matrix products) and write a hardware file."""
+    from .main import _print, _require_writable
+
+    _require_writable("--json", json_file)
+    from hostward.hardware_profile import save
+    from hostward.machine.measure import measure_machine, render
+
+    hardware = measure_machine(quick=quick, threads=threads, progress=lambda stage: print(stage, file=sys.stderr))
+    save(hardware, json_file)
+    _print([render(hardware)])
+    typer.echo(f"written to {json_file}")
+
+
+def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
+    from hostward.doctor import examine as checks
+    from hostward.machine.devices import read_devices
+    from hostward.machine.facts import gather
+
+    from .main import _print, _write
+
+    hardware, error = _hardware(hardware_file)
+    facts = gather(os.environ, read_devices(), hardware=hardware, hardware_error=error)
+    findings = checks.examine(facts)
+    try:
+        _print(checks.render(facts, findings))
+        typer.echo(_sentence(findings))
+    finally:
+        _write(json_file, checks.to_dict(facts, findings))
+    if checks.is_bad(findings):
+        raise typer.Exit(1)
+
+
+def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
+    """The rates to look at, or why there are none. A file that was named must be one; one that lies about need not."""
+    from hostward.hardware_profile import load
+
+    if file is not None:
+        return load(file), None
+    if not HARDWARE_FILE.is_file():
+        return None, None
+    try:
+        return load(HARDWARE_FILE), None
+    except ConfigError as error:
+        return None, f"{error.what}: {error.why}"
+
+
+def _sentence(findings: Sequence[Finding]) -> str:
+    from hostward.doctor.finding import Severity
+
+    counts = {severity: sum(f.severity is severity for f in findings) for severity in Severity}
+    if not any(counts.values()):
+        return "nothing to mend"
+    return ", ".join(f"{n} {severity.value}{'s' * (n != 1)}" for severity, n in counts.items() if n)
+
+
+def _read_log(log: Path, json_file: Path | None) -> None:
+    from hostward.doctor import log as logs
+
+    from .main import _print, _write
+
+    found = _recognised(log)
+    try:
+        if found:
+            _print(logs.render(found))
+        else:
+            typer.echo(logs.NOTHING)
+    finally:
+        _write(json_file, logs.to_dict(found))
+    if logs.is_bad(found):
+        raise typer.Exit(1)
+
+
+def _recognised(log: Path) -> list[Recognised]:
+    from hostward.doctor.log import recognise
+
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "newline": "\n"}
+    try:
+        if str(log) == "-":
+            with open(sys.stdin.fileno(), closefd=False, **options) as file:
+                return recognise(file)
+        with log.open(**options) as file:
+            return recognise(file)
+    except OSError as error:
+        raise ConfigError(
+            f"--log {log} cannot be read", why=error.strerror or str(error), fix="name a text file, or - for stdin"
+        ) from error

@@ -1,0 +1,322 @@
+"""Known failures of memory, checkpoints, devices and processes."""
+
+from __future__ import annotations
+
+from .failures import BUILDS, GUIDE, OPTIONS, SILENT, Breadth, Failure
+
+CONTEXT, GENERAL = Breadth.CONTEXT, Breadth.GENERAL
+
+_KILLED = (
+    r"(?:exit ?code|return code|exit status|returncode)['\"]?\s{0,4}[:=]?\s{0,4}(?:-9|137)\b|signal 9\b|sigkill"
+    r"|oom[-_ ]?kill|out of memory: killed process|^\s{0,8}killed\s{0,8}$"
+)
+_PINNING = r"pin_memory|cudahostalloc|cudahostregister|cumemhostregister|hostallocator|pinned|page.?lock"
+_CUDA_OOM = r"cuda out of memory"
+_PLAIN_OOM = r"cuda error: out of memory|cudaerrormemoryallocation"
+_LESS = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
+
+_GRAPH_FIX = "leave such modules out of offloading, or switch CUDA graphs off: model.cuda_graph_impl=none"
+
+HOST_MEMORY = (
+    Failure(
+        "page-locking-refused",
+        r"could not be page-locked",
+        "the driver refused to page-lock host memory",
+        "a limit on locked memory (WSL, ulimit -l), or too little host memory; it is not the GPU that is full",
+        "lower the offloaded share; ulimit -l unlimited; under WSL raise memory in .wslconfig",
+        "unslothai/unsloth-zoo#1257, vllm-project/vllm#51080",
+    ),
+    Failure(
+        "host-memory-refused",
+        r"bytes of host memory asked, [\d,]{1,40} available",
+        "hostward needs more host memory than there is, and took none",
+        "the line after it says which limit: the machine's or the container's",
+        "lower optimizer.optimizer_offload_fraction, or raise the limit: docker --memory, resources.limits.memory",
+        "hostward's own error text",
+    ),
+    Failure(
+        "ray-memory",
+        r"outofmemoryerror.{0,200}\bray\b|\bray\b.{0,200}outofmemoryerror|memory usage threshold"
+        r"|killed due to (?:the node running low on memory|memory pressure)",
+        "Ray ended a worker because the node's memory ran low",
+        "host memory, not the GPU's: masters and state of every rank, page-locked copies and the object store add up; "
+        "Ray ends workers at 95 %",
+        "keep less on the host (optimizer.optimizer_offload_fraction), fewer ranks per node, or more memory",
+        "verl-project/verl#3453, OpenRLHF/OpenRLHF#198, hiyouga/EasyR1#50",
+    ),
+    Failure(
+        "killed-while-saving",
+        _KILLED,
+        "the process was killed while or soon after it saved a checkpoint",
+        "the whole state was gathered in host memory, on top of what training holds",
+        "save shards as they are (hostward writes straight from its slabs); count the save in the memory request",
+        "deepspeedai/DeepSpeed#4571, deepspeedai/DeepSpeed#3448, hiyouga/EasyR1#50",
+        CONTEXT,
+        near=r"sav(?:e|ing)[ _](?:the )?(?:model|check|state|optim)|save_pretrained|torch\.save",
+    ),
+    Failure(
+        "killed-while-loading",
+        _KILLED,
+        "the process was killed while or soon after it loaded the model",
+        "each rank loads its own copy and makes fp32 masters and page-locked buffers beside it: more GPUs need more "
+        "host memory",
+        "hostward doctor shows what the container grants; lower the offloaded share, or load on one rank at a time",
+        "deepspeedai/DeepSpeed#4380, deepspeedai/DeepSpeed#5290, hiyouga/LlamaFactory#6755",
+        CONTEXT,
+        near=r"from_pretrained|loading (?:model|weights|check)|initialize_optimizer_states",
+    ),
+    Failure(
+        "page-locking-exhausted",
+        _PLAIN_OOM,
+        "page-locked host memory ran out",
+        "the driver says 'out of memory' of host memory that it cannot lock: WSL grants 1 to 2 GiB, Windows about half "
+        "of the memory, one registration must be below 512 GiB, and torch rounds blocks up to powers of two",
+        "offload less or do not pin (pin_memory=False where there is such a switch); under WSL raise memory in "
+        ".wslconfig; hostward pins exact sizes",
+        "unslothai/unsloth-zoo#1257, Nerogar/OneTrainer#820, vllm-project/vllm#51080",
+        CONTEXT,
+        near=_PINNING,
+    ),
+    Failure(
+        "pin-invalid-argument",
+        r"cuda error: invalid argument|cudaerrorinvalidvalue",
+        "pin_memory was refused with 'invalid argument'",
+        "memory of a kind that cannot be pinned, pinned twice, or a device passed to pin_memory; or locked memory ran "
+        "out earlier",
+        "update torch, where FSDP's CPUOffloadPolicy was mended; until then CPUOffloadPolicy(pin_memory=False)",
+        "pytorch/pytorch#157146, axolotl-ai-cloud/axolotl#2743, deepspeedai/DeepSpeed#7150",
+        CONTEXT,
+        near=_PINNING,
+    ),
+    Failure(
+        "host-allocation",
+        r"can't allocate memory: you tried to allocate|std::bad_alloc|^memoryerror\b|errno 12\b|cannot allocate memory",
+        "the system refused host memory",
+        "the machine, its container or ulimit -v has less left than was asked",
+        "hostward doctor shows the limits; lower the offloaded share, or end other processes",
+        "deepspeedai/DeepSpeed#7021, hiyouga/LlamaFactory#103",
+    ),
+    Failure(
+        "shared-memory",
+        r"insufficient shared memory \(shm\)|\bbus error\b|sigbus|exit ?code['\"]?\s{0,4}[:=]?\s{0,4}-7\b|signal 7\b",
+        "shared memory ran out",
+        "/dev/shm of a container has 64 MiB by default; NCCL and data loader workers want more",
+        "docker --shm-size=8g, or --ipc=host",
+        "deepspeedai/DeepSpeed#4002, hiyouga/LlamaFactory#7315, haotian-liu/LLaVA#739",
+    ),
+    Failure(
+        "killed",
+        _KILLED,
+        "the process was killed, in most cases for host memory",
+        "signal 9 leaves no message: the kernel, the container or the batch system ended it at its memory limit",
+        "hostward doctor shows the limit; dmesg names the process; lower optimizer.optimizer_offload_fraction or ask "
+        "for more memory",
+        "deepspeedai/DeepSpeed#4571, deepspeedai/DeepSpeed#7021, AetherCortex/Llama-X#15",
+        GENERAL,
+    ),
+)
+
+DEVICE_MEMORY = (
+    Failure(
+        "rollout-memory-not-free",
+        r"free memory on device .{0,120}less than desired gpu memory utilization",
+        "the rollout engine found the GPU still taken",
+        "training memory was not really given back: a second reference, gradient buffers, workspaces or caches stay",
+        "lower gpu_memory_utilization; free gradients before; nvidia-smi shows what stays after the switch",
+        "NVIDIA/Megatron-LM#3112, verl-project/verl#6953, verl-project/verl#5979",
+    ),
+    Failure(
+        "device-memory-loading",
+        _CUDA_OOM,
+        "the GPU ran out of memory while a checkpoint was loaded",
+        "state went through the GPU: no map_location, or the optimizer moved it to its parameters",
+        "torch.load(..., map_location='cpu'); hostward reads into its host slabs in place",
+        "PrimeIntellect-ai/prime-rl#2154, NVIDIA/Megatron-LM#4638, huggingface/transformers#17258",
+        CONTEXT,
+        near=r"load_state_dict|torch\.load|load_checkpoint|resume_from",
+    ),
+    Failure(
+        "device-memory-step",
+        _CUDA_OOM,
+        "the GPU ran out of memory in the optimizer step",
+        "masters and moments are made at the first step, and the step needs temporary memory; too much of it stays "
+        "on the device at this fraction",
+        "raise optimizer.optimizer_offload_fraction, optimizer.offload_optimizer_states=true, or add pipeline stages",
+        f"{GUIDE}; bitsandbytes-foundation/bitsandbytes#1402",
+        CONTEXT,
+        near=r"optimizer\.step|optimizer_step|_init_group|exp_avg|fused_adam|multi_tensor_adam|torch/optim",
+    ),
+    Failure(
+        "device-memory-activations",
+        _CUDA_OOM,
+        "the GPU ran out of memory although activations are offloaded",
+        "what is left is weights, gradients and optimizer state, which activation offloading does not touch; without "
+        "pipeline parallelism all of them are on one GPU",
+        "offload optimizer state too: optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=1.0",
+        GUIDE,
+        CONTEXT,
+        near=r"cpu_offloading|cpu_offload\.py|activation_offload|offload_activations|save_on_cpu|offloadactivations",
+    ),
+    Failure(
+        "device-memory",
+        _CUDA_OOM,
+        "the GPU ran out of memory",
+        "weights, gradients, state and activations together do not fit",
+        f"{_LESS}; against fragmentation PYTORCH_ALLOC_CONF=expandable_segments:True",
+        f"{GUIDE}; deepspeedai/DeepSpeed#6666",
+        GENERAL,
+    ),
+    Failure(
+        "device-or-locked-memory",
+        _PLAIN_OOM,
+        "the driver ran out of memory: the GPU's, or page-locked host memory",
+        "unlike torch's own message this one comes from the driver, also when it cannot lock host memory",
+        "look at nvidia-smi: a GPU with room means host memory, so offload or pin less; else end what fills the GPU",
+        "unslothai/unsloth#338, vllm-project/vllm#51081",
+        GENERAL,
+    ),
+)
+
+CHECKPOINTS = (
+    Failure(
+        "resume-devices",
+        r"tensors of the same index must be on the same device",
+        "after resuming, optimizer state and parameters are on different devices",
+        "loaded state keeps the device that it was saved from, or was moved to its parameters'",
+        "load with map_location of the parameters, then move; hostward's state loads at any placement",
+        "verl-project/verl#7342, modelscope/ms-swift#8240, huggingface/transformers#17258",
+    ),
+    Failure(
+        "resume-mismatch",
+        r"doesn't match the size of optimizer's group|optimizer length mismatch|different number of parameter groups",
+        "the checkpoint's optimizer state does not fit this optimizer",
+        "state saved by position, at another fraction, world size or set of trained parameters",
+        "resume with the settings of the save, then save anew; hostward saves by parameter name, at any fraction",
+        "NVIDIA-NeMo/Speech#14574, hpcaitech/ColossalAI#4528, NVIDIA/Megatron-LM#4623",
+    ),
+    Failure(
+        "torn-checkpoint",
+        r"failed finding central directory|incomplete metadata, file not fully covered|headertoolarge"
+        r"|archive is corrupted",
+        "a checkpoint file is incomplete",
+        "the process ended, or the disk was full, while it was written",
+        "resume from the one before; hostward publishes a checkpoint whole or not at all",
+        "torch's and safetensors' own error texts",
+    ),
+    Failure(
+        "disk-full",
+        r"no space left on device|errno 28\b|disk quota exceeded",
+        "the disk is full, or /dev/shm",
+        "a checkpoint takes 12 to 14 bytes per parameter; where the path lies in /dev/shm, it is memory",
+        "free space, or name another folder in checkpoint.save",
+        "the system's own error text (ENOSPC)",
+    ),
+)
+
+PROCESSES = (
+    Failure(
+        "hostward-error",
+        r"^error: |hostward\.errors\.\w{1,40}: ",
+        "hostward refused, and says itself what mends it",
+        "an option, a file or a limit that cannot be met",
+        "the line near it that begins with 'fix:'",
+        "hostward's own error text",
+        CONTEXT,
+        near=r"^\s{1,12}fix: ",
+    ),
+    Failure(
+        "no-cpu-backend",
+        r"no backend type associated with device type cpu",
+        "a collective met a tensor on the host, and the process group knows NCCL alone",
+        "the gradient norm of host gradients is a host scalar",
+        "torch.distributed.init_process_group('cpu:gloo,cuda:nccl')",
+        "pytorch/pytorch#148532, meta-pytorch/torchtune#1977, pytorch/torchtitan#620",
+    ),
+    Failure(
+        "wrong-device-kernel",
+        r"expected input to be on cuda|cannot be accessed from triton \(cpu tensor",
+        "a GPU kernel was given host memory",
+        "a fused GPU optimizer or normalisation met offloaded tensors",
+        "take an optimizer that knows where its state lies (hostward.AdamW), or keep that module's tensors on the GPU",
+        "EleutherAI/gpt-neox#478, deepspeedai/DeepSpeed#4872, NVIDIA-NeMo/RL#3544",
+    ),
+    Failure(
+        "meta-tensor",
+        r"cannot copy out of meta tensor",
+        "a module was moved while its weights were still on the meta device",
+        "weights that were never loaded, as with adapters over a model that was built empty",
+        "load the weights before moving the model: to_empty(device=...), then load_state_dict",
+        "huggingface/peft#1538, axolotl-ai-cloud/axolotl#2409",
+    ),
+    Failure(
+        "storage-resize",
+        r"resize storage that is not resizable",
+        "offloading tried to empty memory that is not its own",
+        "memory of a CUDA graph, or shared with another tensor, cannot be resized",
+        _GRAPH_FIX,
+        "NVIDIA/Megatron-LM#7009",
+    ),
+    Failure(
+        "stream-capture",
+        r"not permitted when stream is capturing|cudaerrorstreamcapture",
+        "something was done during CUDA graph capture that cannot be captured",
+        "allocation, synchronisation or an event of another stream inside the captured part",
+        _GRAPH_FIX,
+        "NVIDIA/Megatron-LM#7014, NVIDIA/Megatron-LM#4350",
+    ),
+    Failure(
+        "forward-without-backward",
+        r"still have inflight params|should have cleared tracker",
+        "offloading lost count after a forward without a backward",
+        "evaluation, log-probabilities, generation or an exception moved counters that only a backward moves back",
+        "run such passes under torch.no_grad(), and leave the offloading context after an exception",
+        "deepspeedai/DeepSpeed#3156, deepspeedai/DeepSpeed#4175, meta-pytorch/torchtune#2709",
+    ),
+    Failure(
+        "collective-timeout",
+        r"watchdog caught collective operation timeout",
+        "a rank waited for the others until NCCL gave up",
+        "a rank died or is slow: killed for memory, slow host step, or an expert without tokens whose hooks never ran",
+        "look for the first error of every rank; with experts declare them as leaf modules",
+        "deepspeedai/DeepSpeed#4808, deepspeedai/DeepSpeed#5066, hiyouga/LlamaFactory#2315",
+        GENERAL,
+    ),
+    Failure(
+        "mixed-devices",
+        r"expected all tensors to be on the same device",
+        "an operation met tensors on the GPU and on the host",
+        "offloaded weights or state were used without being brought back, or moved by hand beside their owner",
+        "let one tool own the placement: switch one of two offloading mechanisms off",
+        "verl-project/verl#6690, hiyouga/LlamaFactory#3550, NVIDIA/Megatron-LM#1734",
+        GENERAL,
+    ),
+    Failure(
+        "illegal-access",
+        r"illegal memory access",
+        "the GPU read or wrote memory that is not there",
+        "memory freed or emptied while a copy or kernel still used it; the line that reports it is seldom the cause",
+        "CUDA_LAUNCH_BLOCKING=1 names the kernel; then the same run with offloading off",
+        "modelscope/ms-swift#9554, meta-pytorch/torchtune#1867",
+        GENERAL,
+    ),
+    Failure(
+        "segmentation-fault",
+        r"segmentation fault|sigsegv|signal 11\b|exit ?code['\"]?\s{0,4}[:=]?\s{0,4}-11\b",
+        "native code touched memory that is not there",
+        "a weight that was emptied for offloading, a buffer freed during a copy, or a library of another version",
+        "python -X faulthandler shows where; pip check; then the same run with offloading off",
+        "deepspeedai/DeepSpeed#1643",
+        GENERAL,
+    ),
+)
+
+FAILURES: tuple[Failure, ...] = (
+    *OPTIONS,
+    *SILENT,
+    *BUILDS,
+    *HOST_MEMORY,
+    *DEVICE_MEMORY,
+    *CHECKPOINTS,
+    *PROCESSES,
+)
+"""All of them, each kind from the narrow to the wide."""

@@ -1,0 +1,219 @@
+"""What a machine can do, as a file: written by `hostward bench machine`, or shipped for common GPUs. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from . import strict_json
+from .errors import ConfigError
+from .hardware import Rates
+
+VERSION = 1
+_FOLDER = Path(__file__).parent / "profiles"
+
+PROFILES = {
+    "h200": ("NVIDIA H200",),
+    "h100": ("NVIDIA H100 80GB HBM3",),
+    "a100-80gb": ("NVIDIA A100-SXM4-80GB",),
+    "rtx-4090": ("NVIDIA GeForce RTX 4090",),
+}
+"""The shipped profiles, and the names under which the driver knows these GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. `peak` rates are the vendor's, the others are measured; None: unknown."""
+
+    name: str
+    memory_bytes: int
+    bf16_matmul_flops_per_s: float | None
+    bf16_peak_flops_per_s: float | None
+    memory_peak_bytes_per_s: float | None
+    link_peak_bytes_per_s: float | None
+    """Of the link to the host, in one direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The host's processors. `cpus` are those that the process may use; `quota_cpus` is the cgroup's share of them."""
+
+    model: str | None
+    cpus: int | None
+    quota_cpus: float | None
+    numa_nodes: int | None
+    instruction_sets: tuple[str, ...]
+    """Those with a host kernel, slowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the process in bytes; None: none, or unknown in a shipped profile."""
+
+    memory_bytes: int | None
+    """The machine's memory, or its container's where that is less; `limited_by` says which."""
+    limited_by: str | None
+    locked_bytes: int | None
+    """`ulimit -l`."""
+    address_space_bytes: int | None
+    """`ulimit -v`."""
+    shared_memory_bytes: int | None
+    """The size of /dev/shm."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """Bytes per second between page-locked host memory and the GPU, in copies of `copy_bytes`."""
+
+    copy_bytes: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    duplex_bytes_per_s: float | None
+    """Both directions at once, in sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Facts and rates of a machine. Rates are of one process and one GPU; a rate that is None is unknown."""
+
+    version: int
+    name: str
+    measured_at: str | None
+    """UTC, ISO 8601; None for a shipped profile."""
+    threads: int | None
+    """Threads of the host step in the rates below."""
+    gpu: Gpu | None
+    gpu_count: int
+    cpu: Cpu
+    limits: Limits
+    links: tuple[LinkRate, ...]
+    """By growing size; none without a GPU."""
+    pinned_s_per_gib: float | None
+    """Seconds to touch and page-lock 1 GiB of host memory."""
+    dram_bytes_per_s: float | None
+    """Read-modify-write roof: what the threads move in a loop with the traffic of a host step."""
+    host_parameters_per_s: float | None
+    """The host's AdamW: 16-bit gradient and weight, split master."""
+    duplex_bytes_per_s: float | None
+    """Large copies in both directions, in sum, the host step idle."""
+    busy_host_parameters_per_s: float | None
+    """As `host_parameters_per_s` while copies run, and below the other way round."""
+    busy_duplex_bytes_per_s: float | None
+    node_host_parameters_per_s: float | None
+    """The host step of all processes of a full machine in sum: they share its memory. Not measured by one process."""
+    node_duplex_bytes_per_s: float | None
+    """Copies in both directions of all GPUs of a full machine in sum."""
+    sources: Mapping[str, str]
+    """Where numbers of a shipped profile come from, by field."""
+
+    @property
+    def rates(self) -> Rates | None:
+        """What the mix of host-stepped and streamed state is chosen from; None where one of the four is unknown."""
+        found = (
+            self.host_parameters_per_s,
+            self.duplex_bytes_per_s,
+            self.busy_host_parameters_per_s,
+            self.busy_duplex_bytes_per_s,
+        )
+        known = [rate for rate in found if rate is not None]
+        return Rates(*known) if len(known) == len(found) else None
+
+    def to_json(self) -> str:
+        return strict_json.to_text(self)
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "the text") -> Hardware:
+        """Raises ConfigError if `text` is no hardware file; `origin` names it there."""
+        try:
+            hardware = strict_json.parse(cls, text)
+            _check(hardware)
+        except ValueError as error:
+            why = _other_version(text) or str(error)
+            raise ConfigError(f"{origin} is no hardware file", why=why, fix=_WRITE_ONE) from error
+        return hardware
+
+
+_WRITE_ONE = "write one with: hostward bench machine --json FILE"
+
+
+def _check(hardware: Hardware) -> None:
+    if hardware.version != VERSION:
+        raise ValueError(f"it has version {hardware.version}, this hostward reads version {VERSION}")
+    if any(a.copy_bytes >= b.copy_bytes for a, b in pairwise(hardware.links)):
+        raise ValueError("links are not in the order of copy_bytes")
+    if hardware.gpu is None and (hardware.gpu_count or hardware.links):
+        raise ValueError("gpu is null, but gpu_count or links say that there is one")
+    if hardware.gpu is not None and not hardware.gpu_count:
+        raise ValueError("gpu_count is 0, but there is a gpu")
+    rates = {
+        "pinned_s_per_gib": hardware.pinned_s_per_gib,
+        "dram_bytes_per_s": hardware.dram_bytes_per_s,
+        "host_parameters_per_s": hardware.host_parameters_per_s,
+        "duplex_bytes_per_s": hardware.duplex_bytes_per_s,
+        "busy_host_parameters_per_s": hardware.busy_host_parameters_per_s,
+        "busy_duplex_bytes_per_s": hardware.busy_duplex_bytes_per_s,
+        "node_host_parameters_per_s": hardware.node_host_parameters_per_s,
+        "node_duplex_bytes_per_s": hardware.node_duplex_bytes_per_s,
+        **{f"links[{i}].h2d_bytes_per_s": link.h2d_bytes_per_s for i, link in enumerate(hardware.links)},
+        **{f"links[{i}].d2h_bytes_per_s": link.d2h_bytes_per_s for i, link in enumerate(hardware.links)},
+        **{f"links[{i}].duplex_bytes_per_s": link.duplex_bytes_per_s for i, link in enumerate(hardware.links)},
+    }
+    for name, rate in rates.items():
+        if rate == 0:
+            raise ValueError(f"{name} is 0; null means unknown")
+
+
+def _other_version(text: str) -> str:
+    """What to say of a file of another version, whose other keys are not ours to judge; "" for all else."""
+    try:
+        version = json.loads(text)["version"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    if type(version) is not int or version == VERSION:
+        return ""
+    return f"it has version {str(version)[:20]}, this hostward reads version {VERSION}"
+
+
+def load(path: Path) -> Hardware:
+    """Raises ConfigError where the file cannot be read or is no hardware file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{path} cannot be read", why=why, fix=_WRITE_ONE) from error
+    return Hardware.from_json(text, str(path))
+
+
+def save(hardware: Hardware, path: Path) -> None:
+    """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(hardware.to_json())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
+        ) from error
+
+
+def profile(name: str) -> Hardware:
+    """A shipped profile by name, as in `PROFILES`. Raises ConfigError for another name."""
+    if name not in PROFILES:
+        raise ConfigError(f"there is no hardware profile {name!r}", fix=f"choose from {', '.join(PROFILES)}")
+    return load(_FOLDER / f"{name}.json")
+
+
+def profile_of(gpu_name: str) -> Hardware | None:
+    """The shipped profile of a GPU by the driver's name of it; None where there is none."""
+    return next((profile(name) for name, names in PROFILES.items() if gpu_name in names), None)

@@ -1,0 +1,252 @@
+"""What can be read about this machine and this process without measuring, gathered once. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from hostward.errors import NativeError
+from hostward.hardware import HostMemory, host_memory
+from hostward.hardware_profile import Hardware
+from hostward.host.library import Library, load
+from hostward.host.threads import CpuFacts, read_cpu_facts
+
+PACKAGES = ("torch", "numpy", "triton", "transformers", "safetensors")
+VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
+"""The environment variables that findings are about."""
+_NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """A GPU that torch sees. `numa_node` is -1 where the system knows of none, None where it does not say."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    free_bytes: int | None
+    """Asked of the first GPU only: asking makes a context."""
+    pci_address: str
+    numa_node: int | None
+    link_width: int | None
+    link_max_width: int | None
+    """PCI Express lanes in use, and lanes that the GPU has."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What torch and the driver say."""
+
+    cuda_build: str | None
+    """The CUDA version that torch was built for; None: a build without CUDA, or no torch."""
+    error: str | None
+    """Why torch sees no GPU, or cannot be imported."""
+    gpus: tuple[GpuFacts, ...]
+    pinned_error: str | None
+    """Why a small block of host memory could not be page-locked."""
+
+
+NO_DEVICES = DeviceFacts(None, None, (), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that the checks of `hostward doctor` look at. Sizes in bytes; None: unknown, or no limit."""
+
+    cpu_model: str | None
+    processor_flags: frozenset[str]
+    cpu: CpuFacts
+    machine_cpus: int
+    node_cpus: Mapping[int, frozenset[int]]
+    """CPUs of each NUMA node that has some."""
+    numa_nodes: int
+    affinity: frozenset[int]
+    """The CPUs that this process may run on."""
+    instruction_sets: tuple[str, ...]
+    native_error: str | None
+    native_fix: str
+    memory: HostMemory
+    swap_used_bytes: int
+    locked_limit_bytes: int | None
+    address_limit_bytes: int | None
+    shared_memory_bytes: int | None
+    transparent_huge_pages: str | None
+    wsl: bool
+    nvidia_addresses: tuple[str, ...]
+    """PCI addresses of NVIDIA GPUs in this machine, hidden ones included."""
+    environ: Mapping[str, str]
+    """Those of `VARIABLES` that are set."""
+    python: str
+    packages: Mapping[str, str]
+    triton_wanted: str | None
+    """The version of triton that the installed torch asks for."""
+    devices: DeviceFacts
+    hardware: Hardware | None
+    """Rates measured earlier."""
+    hardware_error: str | None
+
+
+def gather(
+    environ: Mapping[str, str],
+    devices: DeviceFacts,
+    *,
+    root: Path = Path("/"),
+    native: Callable[[], Library] = load,
+    hardware: Hardware | None = None,
+    hardware_error: str | None = None,
+) -> Facts:
+    """Read the facts of this process. `root` is where `proc`, `sys` and `dev` are looked up."""
+    try:
+        isas, native_error, native_fix = tuple(i.name.lower() for i in native().supported_isas()), None, ""
+    except NativeError as error:
+        isas, native_error, native_fix = (), "; ".join(filter(None, (error.what, error.why))), error.fix
+    info = _processor(root)
+    node_cpus, numa_nodes = _nodes(root)
+    return Facts(
+        cpu_model=cpu_model(root),
+        processor_flags=frozenset((info.get("flags") or info.get("Features") or "").split()),
+        cpu=read_cpu_facts(root),
+        machine_cpus=os.cpu_count() or 1,
+        node_cpus=node_cpus,
+        numa_nodes=numa_nodes,
+        affinity=frozenset(os.sched_getaffinity(0)),
+        instruction_sets=isas,
+        native_error=native_error,
+        native_fix=native_fix,
+        memory=host_memory(root),
+        swap_used_bytes=_swap_used_bytes(root),
+        locked_limit_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        address_limit_bytes=_limit(resource.RLIMIT_AS),
+        shared_memory_bytes=_file_system_bytes(root / "dev/shm"),
+        transparent_huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        wsl="microsoft" in _read(root / "proc/sys/kernel/osrelease").lower() or (root / "dev/dxg").exists(),
+        nvidia_addresses=_nvidia_addresses(root),
+        environ={name: environ[name] for name in VARIABLES if name in environ},
+        python=platform.python_version(),
+        packages=_versions(),
+        triton_wanted=_triton_wanted(),
+        devices=devices,
+        hardware=hardware,
+        hardware_error=hardware_error,
+    )
+
+
+def cpu_model(root: Path = Path("/")) -> str | None:
+    """Name and numbers of the processor as the kernel tells them."""
+    fields = _processor(root)
+    name = fields.get("model name") or fields.get("CPU part")
+    family, model = fields.get("cpu family"), fields.get("model")
+    return f"{name} (family {family} model {model})" if name and family and model else name
+
+
+def read_pci(pci_address: str, root: Path = Path("/")) -> tuple[int | None, int | None, int | None]:
+    """(NUMA node, lanes in use, lanes that there are) of the device at `pci_address`."""
+    folder = root / "sys/bus/pci/devices" / pci_address.lower()
+    node, width, max_width = (
+        _number(_read(folder / name)) for name in ("numa_node", "current_link_width", "max_link_width")
+    )
+    return node, width, max_width
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """The CPUs of a kernel list, as in "0-3,8"; what is no list gives none."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
+        if match:
+            found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)
+
+
+def _processor(root: Path) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, separator, value = line.partition(":")
+        if not separator:
+            break  # the first processor stands for all
+        fields[key.strip()] = value.strip()
+    return fields
+
+
+def _nodes(root: Path) -> tuple[dict[int, frozenset[int]], int]:
+    folders = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    cpus = {int(f.name[4:]): cpu_list(_read(f / "cpulist")) for f in folders if f.name[4:].isdecimal()}
+    return {node: found for node, found in sorted(cpus.items()) if found}, len(folders)
+
+
+def _swap_used_bytes(root: Path) -> int:
+    fields = dict(re.findall(r"^(Swap\w+):\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE))
+    return max(0, int(fields.get("SwapTotal", "0")) - int(fields.get("SwapFree", "0"))) * 1024
+
+
+def _nvidia_addresses(root: Path) -> tuple[str, ...]:
+    return tuple(
+        sorted(
+            folder.name
+            for folder in (root / "sys/bus/pci/devices").glob("*")
+            if _read(folder / "vendor").strip() == _NVIDIA and _read(folder / "class").startswith(_DISPLAY_CLASS)
+        )
+    )
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _file_system_bytes(path: Path) -> int | None:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None
+    return status.f_frsize * status.f_blocks
+
+
+def _chosen(text: str) -> str | None:
+    """The word in brackets."""
+    return text.partition("[")[2].partition("]")[0] or None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _triton_wanted() -> str | None:
+    try:
+        wanted = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return None
+    matches = (re.match(r"triton\s*\(?==\s*([\w.+!-]+)", line) for line in wanted)
+    return next((match[1] for match in matches if match), None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?\d{1,9}\s*", text) else None

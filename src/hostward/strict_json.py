@@ -1,0 +1,105 @@
+"""Frozen dataclasses from JSON that a person may have edited: every key known, every value of its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], text: str) -> T:
+    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`.
+
+    Numbers are finite, and none is negative.
+
+    Raises:
+        ValueError: no JSON, a key that is unknown, missing or there twice, or a value that is not of its type; the
+            text names the place.
+    """
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        return cls(**_fields(cls, content, ""))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def to_text(value: Any) -> str:
+    """JSON of a dataclass instance that `parse` reads back as an equal one."""
+    return json.dumps(dataclasses.asdict(value), indent=1, allow_nan=False) + "\n"
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} is there twice")
+    return found
+
+
+def _fields(cls: type, content: Any, place: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{place or 'the whole'} is {_short(content)}, not an object")
+    hints = get_type_hints(cls)
+    for key in content:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            raise ValueError(f"key {place}{key[:80]!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
+    missing = [key for key in hints if key not in content]
+    if missing:
+        raise ValueError(f"key {place}{missing[0]!r} is missing")
+    return {key: _value(hint, content[key], f"{place}{key}") for key, hint in hints.items()}
+
+
+def _value(hint: Any, value: Any, place: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, Union):
+        inner = next(a for a in arguments if a is not types.NoneType)
+        return None if value is None else _value(inner, value, place)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return hint(**_fields(hint, value, f"{place}."))
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{place} is {_short(value)}, not a list")
+        return tuple(_value(arguments[0], entry, f"{place}[{i}]") for i, entry in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is {_short(value)}, not an object")
+        return {key: _value(arguments[1], entry, f"{place}.{key}") for key, entry in value.items()}
+    if hint is float:
+        return _number(value, place)
+    if type(value) is not hint:
+        raise ValueError(f"{place} is {_short(value)}, not {_NAMES[hint]}")
+    if hint is int and value < 0:
+        raise ValueError(f"{place} is {_short(value)}, which is negative")
+    return value
+
+
+_NAMES = {int: "a whole number", str: "a text", bool: "true or false"}
+
+
+def _number(value: Any, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{place} is {_short(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"{place} is {_short(value)}, which is too large") from error
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{place} is {_short(value)}, not a finite number of at least 0")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
