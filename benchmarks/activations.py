@@ -113,13 +113,15 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         loss.backward()
         return loss.detach()
 
-    # Some kernels, that of the embedding's backward among them, add up in any order otherwise.
+    # Some kernels, of the embedding's backward and of cuDNN's attention among others, add up in any order otherwise.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     started = time.perf_counter()
     loss = iterate(0)
     synchronise(device)
     first_s = time.perf_counter() - started
     torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     bits = sum(int(p.grad.view(torch.int16).to(torch.int64).sum()) for p in model.parameters())
     for number in range(1, arguments.warmup):
         iterate(number)

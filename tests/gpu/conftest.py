@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+# Equal runs have equal bits only so: cuBLAS reads its variable when it starts, and cuDNN's attention adds in any order.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
