@@ -16,9 +16,8 @@ class Alone:
     def enter(self, layer: str) -> None:
         """This thread is about to run `layer`. Raises OrderingError where another one runs one now."""
         me = threading.current_thread()
-        self._running[threading.get_ident()] = (
-            me  # first, so that of two that begin at once one at least sees the other
-        )
+        # first, so that of two that begin at once one at least sees the other
+        self._running[threading.get_ident()] = me
         others = [thread for thread in list(self._running.values()) if thread is not me and thread.is_alive()]
         if others:
             self.leave()

@@ -21,8 +21,7 @@ from hostward.errors import ConfigError, ModelError
 
 from .modules import paths_of
 from .recompute_names import Found, find_parts
-from .visit_hooks import call
-from .visits import inside_checkpoint
+from .visit_hooks import call, inside_checkpoint
 
 log = logging.getLogger("hostward")
 

@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch._compile import _disable_dynamo
 
 if TYPE_CHECKING:
@@ -75,3 +76,9 @@ def call(visits: Visits | OffloadedWeights | None, method: str, *arguments: obje
     """Report to `visits`, if there are any. A compiled caller breaks its graph here."""
     if visits is not None:
         getattr(visits, method)(*arguments)
+
+
+def inside_checkpoint() -> bool:
+    """Whether what is saved now goes to a checkpoint, which will make it again."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__

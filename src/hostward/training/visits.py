@@ -11,10 +11,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.utils.checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
@@ -25,7 +24,7 @@ from .given import Given, tensors_of
 from .in_flight import InFlight
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
-from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call
+from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call, inside_checkpoint
 
 if TYPE_CHECKING:
     from .weight_offload import OffloadedWeights, WeightHandle
@@ -399,9 +398,3 @@ class Visits:
         """Outside all layers nothing of ours is installed, whatever others did to the stack of hooks."""
         while not self._stack.visits and _autograd._top_saved_tensors_default_hooks(True) == self._pair:
             _autograd._pop_saved_tensors_default_hooks()
-
-
-def inside_checkpoint() -> bool:
-    """Whether what is saved now goes to a checkpoint, which will make it again."""
-    top: Any = _autograd._top_saved_tensors_default_hooks(True)
-    return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
