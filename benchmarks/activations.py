@@ -215,6 +215,8 @@ def main() -> None:
     if arguments.one is not None:
         print(json.dumps(measure(arguments, arguments.one)))
         return
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("needs a CUDA device; --device cpu is a smoke test")
     names = arguments.rows.split(",")
     try:
         for name in names:

@@ -43,6 +43,34 @@ OFFLOADING_RULES = (
         shared_with_megatron=True,
     ),
     Rule(
+        "cpu-offloading-weights",
+        PERMANENT,
+        (
+            "model.cpu_offloading",
+            "model.cpu_offloading_num_layers",
+            "model.cpu_offloading_weights",
+            "optimizer.optimizer_cpu_offload",
+            "optimizer.optimizer_offload_fraction",
+            "optimizer.offload_mix",
+            "optimizer.offload_optimizer_states",
+        ),
+        lambda c, _: (
+            c.model.cpu_offloading
+            and c.model.cpu_offloading_weights
+            and c.model.cpu_offloading_num_layers > 0
+            and not (
+                c.optimizer.optimizer_cpu_offload
+                and c.optimizer.optimizer_offload_fraction == 1.0
+                and not c.optimizer.offload_mix
+                and not c.optimizer.offload_optimizer_states
+            )
+        ),
+        "model.cpu_offloading_weights=true with optimizer state that is not all stepped on the host: trained weights "
+        "have their one copy where the host step writes it",
+        "set optimizer.optimizer_cpu_offload=true and optimizer.optimizer_offload_fraction=1.0, without "
+        "optimizer.offload_mix and optimizer.offload_optimizer_states",
+    ),
+    Rule(
         "cpu-offloading-pipeline",
         UNTIL_BUILT,
         ("model.cpu_offloading", "model.pipeline_model_parallel_size"),

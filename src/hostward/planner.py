@@ -14,6 +14,13 @@ LARGEST_STREAMED = 1.25
 """Buckets above this many times the middle size are stepped on the host, where both ways are in use."""
 
 
+_SHARE_OF = {
+    "offload_fraction": "of optimizer-state bytes that lives on the host",
+    "streamed_fraction": "of the state on the host that is streamed through the device for its step",
+}
+_HALF_OF = {"offload_fraction": "puts half of the state on the host", "streamed_fraction": "streams half of it"}
+
+
 def checked_fraction(value: object, option: str = "offload_fraction") -> float:
     """`value` as a fraction in [0, 1]; None means 0. Raises ConfigError for anything else, strings and NaN included."""
     if value is None:
@@ -21,8 +28,8 @@ def checked_fraction(value: object, option: str = "offload_fraction") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ConfigError(
             f"{option} must be a number in [0.0, 1.0], got {value!r}",
-            why="it is the share of optimizer-state bytes that lives on the host",
-            fix=f"{option}=0.5 puts half of the state on the host, 0 none, 1 all",
+            why=f"it is the share {_SHARE_OF.get(option, _SHARE_OF['offload_fraction'])}",
+            fix=f"{option}=0.5 {_HALF_OF.get(option, _HALF_OF['offload_fraction'])}, 0 none, 1 all",
         )
     return abs(float(value))  # -0.0 is 0.0
 

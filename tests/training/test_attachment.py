@@ -10,6 +10,7 @@ import copy
 import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +173,18 @@ def test_attached_twice_is_refused(second: Callable[[Net], torch.nn.Module]) -> 
     hostward.attach(copy.deepcopy(model), activations=1).detach()
     run.detach()
     hostward.attach(second(model), activations=1, layers=list(model.layers)).detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"activations": hostward.Activations(num_layers="2")}, "num_layers must be a whole number"),  # type: ignore[arg-type]
+        ({"activations": hostward.Activations(num_layers=1.5)}, "num_layers must be a whole number"),  # type: ignore[arg-type]
+        ({"activations": hostward.Activations(min_bytes=True)}, "min_bytes must be a whole number"),
+        ({"recompute": 5}, "recompute=5 names no modules"),
+        ({"recompute": (1,)}, "names no modules"),
+    ],
+)
+def test_values_of_other_types_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        hostward.attach(Net(), **options)

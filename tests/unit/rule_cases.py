@@ -74,6 +74,18 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "CPU Offloading is enabled while it is not mentioned what to offload (weights/activations)",
     ),
+    "cpu-offloading-weights": (
+        TINY,
+        (
+            "model.cpu_offloading=true model.cpu_offloading_num_layers=2 model.cpu_offloading_weights=true "
+            "optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=0.5"
+        ),
+        1,
+        (
+            "model.cpu_offloading_weights=true with optimizer state that is not all stepped on the host: trained "
+            "weights have their one copy where the host step writes it"
+        ),
+    ),
     "cpu-offloading-pipeline": (
         TINY,
         "model.cpu_offloading=true model.pipeline_model_parallel_size=2",

@@ -67,9 +67,10 @@ def attach(
     how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
-            f"attach() with a {type(optimizer).__name__}",
+            f"attach() with torch's {type(optimizer).__name__}, or another optimizer that is none of hostward",
             why="only an optimizer of hostward has lanes to share",
-            fix="leave the optimizer out: attach(model, activations=...)",
+            fix="leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
+            "streamed_fraction=0.0)",
         )
     if optimizer is not None:
         _require_optimizer_of(model, optimizer)
@@ -144,6 +145,10 @@ def _how(given: object) -> Activations:
 
 
 def _check(how: Activations, layers: int) -> None:
+    for name in ("num_layers", "min_bytes", "min_elements", "host_bytes", "max_in_flight"):
+        value = getattr(how, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"Activations.{name} must be a whole number, got {value!r}", fix=f"{name}=1")
     if how.num_layers is not None and not 0 < how.num_layers < layers:
         raise ConfigError(
             f"CPU offloading can be done only for layers less than {layers}",

@@ -86,7 +86,7 @@ class ActivationReport:
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         if self.recomputed_modules:
             lines.append(f"  saves its inputs alone, and runs again in backward: {self.recomputed_modules} modules")
-        return "\n".join([*lines, *self._little()])
+        return "\n".join([*lines, *(self._little() if self.offloaded_bytes or self.weights is None else [])])
 
     def _little(self) -> list[str]:
         """A sentence where most of what offloaded layers save stays."""
@@ -168,6 +168,9 @@ class Attachment:
             where = f"{_first_and_last(self.layers)} of {self._shape.visits}"
             moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
             what.append(f"{where}: what they save for backward leaves{self._which}; so far {moved}")
+        if self._weights is not None:
+            away = self._weights.report()
+            what.append(f"{away.offloaded_bytes:,} bytes of weights on the host, {away.here_bytes:,} of them here now")
         if self.recomputed:
             what.append(f"{len(self.recomputed)} modules run again in backward")
         return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"

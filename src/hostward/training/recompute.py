@@ -287,8 +287,11 @@ class Regions:
 
 
 def _check(how: Recompute, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
-    if isinstance(how.modules, str):
-        raise ConfigError(f"recompute={how.modules!r} is a string", fix=f"recompute=({how.modules!r},)")
+    given: object = how.modules
+    if isinstance(given, str):
+        raise ConfigError(f"recompute={given!r} is a string", fix=f"recompute=({given!r},)")
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"recompute={how.modules!r} names no modules", fix='recompute=("layernorm", "mlp_act")')
     if not how.modules:
         raise ConfigError("recompute names no modules", fix='recompute=("layernorm", "mlp_act")')
     if how.num_layers is not None and not 0 < how.num_layers <= len(layers):

@@ -66,9 +66,11 @@ class Apply(_Guard):
             probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
             made = function(probe)
             if (made.dtype, made.device) != (probe.dtype, probe.device):
+                before, after = (
+                    (probe.dtype, made.dtype) if made.device == probe.device else (probe.device, made.device)
+                )
                 raise ModelError(
-                    f"the model was about to be moved from {probe.device} to {made.device}, or from {probe.dtype} to "
-                    f"{made.dtype}, while its weights are offloaded",
+                    f"the model was about to go from {before} to {after} while its weights are offloaded",
                     why="their copies on the host are of what they are now",
                     fix="detach(), change the model, and attach again",
                 )
