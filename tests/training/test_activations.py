@@ -323,7 +323,7 @@ def test_as_many_layers_as_there_are_cannot_leave(count: int) -> None:
 
 def test_an_optimizer_of_torch_is_left_out() -> None:
     model = transformer("Llama")
-    with pytest.raises(ConfigError, match=r"attach\(\) with a SGD[\s\S]*leave the optimizer out"):
+    with pytest.raises(ConfigError, match=r"attach\(\) with SGD[\s\S]*leave the optimizer out"):
         hostward.attach(model, torch.optim.SGD(model.parameters()), activations=1)  # type: ignore[arg-type]
 
 

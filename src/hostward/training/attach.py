@@ -67,7 +67,7 @@ def attach(
     how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
-            f"attach() with torch's {type(optimizer).__name__}, or another optimizer that is none of hostward",
+            f"attach() with {type(optimizer).__name__}, which is no optimizer of hostward",
             why="only an optimizer of hostward has lanes to share",
             fix="leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
             "streamed_fraction=0.0)",
