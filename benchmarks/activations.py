@@ -10,6 +10,7 @@ makes up a row by plus signs (`offload:7+elementwise`, `offload:10+last:14`):
     keep           everything stays
     checkpoint     each layer keeps its input and is recomputed (block:M: the first M layers; last:M: the last M)
     elementwise    norms and activations are recomputed within layers: recompute=("layernorm", "mlp_act")
+    act, norms:M   of these, activations alone; norms in the first M layers alone
     offload:N      the first N layers' saved tensors leave (offload2:N: with double buffering)
     save_on_cpu    torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
 
@@ -46,8 +47,12 @@ from machine import describe
 
 GIB = 1 << 30
 BATCHES = 4
-_PART = re.compile(r"keep|checkpoint|elementwise|save_on_cpu|(block|last|offload2?):\d+")
-_ROWS = "keep, checkpoint, block:M, last:M, elementwise, offload:N, offload2:N, save_on_cpu, or several with +"
+_PART = re.compile(r"keep|checkpoint|elementwise|act|save_on_cpu|(block|last|norms|offload2?):\d+")
+_COUNTED = {"block": "first", "last": "last", "norms": "norms"}
+_ROWS = (
+    "keep, checkpoint, block:M, last:M, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
+    "or several with +"
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,18 @@ class Row:
     double_buffering: bool = False
     save_on_cpu: bool = False
     elementwise: bool = False
+    act: bool = False
+    norms: int = 0
     checkpoint: bool = False
     first: int = 0
     last: int = 0
+
+    def recomputed(self, layers: int) -> dict[str, int]:
+        """What is recomputed within layers, and in how many; none of it in the last, checkpointed ones."""
+        open_layers = layers - self.last
+        counts = {"layernorm": open_layers if self.elementwise else self.norms}
+        counts["mlp_act"] = open_layers if self.elementwise or self.act else 0
+        return {name: count for name, count in counts.items() if count}
 
     def checkpoints(self, number: int, layers: int) -> bool:
         """Whether a layer is recomputed from its input."""
@@ -76,8 +90,8 @@ def row_of(text: str) -> Row:
         kind, _, count = part.partition(":")
         if kind in ("offload", "offload2"):
             found |= {"offloaded": int(count), "double_buffering": kind == "offload2"}
-        elif kind in ("block", "last"):
-            found["first" if kind == "block" else "last"] = int(count)
+        elif kind in _COUNTED:
+            found[_COUNTED[kind]] = int(count)
         elif kind != "keep":
             found[kind] = True
     return Row(**found)
@@ -91,13 +105,12 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = row.checkpoints(number, len(layers))
     run = None
-    if row.offloaded or row.elementwise:
+    if row.offloaded or row.recomputed(len(layers)):
         import hostward
 
         how = hostward.Activations(num_layers=row.offloaded, double_buffering=row.double_buffering)
-        within = hostward.Recompute(("layernorm", "mlp_act"), num_layers=max(1, len(layers) - row.last))
         run = hostward.attach(
-            model, activations=how if row.offloaded else None, recompute=within if row.elementwise else None
+            model, activations=how if row.offloaded else None, recompute=row.recomputed(len(layers)) or None
         )
     generator = torch.Generator().manual_seed(SEED + 1)
     size = (arguments.tokens // arguments.seq, arguments.seq)

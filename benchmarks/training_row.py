@@ -77,12 +77,14 @@ def row_options(text: str) -> RowOptions | None:
     match = _ROW.fullmatch(text)
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
-            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., ..+weights, ..@THREADS"
+            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., "
+            "..+weights, ..@THREADS"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
     threads = int(match["threads"]) if match["threads"] else None
-    return RowOptions(float(match["fraction"]), streamed, match["serial"] is None, match["weights"] is not None, threads)
+    serial, weights = match["serial"] is not None, match["weights"] is not None
+    return RowOptions(float(match["fraction"]), streamed, not serial, weights, threads)
 
 
 @dataclass(frozen=True)

@@ -291,8 +291,8 @@ def test_experts_one_by_one_have_no_activation_to_recompute() -> None:
 
 def test_numbers_of_layers() -> None:
     for count in (0, 5):
-        with pytest.raises(ConfigError, match=f"recompute in {count} of 4 layers"):
-            hostward.attach(transformer("Llama"), recompute=hostward.Recompute(ELEMENTWISE, num_layers=count))
+        with pytest.raises(ConfigError, match=f"recompute of layernorm in {count} of 4 layers"):
+            hostward.attach(transformer("Llama"), recompute=dict.fromkeys(ELEMENTWISE, count))
 
 
 def test_offloading_of_what_is_inside_of_recomputed_modules_is_refused() -> None:
@@ -306,7 +306,7 @@ def test_offloading_of_what_is_inside_of_recomputed_modules_is_refused() -> None
     with pytest.raises(ConfigError, match="Cannot offload qkv_linear while recomputing"):
         both(("self_attn",), "qkv_linear")
     both(("mlp",), "mlp", "core_attn")
-    both(hostward.Recompute(("mlp",), num_layers=2), "mlp.act_fn")
+    both({"mlp": 2}, "mlp.act_fn")
 
 
 def test_paths_of_other_networks() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from hostward.errors import ConfigError
 from .attachment import Activations, Attachment
 from .control import Control
 from .layers import find_layers
-from .recompute import Recompute, Regions
+from .recompute import Regions
 from .visit_hooks import is_attached
 from .weight_offload import OffloadedWeights, Weights, check_weights, weights_of
 
@@ -34,7 +34,7 @@ def attach(
     *,
     activations: Activations | int | None = None,
     weights: Weights | int | None = None,
-    recompute: Recompute | Sequence[str] | None = None,
+    recompute: Sequence[str] | Mapping[str, int | None] | None = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
 ) -> Attachment:
@@ -53,8 +53,9 @@ def attach(
         activations: how; a number is that of layers. None: they stay.
         weights: how weights leave; a number is that of layers. Frozen ones, and those that the host steps
             (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`). None: they stay.
-        recompute: what layers run again in backward instead of saving it; ("layernorm", "mlp_act") costs little, and
-            what remains is offloaded as `activations` says.
+        recompute: what layers run again in backward instead of saving it, by names of `hostward.training.recompute`;
+            ("layernorm", "mlp_act") costs little, and what remains is offloaded as `activations` says. With numbers
+            of layers, from the first on: {"mlp_act": None, "layernorm": 9}; None: all.
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
