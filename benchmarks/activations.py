@@ -143,15 +143,17 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     weights_bytes = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times_s = []
+    times_s, issue_s = [], []
     for number in range(arguments.steps):
         started = time.perf_counter()
         iterate(number)
+        issue_s.append(time.perf_counter() - started)
         synchronise(device)
         times_s.append(time.perf_counter() - started)
     found: dict[str, Any] = {
         "step_s": statistics.median(times_s),
         "step_s_all": times_s,
+        "issue_s": statistics.median(issue_s),
         "first_step_s": first_s,
         "loss": loss.item(),
         "gradient_bits": bits,
@@ -195,7 +197,7 @@ def child(arguments: argparse.Namespace, text: str, limit_s: float) -> dict[str,
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     base = next((r for r in rows if r["status"] == "ok"), None)
-    print(f"{'row':28} {'ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  same gradients")
+    print(f"{'row':28} {'ms':>9} {'issue ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  same gradients")
     for r in rows:
         if r["status"] != "ok" or base is None:
             print(f"{r['row']:28} {r['status']}: {r.get('why', '')[-120:]}")
@@ -203,7 +205,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         same = "yes" if r["gradient_bits"] == base["gradient_bits"] else "NO"
         peak, host = r.get("device_peak_bytes", 0) / GIB, r.get("host_bytes", 0) / GIB
         ratio = r["step_s"] / base["step_s"]
-        print(f"{r['row']:28} {r['step_s'] * 1e3:9.1f} {ratio:7.3f} {peak:9.2f} {host:9.2f}  {same}")
+        print(
+            f"{r['row']:28} {r['step_s'] * 1e3:9.1f} {r['issue_s'] * 1e3:9.1f} {ratio:7.3f} {peak:9.2f} {host:9.2f}  {same}"
+        )
 
 
 def main() -> None:
