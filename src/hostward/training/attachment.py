@@ -176,9 +176,9 @@ class Attachment:
         return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
 
     def detach(self) -> None:
-        """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved, or a CUDA graph
-        is being captured: then a second call returns it later. CUDA graphs that were captured while this was attached
-        must not be replayed afterwards: the host memory that they copy to is gone.
+        """Leave the model as it was. Host memory goes back too, unless autograd still needs what was saved, or a CUDA
+        graph is being captured: then a second call returns it later. CUDA graphs that were captured before must not be
+        replayed afterwards: the host memory that they copy to is gone.
         """
         for wrapped in self._wrapped:
             wrapped.undo()

@@ -111,12 +111,19 @@ class Region:
                 why="the recomputation would write to it once more",
                 fix="use_cache=False",
             )
+        draws = self.draws()
+        if draws and torch.cuda.is_current_stream_capturing():
+            raise ModelError(
+                f"a {type(self._module).__name__} that is recomputed inside the capture of a CUDA graph",
+                why="it may draw random numbers, and the generators' state of a capture is not that of a replay",
+                fix="recompute norms and activations alone (layernorm, mlp_act, moe_act), or nothing",
+            )
         # A checkpoint saves what is passed by position; by keyword, it only holds it.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         rest = {name: value for name, value in kwargs.items() if name not in names}
         call = _Call(function, self.owners(), len(args), names, rest)
         inputs = (*args, *(kwargs[name] for name in names))
-        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=self.draws())
+        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
 class Norm(Region):

@@ -40,8 +40,8 @@ class Visit:
     """One call of a layer, and the groups that left in it (alive as long as handles on them are)."""
 
     __slots__ = (
-        "__weakref__", "before", "begun", "capture", "groups", "installed", "layer", "number", "open", "released", "shared",
-        "stream",
+        "__weakref__", "before", "begun", "capture", "groups", "installed", "layer", "number", "open", "released",
+        "shared", "stream",
     )  # fmt: skip
 
     def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why], capture: int) -> None:
