@@ -1,6 +1,6 @@
 """Offloaded activations inside the capture of a CUDA graph, on a backend that keeps the rules of captures.
 
-SEENRED
+Seen red: SEEN
 """
 
 from __future__ import annotations
@@ -278,9 +278,7 @@ def test_t44_forward_and_backward_in_two_captures_are_refused() -> None:
         gradients(net, 0)
         with backend.capturing_a_graph():
             loss = net(batch(0)).square().mean()
-        with pytest.raises(
-            ModelError, match="backward outside of any CUDA graph of a forward in the capture"
-        ):
+        with pytest.raises(ModelError, match="backward outside of any CUDA graph of a forward in the capture"):
             loss.backward(retain_graph=True)
         with backend.capturing_a_graph(), pytest.raises(ModelError, match="of a forward in the capture of another"):
             loss.backward()
@@ -291,9 +289,9 @@ def test_t44_forward_and_backward_in_two_captures_are_refused() -> None:
 
 
 def test_a_capture_may_end_after_forward() -> None:
-    """The last layer has run: nothing is under way. What is left over of it goes without a wait."""
+    """The last layer has run: nothing is under way. Later backwards leave what the graph has saved where it is."""
     net = Net()
-    run, backend = attached(net, num_layers=1)
+    run, backend = attached(net, num_layers=1, double_buffering=True)
     expected = gradients(net, 0)
     with backend.capturing_a_graph():
         out = net(batch(0))
@@ -304,21 +302,76 @@ def test_a_capture_may_end_after_forward() -> None:
     assert backend.ledger.by_owner(Tier.HOST) == {}
 
 
-def test_what_is_not_used_in_a_capture_is_waited_for_in_it() -> None:
-    """A loss that is dropped, a forward that stops early, a graph that is used in part: then one that is whole."""
+def test_outputs_that_are_dropped_in_a_capture() -> None:
     net = Net()
     run, backend = attached(net)
     expected = gradients(net, 0)
-    gradients(net, 0, microbatches=4)
     with backend.capturing_a_graph():
-        out = net(batch(1))
-        del out
-        (early,) = torch.autograd.grad(net(batch(2), layers=2).sum(), net.layers[1].linear.weight)
-        assert early.shape == (16, 16)
+        net(batch(1), layers=3)
+        net.layers[3](batch(2))
+    gradients(net, 0)
+    with backend.capturing_a_graph():
+        net(batch(1))
         assert same(gradients(net, 0), expected)
     assert same(gradients(net, 0), expected)
     run.detach()
     assert backend.ledger.by_owner(Tier.HOST) == {}
+
+
+def test_what_a_captured_backward_has_not_reached() -> None:
+    """It is waited for in the capture all the same; afterwards nobody waits for it, nor may anybody use it."""
+    net = Net()
+    run, backend = attached(net)
+    expected = gradients(net, 0)
+    for used in (False, True):
+        gradients(net, 0)
+        with backend.capturing_a_graph():
+            reached = net(batch(0), layers=2)
+            beyond = net.layers[2](reached)
+            torch.autograd.grad(reached.sum(), net.layers[1].linear.weight)
+        if used:
+            with pytest.raises(ModelError, match="backward outside of any CUDA graph of a forward in the capture"):
+                torch.autograd.grad(beyond.sum(), net.layers[2].linear.weight)
+        assert same(gradients(net, 0), expected)
+        del beyond
+        assert same(gradients(net, 0), expected)
+    del reached
+    gradients(net, 0)
+    run.detach()
+    assert backend.ledger.by_owner(Tier.HOST) == {}
+
+
+def test_after_a_capture_that_failed() -> None:
+    net = Net()
+    run, backend = attached(net)
+    expected = gradients(net, 0)
+    wrong = batch(0).detach()[:, :3]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), backend.capturing_a_graph():
+        net(wrong, layers=net(batch(0), layers=2).dim())
+    assert same(gradients(net, 0), expected)
+    with backend.capturing_a_graph():
+        assert same(gradients(net, 0), expected)
+    run.detach()
+    assert backend.ledger.by_owner(Tier.HOST) == {}
+
+
+def test_after_a_capture_iterations_of_many_sizes_share_memory_as_before() -> None:
+    def varied(net: Net) -> None:
+        for rows in (8, 24, 16, 24, 8):
+            net(batch(0, rows)).square().mean().backward()
+
+    net, other = Net(), Net()
+    run, backend = attached(net)
+    alone, _ = attached(other)
+    gradients(net, 0)
+    before = run.report().host_bytes
+    with backend.capturing_a_graph():
+        gradients(net, 0)
+    varied(net)
+    varied(other)
+    assert run.report().host_bytes == before + alone.report().host_bytes
+    run.detach()
+    alone.detach()
 
 
 def test_what_died_before_the_capture_is_let_go_after_it() -> None:
@@ -339,8 +392,11 @@ def test_retained_graphs_within_a_capture() -> None:
     expected = [gradients(Net(), 0)]
     run, backend = attached(net)
     gradients(net, 0)
+    inner = list[torch.Tensor]()
     with backend.capturing_a_graph():
+        handle = net.layers[1].linear.register_forward_hook(lambda *call: inner.append(call[-1]))  # type: ignore[union-attr]
         loss = net(batch(0)).square().mean()
+        handle.remove()
         for _ in range(3):
             net.zero_grad()
             loss.backward(retain_graph=True)
@@ -348,7 +404,10 @@ def test_retained_graphs_within_a_capture() -> None:
     assert all(same(found, expected[0]) for found in expected)
     with pytest.raises(ModelError, match="backward outside of any CUDA graph"):
         loss.backward()
+    with pytest.raises(ModelError, match="backward outside of any CUDA graph"):
+        torch.autograd.grad(inner[0].sum(), net.layers[1].linear.weight)  # past the layer's output
     del loss
+    inner.clear()
     assert same(gradients(net, 0), expected[0])
     run.detach()
 

@@ -112,7 +112,7 @@ class Region:
                 fix="use_cache=False",
             )
         draws = self.draws()
-        if draws and torch.cuda.is_current_stream_capturing():
+        if draws and _capturing([*args, *kwargs.values()]):
             raise ModelError(
                 f"a {type(self._module).__name__} that is recomputed inside the capture of a CUDA graph",
                 why="it may draw random numbers, and the generators' state of a capture is not that of a replay",
@@ -179,6 +179,12 @@ class _Tail:
         mlp = self._mlp
         out: torch.Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
         return out
+
+
+def _capturing(inputs: Sequence[object]) -> bool:
+    """Whether a CUDA graph is being captured, by who works on `inputs`."""
+    on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+    return on_device and torch.cuda.is_current_stream_capturing()
 
 
 class _Call:
