@@ -315,3 +315,16 @@ def test_paths_of_other_networks() -> None:
     model = Encoder()
     with attach(model, "self_attn", "norm[12]", "linear1"):
         assert same(trained(model), expected)
+
+
+def test_t44_in_a_capture_what_may_draw_random_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generators cannot be asked for their state there. Norms and gated activations draw nothing."""
+    model = transformer("Llama")
+    monkeypatch.setattr("hostward.training.recompute._capturing", lambda _: True)
+    with attach(model):
+        loss_of(model, 0)
+    with (
+        attach(model, "mlp"),
+        pytest.raises(ModelError, match="LlamaMLP that is recomputed inside the capture of a CUDA"),
+    ):
+        loss_of(model, 0)

@@ -154,6 +154,24 @@ def test_every_issue_of_a_turn_is_timed_by_itself() -> None:
     assert backend.fake.records[0] != backend.fake.records[base]
 
 
+def test_t44_what_is_captured_is_not_timed() -> None:
+    """A graph's events have no times."""
+    backend, heard = FakeBackend(), Heard()
+    work = copy_work(backend)
+    work.issue()
+    plain = backend.calls()
+    backend.meter = heard
+    backend.begin_turn()
+    work.issue()
+    timed = backend.calls()
+    backend.in_capture = True
+    work.issue()
+    assert [call[0] for call in backend.calls()] == [call[0] for call in plain] != [call[0] for call in timed]
+    for _ in range(RING):
+        backend.begin_turn()
+    assert len(heard.spans) == 1
+
+
 def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
     backend = FakeBackend()
     backend.meter = Heard()

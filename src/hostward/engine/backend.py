@@ -313,7 +313,13 @@ class Backend(ABC):
 
     def capturing(self) -> bool:
         """Whether what is issued now would become part of a CUDA graph."""
-        return False
+        return self.capture() != 0
+
+    def capture(self) -> int:
+        """The number of the capture whose CUDA graph what is issued now becomes part of; 0: of none. An event that was
+        recorded in one capture, or in none, is waited for in no other.
+        """
+        return 0
 
     def drain(self) -> None:
         """Empty all lanes after an error that is already on its way: what they report besides is dropped."""

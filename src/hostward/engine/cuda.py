@@ -31,6 +31,7 @@ from .backend import (
     require_tier,
 )
 from .commands import Command, CommandList, Streams, Verb, driver_table
+from .cuda_compute import ComputeLane
 from .cuda_kernels import KernelTables
 from .cuda_memory import device_slab, host_blocks
 from .cuda_timing import Timings
@@ -46,6 +47,7 @@ from .cuda_work import (
     TaskWork,
 )
 from .driver import (
+    capture_number,
     current_context,
     event_create,
     event_destroy,
@@ -85,12 +87,12 @@ class CudaBackend(Backend):
             self.streams = Streams(len(LANES), current_context())  # that of the streams
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
-        self._compute = torch.cuda.current_stream(self.device).cuda_stream
-        self.streams.set(INDEX[Lane.COMPUTE], self._compute)
         self._events: list[int] = []
         self._unused: list[int] = []
-        self._compute_turned = self._plain_event()
-        self._fences = [[self._plain_event() for _ in LANES] for _ in range(RING)]
+        self._unused_in_captures: list[int] = []
+        now, turned = torch.cuda.current_stream(self.device).cuda_stream, self._plain_event(self._unused)
+        self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
+        self._fences = [[self._plain_event(self._unused) for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self.timings = Timings(self._timed_event, event_elapsed_ms)
@@ -143,7 +145,9 @@ class CudaBackend(Backend):
     # ---------------------------------------------------------------- operations
 
     def event(self) -> Event:
-        return CudaEvent(self._plain_event(), self._unused)
+        # Outside of its capture the driver refuses to wait for an event, until it is recorded anew.
+        unused = self._unused_in_captures if self.capturing() else self._unused
+        return CudaEvent(self._plain_event(unused), unused)
 
     def copy(
         self,
@@ -313,6 +317,9 @@ class CudaBackend(Backend):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def capture(self) -> int:
+        return capture_number(self.compute_key()) if self.capturing() else 0
+
     def describe(self) -> Mapping[str, object]:
         return {
             "backend": "cuda",
@@ -326,12 +333,8 @@ class CudaBackend(Backend):
     def follow_compute(self) -> None:
         """Make the stream that is current now the compute lane, behind the one that was."""
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle != self._compute:
-            compute, turned = INDEX[Lane.COMPUTE], self._compute_turned
-            CommandList([Command(Verb.RECORD, compute, turned)], self.driver).issue(self.streams)
-            self._compute = handle
-            self.streams.set(compute, handle)
-            CommandList([Command(Verb.WAIT, compute, turned)], self.driver).issue(self.streams)
+        if not self._compute.is_at(handle):
+            self._compute.go_to(handle, capturing=self.capturing())
 
     @contextlib.contextmanager
     def current(self, lane: Lane) -> Iterator[None]:
@@ -361,9 +364,9 @@ class CudaBackend(Backend):
         self._events.append(handle)
         return handle
 
-    def _plain_event(self) -> int:
-        if self._unused:
-            return self._unused.pop()
+    def _plain_event(self, unused: list[int]) -> int:
+        if unused:
+            return unused.pop()
         handle = event_create(timing=False)
         self._events.append(handle)
         return handle

@@ -63,7 +63,8 @@ class CudaWork(Work):
     def time(self) -> None:
         """Write the timed events of this issue into the commands, or none. Done if there is a meter, or was one."""
         backend = self._backend
-        self.timed = UNTIMED if backend.meter is None else backend.timings.take(backend.turn)
+        timed = backend.meter is not None and not backend.capturing()  # a graph's events have no times
+        self.timed = backend.timings.take(backend.turn) if timed else UNTIMED
         for (words, at), event in zip(self._timed, self.timed, strict=True):
             words[at] = event
 

@@ -101,12 +101,19 @@ class Region:
                 why="the recomputation would write to it once more",
                 fix="use_cache=False",
             )
+        draws = self.draws()
+        if draws and _capturing([*args, *kwargs.values()]):
+            raise ModelError(
+                f"a {type(self._module).__name__} that is recomputed inside the capture of a CUDA graph",
+                why="it may draw random numbers, and the generators' state of a capture is not that of a replay",
+                fix="recompute norms and activations alone (layernorm, mlp_act, moe_act), or nothing",
+            )
         # A checkpoint saves what is passed by position; by keyword, it only holds it.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         rest = {name: value for name, value in kwargs.items() if name not in names}
         call = _Call(function, self.owners(), len(args), names, rest)
         inputs = (*args, *(kwargs[name] for name in names))
-        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=self.draws())
+        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
 class Norm(Region):
@@ -162,6 +169,12 @@ class _Tail:
         mlp = self._mlp
         out: torch.Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
         return out
+
+
+def _capturing(inputs: Sequence[object]) -> bool:
+    """Whether a CUDA graph is being captured, by who works on `inputs`."""
+    on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+    return on_device and torch.cuda.is_current_stream_capturing()
 
 
 class _Call:

@@ -34,7 +34,7 @@ from .fetched import FetchedWeights
 from .gradients import Gradient
 from .schedules import Schedules
 from .slots import Slots
-from .state import BucketState, pieces, require_no_capture
+from .state import BucketState, pieces, require_arrived, require_no_capture
 from .targets import Targets
 from .totals import Totals
 
@@ -345,6 +345,7 @@ class StepIssuer(FetchedWeights):
         self._unreported.discard(layer)
         if layer not in self.pending:
             return
+        require_arrived(self._backend, layer)
         if self._unstaged is False and (self._slots.wanted_back(layer) or len(self.pending) == 1):
             self._issue_point(UNSTAGE)
             self._slots.give_back()
