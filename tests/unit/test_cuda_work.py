@@ -17,14 +17,15 @@ import torch
 from fake_backend import STREAM_OF, FakeBackend, TwoTables, launch_of
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.engine.commands import NativeCall
 from hostward.engine.cuda_work import (
     TOGETHER,
     CommandWork,
-    CudaBatch,
     HostWork,
     KernelWork,
     TableWork,
     TaskWork,
+    batch_of,
 )
 from hostward.engine.host_task import add_task
 from hostward.errors import DeviceError
@@ -329,7 +330,7 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
         return backend, works
 
     backend, works = made()
-    batch = CudaBatch(backend, works)  # type: ignore[arg-type]
+    batch = batch_of(backend, works)  # type: ignore[arg-type]
     other, alone = made()
     meters = Heard(), Heard()
     for turn in range(3):
@@ -359,12 +360,12 @@ def test_a_batch_makes_few_native_calls(monkeypatch: pytest.MonkeyPatch) -> None
     native, calls = backend.driver.issue, []
 
     def counted(*arguments: Any) -> int:
-        calls.append(arguments[4])
+        calls.append(NativeCall.from_address(arguments[0].value).n_lists)
         return native(*arguments)
 
     monkeypatch.setattr(backend.driver, "issue", counted)
     works = [table_work(backend)[0] for _ in range(TOGETHER + 1)]
-    CudaBatch(backend, works).issue()  # type: ignore[arg-type]
+    batch_of(backend, works).issue()  # type: ignore[arg-type]
     assert calls == [TOGETHER, 1]
     works[0].issue()
     assert calls == [TOGETHER, 1, 1]

@@ -38,12 +38,12 @@ from .cuda_work import (
     INDEX,
     LANES,
     CommandWork,
-    CudaBatch,
     CudaEvent,
     HostWork,
     KernelWork,
     TableWork,
     TaskWork,
+    batch_of,
 )
 from .driver import (
     current_context,
@@ -74,6 +74,7 @@ class CudaBackend(Backend):
             raise DeviceError("no CUDA device", why="torch.cuda.is_available() is false", fix="train.device=cpu")
         index = None if device is None else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._ordinal = self.device.index
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
         self.driver = driver_table()
@@ -266,7 +267,7 @@ class CudaBackend(Backend):
         return CommandWork(self, name, lane, waits, done or self.event())
 
     def batch(self, works: Sequence[Work]) -> Batch:
-        return CudaBatch(self, works)
+        return batch_of(self, works)
 
     # ---------------------------------------------------------------- turns
 
@@ -325,7 +326,7 @@ class CudaBackend(Backend):
 
     def follow_compute(self) -> None:
         """Make the stream that is current now the compute lane, behind the one that was."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle = torch._C._cuda_getCurrentRawStream(self._ordinal)
         if handle != self._compute:
             compute, turned = INDEX[Lane.COMPUTE], self._compute_turned
             CommandList([Command(Verb.RECORD, compute, turned)], self.driver).issue(self.streams)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
@@ -21,34 +20,43 @@ from hostward.errors import ModelError
 from hostward.inspect import Tracked
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """The gradient of one parameter, flat and contiguous, in the dtype in which autograd left it."""
+class Gradient(NamedTuple):
+    """The gradient of one parameter, contiguous, in the shape and dtype in which autograd left it."""
 
     name: str
-    flat: torch.Tensor
+    data: torch.Tensor
 
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter) -> Gradient:
         """Raises ModelError for a gradient that is not a dense floating tensor on the parameter's device."""
         grad = parameter.grad
-        problem = None
-        if grad is None:
-            problem = "has no gradient"
-        elif grad.layout is not torch.strided:
-            problem = f"has a gradient with layout {grad.layout}"
-        elif grad.dtype not in DTYPES:
-            problem = f"has a gradient of dtype {grad.dtype}"
-        elif grad.device != parameter.device or grad.shape != parameter.shape:
-            problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
-        if problem or grad is None:
-            raise ModelError(
-                f"parameter {name!r} {problem}",
-                why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
-                fix="make the gradient dense, or leave the parameter out of the optimizer",
-            )
-        flat = grad.detach() if grad.requires_grad else grad
-        return cls(name, flat.ravel())
+        if (
+            grad is None
+            or grad.layout is not torch.strided
+            or grad.dtype not in DTYPES
+            or grad.device != parameter.device
+            or grad.shape != parameter.shape
+        ):
+            raise _unfit(name, grad)
+        if grad.requires_grad:
+            grad = grad.detach()
+        return cls(name, grad if grad.is_contiguous() else grad.contiguous())
+
+
+def _unfit(name: str, grad: torch.Tensor | None) -> ModelError:
+    if grad is None:
+        problem = "has no gradient"
+    elif grad.layout is not torch.strided:
+        problem = f"has a gradient with layout {grad.layout}"
+    elif grad.dtype not in DTYPES:
+        problem = f"has a gradient of dtype {grad.dtype}"
+    else:
+        problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
+    return ModelError(
+        f"parameter {name!r} {problem}",
+        why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
+        fix="make the gradient dense, or leave the parameter out of the optimizer",
+    )
 
 
 class Where(StrEnum):
@@ -75,20 +83,38 @@ _FIXES = {
 }
 
 
+class Fate:
+    """What became of the gradients that one step takes, or would have."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = Where.TAKEN
+
+
 class MovedGradient(torch.Tensor):
     """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
 
     parameter_name: str
-    became: Where
+    fate: Fate
     unscaled: Callable[[torch.Tensor, torch.Tensor], None]
 
     @staticmethod
     def __new__(
-        cls, name: str, like: torch.Tensor, dtype: torch.dtype, unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+        cls,
+        name: str,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        fate: Fate,
+        unscaled: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> MovedGradient:
         made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.parameter_name, made.became, made.unscaled = name, Where.TAKEN, unscaled
+        made.parameter_name, made.fate, made.unscaled = name, fate, unscaled
         return made
+
+    @property
+    def became(self) -> Where:
+        return self.fate.now
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -116,7 +142,7 @@ class MovedGradient(torch.Tensor):
             dtype=options.get("dtype") or self.dtype,
             device=options.get("device") or self.device,
         )
-        made.parameter_name, made.became, made.unscaled = self.parameter_name, self.became, self.unscaled
+        made.parameter_name, made.fate, made.unscaled = self.parameter_name, self.fate, self.unscaled
         return made
 
     def _error(self, use: str) -> ModelError:
@@ -190,6 +216,8 @@ class Handover:
         self._taker = taker
         self.summed = summed
         self._placeholders: dict[str, MovedGradient] = {}
+        self._fate = Fate()
+        """Of what is taken now."""
         self.taken: set[str] = set()
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
@@ -263,15 +291,17 @@ class Handover:
         """Take what is in `.grad`, which is `gradient` if that is given. Raises ModelError for a gradient that no step
         is defined for.
         """
-        gradient = gradient or Gradient.of(t.name, t.parameter)
-        self._hook(t)
-        placeholder = self._placeholders.get(t.name)
-        if placeholder is None or placeholder.dtype is not gradient.flat.dtype:
-            placeholder = MovedGradient(t.name, t.parameter, gradient.flat.dtype, self._unscaled)
-            self._placeholders[t.name] = placeholder
-        placeholder.became = Where.TAKEN
-        t.parameter.grad = placeholder
-        self.taken.add(t.name)
+        name, parameter = t.name, t.parameter
+        gradient = gradient or Gradient.of(name, parameter)
+        if name not in self._hooked:
+            self._hook(t)
+        placeholder, dtype = self._placeholders.get(name), gradient.data.dtype
+        if placeholder is None or placeholder.dtype is not dtype:
+            placeholder = MovedGradient(name, parameter, dtype, self._fate, self._unscaled)
+            self._placeholders[name] = placeholder
+        placeholder.fate = self._fate
+        parameter.grad = placeholder
+        self.taken.add(name)
         self._taker.take(gradient, last=last)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -283,15 +313,16 @@ class Handover:
         Raises:
             ModelError: a gradient was lost, or was cleared or replaced by hand after it had been taken.
         """
-        found, cleared = [], []
+        found, cleared, taken = [], [], self.taken
         for t in self._tracked:
             grad = t.parameter.grad
             if isinstance(grad, MovedGradient):
                 if grad.became is Where.LOST:
                     _raise_lost(t.name)
             elif grad is None:
-                cleared += [t.name] if t.name in self.taken else []
-            elif t.name in self.taken:
+                if t.name in taken:
+                    cleared.append(t.name)
+            elif t.name in taken:
                 raise ModelError(
                     f"the gradient of parameter {t.name!r} was replaced after the optimizer had taken it",
                     why="the step would be made with the one that was taken",
@@ -333,8 +364,8 @@ class Handover:
 
     def mark(self, where: Where) -> None:
         """Say what became of everything taken; nothing is taken any more."""
-        for name in self.taken:
-            self._placeholders[name].became = where
+        self._fate.now = where
+        self._fate = Fate()
         self.taken.clear()
         self.unscaled.clear()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class StepIssuer(FetchedWeights):
         self._unreported: set[str] = set()
         """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._unstaged = True
+        self._holding: set[int] = set()
+        """Buckets with gradients that are on the device, of this turn or of the one before."""
         self._lower()
         self._reset()
         # What is pending writes to memory that this object holds.
@@ -148,19 +150,21 @@ class StepIssuer(FetchedWeights):
         """
         if not self.turning:
             self._begin()
-        flat = self._held[gradient.name] = gradient.flat
-        summed = self._totals.summed
-        for b, i, span in self._parts[gradient.name]:
+        name, data = gradient
+        self._held[name] = data
+        summed, refill = self._totals.summed, self._backend.refill
+        for b, i, span in self._parts[name]:
             if b in summed and b in self._reported:
                 if b in self._in_flight:
                     self._in_flight.remove(b)  # of the microbatch before
                     self._release(b)
                 self._reported.discard(b)
-            self._backend.refill(self._gradients[b][i], flat if span is None else flat[span])
-            self._chosen[b].add(i)
-            self._fresh[b].add(i)
-            there = self._fresh[b] if b in summed else self._chosen[b]
-            if len(there) == len(self._gradients[b]):
+            gradients, chosen, fresh = self._gradients[b], self._chosen[b], self._fresh[b]
+            refill(gradients[i], data if span is None else data.view(-1)[span])
+            self._holding.add(b)
+            chosen.add(i)
+            fresh.add(i)
+            if len(fresh if b in summed else chosen) == len(gradients):
                 self._gradient_point(b, last=last)
 
     def require_used(self, name: str) -> None:
@@ -187,7 +191,7 @@ class StepIssuer(FetchedWeights):
             self._gradient_point(b, last=last)
 
     def give_back(self, name: str) -> torch.Tensor:
-        """Return a taken gradient, flat, because more will be added to it; `take` will be called for it again."""
+        """Return a taken gradient because more will be added to it; `take` will be called for it again."""
         parameter, parts = self._tracked[name].parameter, self._parts[name]
         held = self._held.pop(name, None)
         # Autograd adds in place: not while a copy still reads.
@@ -199,7 +203,7 @@ class StepIssuer(FetchedWeights):
             for b, i, span in parts:
                 target = held if span is None else held[span]
                 if self._gradients[b][i].data.numel():
-                    target.copy_(self._gradients[b][i].data)
+                    target.copy_(self._gradients[b][i].data.view(-1))
                 else:
                     self._fetch_back(b, i, target)
         for b, i, _ in parts:
@@ -272,11 +276,13 @@ class StepIssuer(FetchedWeights):
 
     def _drop(self, buckets: Iterable[int]) -> None:
         """Forget gradients that the compute lane may overwrite from here on."""
-        for b in buckets:
+        nothing, held = self._nothing, self._held
+        for b in self._holding.intersection(buckets):
+            self._holding.remove(b)
             for buffer in self._gradients[b]:
-                buffer.data = self._nothing
+                buffer.data = nothing
             for name in self._of_bucket[b]:
-                self._held.pop(name, None)
+                held.pop(name, None)
 
     def _stage(self) -> None:
         if self._shape.transient:
@@ -292,7 +298,9 @@ class StepIssuer(FetchedWeights):
         while a CUDA graph is captured.
         """
         require_no_capture(self._backend)
-        dtypes = {g.name: g.flat.dtype for g in gradients}
+        if not self._held and len({g.data.dtype for g in gradients}) <= 1:
+            return
+        dtypes = {g.name: g.data.dtype for g in gradients}
         for b, state in enumerate(self._states):
             found = {self._gradients[b][i].data.dtype for i in self._fresh[b] if b not in self._reported}
             found.update(dtypes[name] for name in self._of_bucket[b] if name in dtypes)
@@ -307,9 +315,7 @@ class StepIssuer(FetchedWeights):
         self._bindings.set_constants(groups)
         for name in ("max_norm", "inv_scale", "found_inf", "overflow_out"):
             setattr(self._bindings.clipping, name, getattr(clipping, name))
-        ranges = [s.bucket.ranges for s in self._states]
-        stepped = dict.fromkeys(ranges[b][i].name for b, chosen in enumerate(self._chosen) for i in chosen)
-        scattered = self._targets.refresh(stepped)
+        scattered = self._targets.refresh(dict.fromkeys(self._stepped()))
         for b in reversed(range(len(self._states))):
             if self._chosen[b]:
                 self._gradient_point(b)
@@ -323,6 +329,15 @@ class StepIssuer(FetchedWeights):
         self._issue_point(STEP)
         self._backend.end_turn()
         self._end(scattered)
+
+    def _stepped(self) -> Iterator[str]:
+        """Names of parameters with a gradient, some more than once."""
+        for b, chosen in enumerate(self._chosen):
+            if len(chosen) == len(self._gradients[b]):
+                yield from self._of_bucket[b]
+            else:
+                ranges = self._states[b].bucket.ranges
+                yield from (ranges[i].name for i in chosen)
 
     def _end(self, scattered: bool) -> None:
         """Everything of the step has been issued but the arrivals."""
