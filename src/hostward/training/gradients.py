@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
@@ -20,27 +20,24 @@ from hostward.errors import ModelError
 from hostward.inspect import Tracked
 
 
-class Gradient(NamedTuple):
-    """The gradient of one parameter, contiguous, in the shape and dtype in which autograd left it."""
+def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter, contiguous, in the shape and dtype in which autograd left it.
 
-    name: str
-    data: torch.Tensor
-
-    @classmethod
-    def of(cls, name: str, parameter: torch.nn.Parameter) -> Gradient:
-        """Raises ModelError for a gradient that is not a dense floating tensor on the parameter's device."""
-        grad = parameter.grad
-        if (
-            grad is None
-            or grad.layout is not torch.strided
-            or grad.dtype not in DTYPES
-            or grad.device != parameter.device
-            or grad.shape != parameter.shape
-        ):
-            raise _unfit(name, grad)
-        if grad.requires_grad:
-            grad = grad.detach()
-        return cls(name, grad if grad.is_contiguous() else grad.contiguous())
+    Raises:
+        ModelError: it is not a dense floating tensor on the parameter's device.
+    """
+    grad = parameter.grad
+    if (
+        grad is None
+        or grad.layout is not torch.strided
+        or grad.dtype not in DTYPES
+        or grad.device != parameter.device
+        or grad.shape != parameter.shape
+    ):
+        raise _unfit(name, grad)
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.is_contiguous() else grad.contiguous()
 
 
 def _unfit(name: str, grad: torch.Tensor | None) -> ModelError:
@@ -96,6 +93,8 @@ class MovedGradient(torch.Tensor):
     """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
 
     parameter_name: str
+    made_for: torch.dtype
+    """`dtype`, which is slow to ask of a subclass of tensors."""
     fate: Fate
     unscaled: Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -109,7 +108,7 @@ class MovedGradient(torch.Tensor):
         unscaled: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> MovedGradient:
         made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.parameter_name, made.fate, made.unscaled = name, fate, unscaled
+        made.parameter_name, made.made_for, made.fate, made.unscaled = name, dtype, fate, unscaled
         return made
 
     @property
@@ -142,7 +141,8 @@ class MovedGradient(torch.Tensor):
             dtype=options.get("dtype") or self.dtype,
             device=options.get("device") or self.device,
         )
-        made.parameter_name, made.fate, made.unscaled = self.parameter_name, self.fate, self.unscaled
+        made.parameter_name, made.made_for = self.parameter_name, options.get("dtype") or self.dtype
+        made.fate, made.unscaled = self.fate, self.unscaled
         return made
 
     def _error(self, use: str) -> ModelError:
@@ -183,8 +183,8 @@ class Taker(Protocol):
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
 
-    def take(self, gradient: Gradient, *, last: bool = True) -> None:
-        """A gradient leaves. `last`: no further microbatch is known to come."""
+    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
+        """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
 
     def flush(self, name: str) -> None:
         """A parameter whose gradients are added up on the host is about to get another one."""
@@ -287,22 +287,24 @@ class Handover:
         if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
             self.hand_over(t, last=self.armed)
 
-    def hand_over(self, t: Tracked, gradient: Gradient | None = None, *, last: bool = True) -> None:
+    def hand_over(self, t: Tracked, gradient: torch.Tensor | None = None, *, last: bool = True) -> None:
         """Take what is in `.grad`, which is `gradient` if that is given. Raises ModelError for a gradient that no step
         is defined for.
         """
         name, parameter = t.name, t.parameter
-        gradient = gradient or Gradient.of(name, parameter)
+        if gradient is None:
+            gradient = gradient_of(name, parameter)
         if name not in self._hooked:
             self._hook(t)
-        placeholder, dtype = self._placeholders.get(name), gradient.data.dtype
-        if placeholder is None or placeholder.dtype is not dtype:
+        dtype = gradient.dtype
+        placeholder = self._placeholders.get(name)
+        if placeholder is None or placeholder.made_for is not dtype:
             placeholder = MovedGradient(name, parameter, dtype, self._fate, self._unscaled)
             self._placeholders[name] = placeholder
         placeholder.fate = self._fate
         parameter.grad = placeholder
         self.taken.add(name)
-        self._taker.take(gradient, last=last)
+        self._taker.take(name, gradient, last=last)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         self.unscaled.append((found_inf, inv_scale))
@@ -316,7 +318,7 @@ class Handover:
         found, cleared, taken = [], [], self.taken
         for t in self._tracked:
             grad = t.parameter.grad
-            if isinstance(grad, MovedGradient):
+            if type(grad) is MovedGradient:  # as isinstance, which is slow for tensors
                 if grad.became is Where.LOST:
                     _raise_lost(t.name)
             elif grad is None:

@@ -31,7 +31,6 @@ from hostward.schedule import Lane, Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
 from .fetched import FetchedWeights
-from .gradients import Gradient
 from .schedules import Schedules
 from .slots import Slots
 from .state import BucketState, pieces, require_no_capture
@@ -139,10 +138,11 @@ class StepIssuer(FetchedWeights):
 
     # ---------------------------------------------------------------- during backward
 
-    def take(self, gradient: Gradient, *, last: bool = True) -> None:
+    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
         """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient point has come.
 
         Args:
+            gradient: of the parameter `name`, contiguous.
             last: no further microbatch is known to come.
 
         Raises:
@@ -150,8 +150,7 @@ class StepIssuer(FetchedWeights):
         """
         if not self.turning:
             self._begin()
-        name, data = gradient
-        self._held[name] = data
+        self._held[name] = gradient
         summed, refill = self._totals.summed, self._backend.refill
         for b, i, span in self._parts[name]:
             if b in summed and b in self._reported:
@@ -160,7 +159,7 @@ class StepIssuer(FetchedWeights):
                     self._release(b)
                 self._reported.discard(b)
             gradients, chosen, fresh = self._gradients[b], self._chosen[b], self._fresh[b]
-            refill(gradients[i], data if span is None else data.view(-1)[span])
+            refill(gradients[i], gradient if span is None else gradient.view(-1)[span])
             self._holding.add(b)
             chosen.add(i)
             fresh.add(i)
@@ -293,14 +292,14 @@ class StepIssuer(FetchedWeights):
 
     # ---------------------------------------------------------------- the step
 
-    def check(self, gradients: Sequence[Gradient]) -> None:
+    def check(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement; and
         while a CUDA graph is captured.
         """
         require_no_capture(self._backend)
-        if not self._held and len({g.data.dtype for g in gradients}) <= 1:
+        dtypes = {name: gradient.dtype for name, gradient in gradients.items()}
+        if not self._held and len(set(dtypes.values())) <= 1:
             return
-        dtypes = {g.name: g.data.dtype for g in gradients}
         for b, state in enumerate(self._states):
             found = {self._gradients[b][i].data.dtype for i in self._fresh[b] if b not in self._reported}
             found.update(dtypes[name] for name in self._of_bucket[b] if name in dtypes)
