@@ -337,9 +337,7 @@ class _Call:
         """Enqueue; whether something was refused. Raises DeviceError for too few streams."""
         if streams is not self._streams:
             if self._lanes > streams.count:
-                raise DeviceError(
-                    f"a command for lane {self._lanes - 1}", why=f"there are {streams.count} streams"
-                )
+                raise DeviceError(f"a command for lane {self._lanes - 1}", why=f"there are {streams.count} streams")
             self._native.context, self._native.streams = streams.context, streams.address
             self._streams = streams
         return bool(self._issue(self._pointer))

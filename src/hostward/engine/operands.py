@@ -27,9 +27,9 @@ class Tier(StrEnum):
 class Buffer:
     """Bytes of one tier with an owner: what an operation reads or writes, and what the memory report counts.
 
-    `data` is a contiguous tensor, and `address` where it was when it was put here: asking a tensor, which lies
-    anywhere in memory, costs more than enqueueing its copy. `resized` says that its storage is emptied and filled again,
-    so that it has to be asked. `pinned` says that the host pages are locked, or would be on a machine with a GPU.
+    `data` is a contiguous tensor, and `address` where it was when it was put here: to ask the tensor again costs a work
+    more than all else it does. `resized` says that its storage is emptied and filled again, so that it has to be asked.
+    `pinned` says that the host pages are locked, or would be on a machine with a GPU.
     """
 
     __slots__ = ("_data", "address", "owner", "pinned", "resized", "tier")

@@ -22,7 +22,7 @@ from hostward.schedule import Schedule
 from .arrival import Arrivals
 from .binding import Memory
 from .control import ROOT
-from .gradients import GradientsClearedError, Handover, Where, gradient_of
+from .gradients import GradientsClearedError, Handover, gradient_of
 from .groups import (
     check_count,
     check_grad_dtype,
@@ -33,6 +33,7 @@ from .groups import (
     sums_on_host,
 )
 from .mix import Mix
+from .placeholder import Where
 from .saving import Saving
 from .slots import CudaGauge, Slots
 from .state import (
@@ -344,11 +345,10 @@ class AdamW(Saving):
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
         stays = not self._overlap or self._handover.captured
         try:
-            for t in waiting:
-                if stays:
-                    self._issuer.take(t.name, gradients[t.name])
-                else:
-                    self._handover.hand_over(t, gradients[t.name])
+            if stays:
+                self._issuer.take_all(gradients)
+            else:
+                self._handover.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])

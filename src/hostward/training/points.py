@@ -44,18 +44,19 @@ class PointIssuer:
         self.issuing = False
         """Operations of the step itself are being issued; on the simulated backend some of them run now."""
 
-    def _issue_point(self, point: str) -> None:
+    def _issue_point(self, *points: str) -> None:
+        """Issue the operations of a point, or of several in this order, none of which steps a bucket."""
         self.issuing = True
         try:
-            self._issue(point)
+            self._issue(points)
         except NativeError:
             self.torn = True  # of some earlier step: its host function has reported now
             raise
         finally:
             self.issuing = False
 
-    def _issue(self, point: str) -> None:
-        works = self._bindings.at(point, self._points.get(point, ()), self._choice)
+    def _issue(self, points: tuple[str, ...]) -> None:
+        works = self._bindings.at(points, self._points, self._choice)
         works.before.issue()
         if works.stepping is not None:
             self.torn = True

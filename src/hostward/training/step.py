@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +17,25 @@ from hostward.engine.backend import Backend, Clipping
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
-    GRADIENTS_IN_FLIGHT,
     STAGE,
     STEP,
     UNSTAGE,
     StepShape,
-    gradient_point,
-    release_point,
     use_point,
 )
 from hostward.plan import Placement
-from hostward.schedule import Lane, Schedule
+from hostward.schedule import Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
-from .fetched import FetchedWeights
 from .schedules import Schedules
 from .slots import Slots
 from .state import BucketState, pieces, require_no_capture
+from .taking import TakenGradients
 from .targets import Targets
 from .totals import Totals
 
 
-class StepIssuer(FetchedWeights):
+class StepIssuer(TakenGradients):
     """Carries out the schedule of steps for a fixed set of bucket states.
 
     Args:
@@ -85,14 +82,11 @@ class StepIssuer(FetchedWeights):
         for b, state in enumerate(states):
             if state.placement is Placement.STREAMED:
                 self._streamed_of.setdefault(layers[b], []).append(b)
-        self._nothing = torch.empty(0, device="cpu")
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
         self._unreported: set[str] = set()
         """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._unstaged = True
-        self._holding: set[int] = set()
-        """Buckets with gradients that are on the device, of this turn or of the one before."""
         self._lower()
         self._reset()
         # What is pending writes to memory that this object holds.
@@ -138,34 +132,6 @@ class StepIssuer(FetchedWeights):
 
     # ---------------------------------------------------------------- during backward
 
-    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
-        """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient point has come.
-
-        Args:
-            gradient: of the parameter `name`, contiguous.
-            last: no further microbatch is known to come.
-
-        Raises:
-            ModelError: gradients of one bucket differ in dtype.
-        """
-        if not self.turning:
-            self._begin()
-        self._held[name] = gradient
-        summed, refill = self._totals.summed, self._backend.refill
-        for b, i, span in self._parts[name]:
-            if b in summed and b in self._reported:
-                if b in self._in_flight:
-                    self._in_flight.remove(b)  # of the microbatch before
-                    self._release(b)
-                self._reported.discard(b)
-            gradients, chosen, fresh = self._gradients[b], self._chosen[b], self._fresh[b]
-            refill(gradients[i], gradient if span is None else gradient.view(-1)[span])
-            self._holding.add(b)
-            chosen.add(i)
-            fresh.add(i)
-            if len(fresh if b in summed else chosen) == len(gradients):
-                self._gradient_point(b, last=last)
-
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError if forward never reported its use."""
         missed = (self.pending | self._unreported) & self._layers_of[name] if self.pending or self._unreported else ()
@@ -178,55 +144,11 @@ class StepIssuer(FetchedWeights):
                 "torch.compiler.reset() after making the optimizer",
             )
 
-    def flush(self, name: str | None = None, *, last: bool = False) -> None:
-        """Let gradients that wait for others of their bucket be added to the totals: that of one parameter, because it
-        is about to get another one, or all.
-        """
-        if name is None:
-            waiting = [b for b in self._totals.summed if self._fresh[b]]
-        else:
-            waiting = [b for b, i, _ in self._parts[name] if b in self._totals.summed and i in self._fresh[b]]
-        for b in sorted(waiting, reverse=True):
-            self._gradient_point(b, last=last)
-
-    def give_back(self, name: str) -> torch.Tensor:
-        """Return a taken gradient because more will be added to it; `take` will be called for it again."""
-        parameter, parts = self._tracked[name].parameter, self._parts[name]
-        held = self._held.pop(name, None)
-        # Autograd adds in place: not while a copy still reads.
-        waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if b in self._reported]
-        self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
-        if held is None:
-            dtype = next(self._states[b].gradients[i].data.dtype for b, i, _ in parts if self._states[b].gradients)
-            held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-            for b, i, span in parts:
-                target = held if span is None else held[span]
-                if self._gradients[b][i].data.numel():
-                    target.copy_(self._gradients[b][i].data.view(-1))
-                else:
-                    self._fetch_back(b, i, target)
-        for b, i, _ in parts:
-            self._gradients[b][i].data = self._nothing
-            self._chosen[b].discard(i)
-            self._fresh[b].discard(i)
-            self._reported.discard(b)
-        return held
-
-    def _fetch_back(self, b: int, i: int, target: torch.Tensor) -> None:
-        """Copy one range of a gradient from its landing place to the device, before whatever comes on compute."""
-        backend, state = self._backend, self._states[b]
-        pairs = [(backend.adopt(target, "gradients"), state.gradients[i])]
-        made = backend.mark("offload/gradient/wanted", Lane.COMPUTE).issue()
-        waits = [self._bindings.events[f"download/{b}"], made]
-        back = backend.copy(Lane.H2D, pairs, name=f"offload/h2d/grad/{state.bucket.name}", waits=waits).issue()
-        backend.mark("offload/gradient/back", Lane.COMPUTE, waits=[back]).issue()
-
     def discard(self) -> None:
         """No step will be made with what was taken; its memory goes back."""
         if not self.turning:
             return
-        while self._in_flight:
-            self._release(self._in_flight.popleft())
+        self._release_all()
         self._drop(range(len(self._states)))
         staged = self._staged
         self._reset()
@@ -246,42 +168,6 @@ class StepIssuer(FetchedWeights):
             raise
         self._points = self._schedules.points()
         self.turning = True
-
-    def _gradient_point(self, b: int, *, last: bool = True) -> None:
-        if b in self._reported:
-            return
-        if self._fresh[b]:
-            self._require_one_dtype(b)
-        self._reported.add(b)
-        self._last = last
-        self._issue_point(gradient_point(b))
-        if b in self._totals.summed:
-            self._totals.added(b, self._fresh[b], last=last)
-        if self._shape.overlap:
-            self._fresh[b].clear()
-        if self._shape.overlap and self._states[b].placement is Placement.HOST:
-            self._in_flight.append(b)
-            if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
-                self._release(self._in_flight.popleft())
-        if last or b not in self._totals.summed:
-            self._slots.sample(b)
-            if not self._staged and self._shape.overlap and self._slots.ready(b):
-                self._stage()
-
-    def _release(self, b: int) -> None:
-        if b in self._reported:
-            self._issue_point(release_point(b))
-            self._drop([b])
-
-    def _drop(self, buckets: Iterable[int]) -> None:
-        """Forget gradients that the compute lane may overwrite from here on."""
-        nothing, held = self._nothing, self._held
-        for b in self._holding.intersection(buckets):
-            self._holding.remove(b)
-            for buffer in self._gradients[b]:
-                buffer.data = nothing
-            for name in self._of_bucket[b]:
-                held.pop(name, None)
 
     def _stage(self) -> None:
         if self._shape.transient:
@@ -317,12 +203,12 @@ class StepIssuer(FetchedWeights):
         scattered = self._targets.refresh(dict.fromkeys(self._stepped()))
         for b in reversed(range(len(self._states))):
             if self._chosen[b]:
-                self._gradient_point(b)
+                if b not in self._reported:
+                    self._gradient_point(b)
                 self._clear_missing(b)
-        absent = frozenset(b for b in range(len(self._states)) if not self._chosen[b])
+        absent = frozenset(b for b, chosen in enumerate(self._chosen) if not chosen)
         self._points = self._schedules.points(absent)
-        while self._in_flight:
-            self._release(self._in_flight.popleft())
+        self._release_all()
         if self._slots.count and not self._staged:
             self._stage()
         self._issue_point(STEP)
