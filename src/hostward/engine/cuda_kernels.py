@@ -152,7 +152,8 @@ class AdamWKernel(TableKernel):
         self._addressed = (*(r.gradient for r in operands.ranges), *(r.weight for r in operands.ranges))
         self._state = (operands.exp_avg, operands.exp_avg_sq, operands.low or operands.exp_avg)
         self._blocks = uploads.map(kernels.block_map, tuple(r.length for r in operands.ranges))
-        self.n_launches = 2 if len(self._blocks) else 1
+        self._has_blocks = len(self._blocks) > 0
+        self.n_launches = 2 if self._has_blocks else 1
         self._bound: dict[object, Bound] = {}
         self._launches: Sequence[KernelLaunch] = ()
         self._dtype: torch.dtype | None = None
@@ -182,7 +183,7 @@ class AdamWKernel(TableKernel):
                 self._bound.clear()
             self._bound[key] = self._bind()
         self._launches = self._bound[key].native
-        if len(self._blocks):
+        if self._has_blocks:
             for at, address in zip(STATE_PARAMETERS, where, strict=True):
                 self._launches[0].words[at] = address
         self._dtype, self._bc1, self._where = dtype, bc1, where

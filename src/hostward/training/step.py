@@ -30,7 +30,7 @@ from .binding import Bindings, Memory, mixed_gradients
 from .schedules import Schedules
 from .slots import Slots
 from .state import BucketState, pieces, require_no_capture
-from .taking import TakenGradients
+from .taking import TOGETHER, TakenGradients
 from .targets import Targets
 from .totals import Totals
 
@@ -243,23 +243,31 @@ class StepIssuer(TakenGradients):
     def use(self, layer: str) -> None:
         """The caller is about to use a layer's weights: the compute lane waits for them, and for nothing else."""
         self._unreported.discard(layer)
-        if layer not in self.pending:
-            return
-        if self._unstaged is False and (self._slots.wanted_back(layer) or len(self.pending) == 1):
-            self._issue_point(UNSTAGE)
-            self._slots.give_back()
-            self._unstaged = True
-        self._slots.sample_use(layer)
-        self._upload([layer])
-        self._issue_point(use_point(layer))
-        self._upload_behind(layer)
-        self.pending.discard(layer)
-        self._drop(self._streamed_of.get(layer, ()))
+        if layer in self.pending:
+            self._use([layer])
 
     def use_all(self) -> None:
         """The same for all layers."""
-        for layer in list(self._uses):
-            self.use(layer)
+        self._unreported.clear()
+        layers = [layer for layer in self._uses if layer in self.pending]
+        at_once = 1 if self._uploads else TOGETHER  # points of uploads stand between those of uses
+        for first in range(0, len(layers), at_once):
+            self._use(layers[first : first + at_once])
+
+    def _use(self, layers: Sequence[str]) -> None:
+        """These are pending, and used now; several at once where no upload waits for a use."""
+        if not self._unstaged and (len(self.pending) == len(layers) or any(map(self._slots.wanted_back, layers))):
+            self._issue_point(UNSTAGE)
+            self._slots.give_back()
+            self._unstaged = True
+        for layer in layers:
+            self._slots.sample_use(layer)
+        self._upload(layers)
+        self._issue_point(*map(use_point, layers))
+        for layer in layers:
+            self._upload_behind(layer)
+        self.pending.difference_update(layers)
+        self._drop(b for layer in layers for b in self._streamed_of.get(layer, ()))
 
     # ---------------------------------------------------------------- binding
 

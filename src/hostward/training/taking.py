@@ -20,7 +20,7 @@ from .slots import Slots
 from .state import BucketState
 from .totals import Totals
 
-_TOGETHER = 8
+TOGETHER = 8
 """Buckets whose points are issued together, at most: the device need not wait for the last of hundreds."""
 
 
@@ -109,8 +109,8 @@ class TakenGradients(FetchedWeights):
             self._fresh[b].update(self._chosen[b])
             whole.append(b)
         self._holding.update(whole)
-        for first in range(0, len(whole), _TOGETHER):
-            self._gradient_points(whole[first : first + _TOGETHER])
+        for first in range(0, len(whole), TOGETHER):
+            self._gradient_points(whole[first : first + TOGETHER])
         if len(whole) < len(self._of_bucket):
             done = set(whole)
             for name, gradient in gradients.items():
@@ -202,8 +202,8 @@ class TakenGradients(FetchedWeights):
     def _release_all(self, but: int = 0) -> None:
         """Release what is in flight, but for the newest of it."""
         released = [self._in_flight.popleft() for _ in range(len(self._in_flight) - but)]
-        for first in range(0, len(released), _TOGETHER):
-            self._issue_point(*map(release_point, released[first : first + _TOGETHER]))
+        for first in range(0, len(released), TOGETHER):
+            self._issue_point(*map(release_point, released[first : first + TOGETHER]))
         self._drop(released)
 
     def _release(self, b: int) -> None:
