@@ -109,6 +109,12 @@ class TakenGradients(FetchedWeights):
             self._fresh[b].update(self._chosen[b])
             whole.append(b)
         self._holding.update(whole)
+        dtypes = {gradient.dtype for gradient in gradients.values()}
+        for b in whole:
+            if len(dtypes) > 1:
+                self._require_one_dtype(b)
+            elif self._states[b].placement is Placement.HOST:
+                self._fit_landing(b, *dtypes)
         for first in range(0, len(whole), TOGETHER):
             self._gradient_points(whole[first : first + TOGETHER])
         if len(whole) < len(self._of_bucket):
@@ -176,12 +182,10 @@ class TakenGradients(FetchedWeights):
             if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
                 self._release(self._in_flight.popleft())
         if last or b not in self._totals.summed:
-            self._reached(b)
+            self._reached([b])
 
     def _gradient_points(self, buckets: Sequence[int]) -> None:
         """As `_gradient_point` for each; none is summed."""
-        for b in buckets:
-            self._require_one_dtype(b)
         self._last = True
         self._issue_point(*map(gradient_point, buckets))
         self._reported.update(buckets)
@@ -190,14 +194,16 @@ class TakenGradients(FetchedWeights):
                 self._fresh[b].clear()
             self._in_flight.extend(b for b in buckets if self._states[b].placement is Placement.HOST)
             self._release_all(GRADIENTS_IN_FLIGHT)
-        for b in buckets:
-            self._reached(b)
+        self._reached(buckets)
 
-    def _reached(self, b: int) -> None:
-        """All gradients of a bucket are final."""
-        self._slots.sample(b)
-        if not self._staged and self._shape.overlap and self._slots.ready(b):
-            self._stage()
+    def _reached(self, buckets: Sequence[int]) -> None:
+        """All gradients of these are final."""
+        if not self._slots.count:
+            return
+        for b in buckets:
+            self._slots.sample(b)
+            if not self._staged and self._shape.overlap and self._slots.ready(b):
+                self._stage()
 
     def _release_all(self, but: int = 0) -> None:
         """Release what is in flight, but for the newest of it."""
