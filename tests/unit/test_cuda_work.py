@@ -245,6 +245,28 @@ def test_copies_take_addresses_when_they_are_issued() -> None:
     assert [call[0] for call in backend.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
 
 
+def test_memory_that_is_emptied_and_filled_again_is_asked_for_its_address() -> None:
+    backend = FakeBackend()
+    weight = torch.zeros(5)
+    host, device = Buffer(Tier.HOST, torch.zeros(5), "x"), Buffer(Tier.DEVICE, weight.view(-1), "x", resized=True)
+    work = CommandWork(backend, "copy", Lane.H2D, [], backend.event(), [(device, host)])  # type: ignore[arg-type]
+    before = weight.data_ptr()
+    weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(1 << 20)  # it comes back elsewhere
+    assert weight.data_ptr() != before
+    work.issue()
+    assert backend.calls()[0] == ("copy", weight.data_ptr(), host.address, 20, STREAM_OF[Lane.H2D])
+
+
+def test_works_that_change_nothing_are_not_asked_to_prepare() -> None:
+    backend = FakeBackend()
+    mark = CommandWork(backend, "mark", Lane.H2D, [backend.event()], backend.event())  # type: ignore[arg-type]
+    work, *_ = table_work(backend)
+    assert (mark.changes, copy_work(backend).changes, work.changes) == (False, True, True)
+    mark.issue()
+    assert backend.ledger.copied_bytes == {}
+
+
 def test_a_pure_wait_is_timed_with_its_waits() -> None:
     backend = FakeBackend()
     backend.meter = Heard()
