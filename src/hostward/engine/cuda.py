@@ -39,12 +39,12 @@ from .cuda_work import (
     INDEX,
     LANES,
     CommandWork,
-    CudaBatch,
     CudaEvent,
     HostWork,
     KernelWork,
     TableWork,
     TaskWork,
+    batch_of,
 )
 from .driver import (
     capture_number,
@@ -76,6 +76,7 @@ class CudaBackend(Backend):
             raise DeviceError("no CUDA device", why="torch.cuda.is_available() is false", fix="train.device=cpu")
         index = None if device is None else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._ordinal = self.device.index
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
         self.driver = driver_table()
@@ -270,7 +271,7 @@ class CudaBackend(Backend):
         return CommandWork(self, name, lane, waits, done or self.event())
 
     def batch(self, works: Sequence[Work]) -> Batch:
-        return CudaBatch(self, works)
+        return batch_of(self, works)
 
     # ---------------------------------------------------------------- turns
 
@@ -332,7 +333,7 @@ class CudaBackend(Backend):
 
     def follow_compute(self) -> None:
         """Make the stream that is current now the compute lane, behind the one that was."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle = torch._C._cuda_getCurrentRawStream(self._ordinal)
         if not self._compute.is_at(handle):
             self._compute.go_to(handle, capturing=self.capturing())
 

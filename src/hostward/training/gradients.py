@@ -7,10 +7,8 @@ A gradient that has been taken leaves a placeholder in `.grad`. Any use of it ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping, Sequence, Set
+from typing import Protocol
 
 import torch
 from torch._compile import _disable_dynamo
@@ -20,135 +18,43 @@ from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import ModelError
 from hostward.inspect import Tracked
 
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """The gradient of one parameter, flat and contiguous, in the dtype in which autograd left it."""
-
-    name: str
-    flat: torch.Tensor
-
-    @classmethod
-    def of(cls, name: str, parameter: torch.nn.Parameter) -> Gradient:
-        """Raises ModelError for a gradient that is not a dense floating tensor on the parameter's device."""
-        grad = parameter.grad
-        problem = None
-        if grad is None:
-            problem = "has no gradient"
-        elif grad.layout is not torch.strided:
-            problem = f"has a gradient with layout {grad.layout}"
-        elif grad.dtype not in DTYPES:
-            problem = f"has a gradient of dtype {grad.dtype}"
-        elif grad.device != parameter.device or grad.shape != parameter.shape:
-            problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
-        if problem or grad is None:
-            raise ModelError(
-                f"parameter {name!r} {problem}",
-                why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
-                fix="make the gradient dense, or leave the parameter out of the optimizer",
-            )
-        flat = grad.detach() if grad.requires_grad else grad
-        return cls(name, flat.ravel())
+from .placeholder import Fate, MovedGradient, Where, raise_lost
 
 
-class Where(StrEnum):
-    """What became of a gradient that is no longer in `.grad`."""
+def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter, contiguous, in the shape and dtype in which autograd left it.
 
-    TAKEN = "taken"
-    """The optimizer has it and will step with it."""
-    USED = "used"
-    """A step was made with it; the next backward starts anew."""
-    LOST = "lost"
-    """The backward that made it did not end."""
-
-
-_TOLD = {
-    Where.TAKEN: "the optimizer took it during backward, and its bytes may be on the host by now",
-    Where.USED: "the last step used it up",
-    Where.LOST: "the backward pass that made it was interrupted",
-}
-_FIXES = {
-    Where.TAKEN: "clip by max_grad_norm of the optimizer and read optimizer.grad_norm; to look at gradients, leave "
-    "optimizer.accumulate(last=True) out",
-    Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
-    Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
-}
+    Raises:
+        ModelError: it is not a dense floating tensor on the parameter's device.
+    """
+    grad = parameter.grad
+    if (
+        grad is None
+        or grad.layout is not torch.strided
+        or grad.dtype not in DTYPES
+        or grad.device != parameter.device
+        or grad.shape != parameter.shape
+    ):
+        raise _unfit(name, grad)
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.is_contiguous() else grad.contiguous()
 
 
-class MovedGradient(torch.Tensor):
-    """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
-
-    parameter_name: str
-    became: Where
-    unscaled: Callable[[torch.Tensor, torch.Tensor], None]
-
-    @staticmethod
-    def __new__(
-        cls, name: str, like: torch.Tensor, dtype: torch.dtype, unscaled: Callable[[torch.Tensor, torch.Tensor], None]
-    ) -> MovedGradient:
-        made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.parameter_name, made.became, made.unscaled = name, Where.TAKEN, unscaled
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        moved = [a for a in _flat(args) if isinstance(a, MovedGradient)]
-        name = func.overloadpacket.__name__
-        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.became is Where.TAKEN for m in moved):
-            # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
-            moved[0].unscaled(args[1], args[2])
-            return None
-        if name in ("zero_", "_foreach_zero_") and all(m.became is not Where.TAKEN for m in moved):
-            return args[0] if name == "zero_" else None
-        if name == "_to_copy" and moved[0].became is Where.USED:
-            return moved[0]._like(kwargs or {})
-        raise moved[0]._error(name)
-
-    def _like(self, options: Mapping[str, Any]) -> MovedGradient:
-        """For `module.to(...)`, which casts gradients along with weights: there is none to cast, and no harm in it."""
-        made: MovedGradient = torch.Tensor._make_wrapper_subclass(
-            type(self),
-            self.shape,
-            dtype=options.get("dtype") or self.dtype,
-            device=options.get("device") or self.device,
-        )
-        made.parameter_name, made.became, made.unscaled = self.parameter_name, self.became, self.unscaled
-        return made
-
-    def _error(self, use: str) -> ModelError:
-        return ModelError(
-            f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
-            why=_TOLD[self.became],
-            fix=_FIXES[self.became],
-        )
-
-    # What torch does in Python or on raw memory, without asking the dispatcher.
-
-    def share_memory_(self) -> NoReturn:
-        raise self._error("share_memory_")
-
-    def numpy(self, **_: object) -> NoReturn:
-        raise self._error("numpy")
-
-    def tolist(self) -> NoReturn:
-        raise self._error("tolist")
-
-    def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise self._error("__array__")
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise self._error("pickle")
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"MovedGradient({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
-
-
-def _flat(args: Sequence[Any]) -> list[Any]:
-    return [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]
+def _unfit(name: str, grad: torch.Tensor | None) -> ModelError:
+    if grad is None:
+        problem = "has no gradient"
+    elif grad.layout is not torch.strided:
+        problem = f"has a gradient with layout {grad.layout}"
+    elif grad.dtype not in DTYPES:
+        problem = f"has a gradient of dtype {grad.dtype}"
+    else:
+        problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
+    return ModelError(
+        f"parameter {name!r} {problem}",
+        why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
+        fix="make the gradient dense, or leave the parameter out of the optimizer",
+    )
 
 
 class Taker(Protocol):
@@ -157,8 +63,11 @@ class Taker(Protocol):
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
 
-    def take(self, gradient: Gradient, *, last: bool = True) -> None:
-        """A gradient leaves. `last`: no further microbatch is known to come."""
+    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
+        """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
+
+    def take_all(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """`take` for each of these, which are all final."""
 
     def flush(self, name: str) -> None:
         """A parameter whose gradients are added up on the host is about to get another one."""
@@ -190,6 +99,8 @@ class Handover:
         self._taker = taker
         self.summed = summed
         self._placeholders: dict[str, MovedGradient] = {}
+        self._fate = Fate()
+        """Of what is taken now."""
         self.taken: set[str] = set()
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
@@ -234,7 +145,7 @@ class Handover:
                 )
             return
         if moved.became is Where.LOST:
-            _raise_lost(t.name)
+            raise_lost(t.name)
         if moved.became is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
             t.parameter.grad = None
@@ -259,20 +170,29 @@ class Handover:
         if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
             self.hand_over(t, last=self.armed)
 
-    def hand_over(self, t: Tracked, gradient: Gradient | None = None, *, last: bool = True) -> None:
-        """Take what is in `.grad`, which is `gradient` if that is given. Raises ModelError for a gradient that no step
-        is defined for.
-        """
-        gradient = gradient or Gradient.of(t.name, t.parameter)
-        self._hook(t)
-        placeholder = self._placeholders.get(t.name)
-        if placeholder is None or placeholder.dtype is not gradient.flat.dtype:
-            placeholder = MovedGradient(t.name, t.parameter, gradient.flat.dtype, self._unscaled)
-            self._placeholders[t.name] = placeholder
-        placeholder.became = Where.TAKEN
-        t.parameter.grad = placeholder
-        self.taken.add(t.name)
-        self._taker.take(gradient, last=last)
+    def hand_over(self, t: Tracked, *, last: bool = True) -> None:
+        """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
+        gradient = gradient_of(t.name, t.parameter)
+        self._put_placeholder(t, gradient.dtype)
+        self._taker.take(t.name, gradient, last=last)
+
+    def hand_over_all(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take what is in `.grad` of all these, which are `gradients` by name. They are final."""
+        for t in waiting:
+            self._put_placeholder(t, gradients[t.name].dtype)
+        self._taker.take_all(gradients)
+
+    def _put_placeholder(self, t: Tracked, dtype: torch.dtype) -> None:
+        name, parameter = t.name, t.parameter
+        if name not in self._hooked:
+            self._hook(t)
+        placeholder = self._placeholders.get(name)
+        if placeholder is None or placeholder.made_for is not dtype:
+            placeholder = MovedGradient(name, parameter, dtype, self._fate, self._unscaled)
+            self._placeholders[name] = placeholder
+        placeholder.fate = self._fate
+        parameter.grad = placeholder
+        self.taken.add(name)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         self.unscaled.append((found_inf, inv_scale))
@@ -283,15 +203,16 @@ class Handover:
         Raises:
             ModelError: a gradient was lost, or was cleared or replaced by hand after it had been taken.
         """
-        found, cleared = [], []
+        found, cleared, taken = [], [], self.taken
         for t in self._tracked:
             grad = t.parameter.grad
-            if isinstance(grad, MovedGradient):
+            if type(grad) is MovedGradient:  # as isinstance, which is slow for tensors
                 if grad.became is Where.LOST:
-                    _raise_lost(t.name)
+                    raise_lost(t.name)
             elif grad is None:
-                cleared += [t.name] if t.name in self.taken else []
-            elif t.name in self.taken:
+                if t.name in taken:
+                    cleared.append(t.name)
+            elif t.name in taken:
                 raise ModelError(
                     f"the gradient of parameter {t.name!r} was replaced after the optimizer had taken it",
                     why="the step would be made with the one that was taken",
@@ -333,8 +254,8 @@ class Handover:
 
     def mark(self, where: Where) -> None:
         """Say what became of everything taken; nothing is taken any more."""
-        for name in self.taken:
-            self._placeholders[name].became = where
+        self._fate.now = where
+        self._fate = Fate()
         self.taken.clear()
         self.unscaled.clear()
 
@@ -346,10 +267,6 @@ class Handover:
 
 class GradientsClearedError(ModelError):
     """Every gradient that the optimizer had taken was cleared through the module: there is nothing to step with."""
-
-
-def _raise_lost(name: str) -> None:
-    raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=_TOLD[Where.LOST], fix=_FIXES[Where.LOST])
 
 
 def _capturing(parameter: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from hostward.schedule import Schedule
 from .arrival import Arrivals
 from .binding import Memory
 from .control import ROOT
-from .gradients import Gradient, GradientsClearedError, Handover, Where
+from .gradients import GradientsClearedError, Handover, gradient_of
 from .groups import (
     check_count,
     check_grad_dtype,
@@ -33,6 +33,7 @@ from .groups import (
     sums_on_host,
 )
 from .mix import Mix
+from .placeholder import Where
 from .saving import Saving
 from .slots import CudaGauge, Slots
 from .state import (
@@ -324,7 +325,7 @@ class AdamW(Saving):
         except GradientsClearedError:
             self.discard_gradients()
             waiting = self._handover.waiting()
-        gradients = [Gradient.of(t.name, t.parameter) for t in waiting]
+        gradients = {t.name: gradient_of(t.name, t.parameter) for t in waiting}
         self._issuer.check(gradients)
         if gradients or self._handover.taken:
             self._issue(waiting, gradients)
@@ -340,16 +341,15 @@ class AdamW(Saving):
             self._memory.device_scalars.skip.data.zero_()
         return loss
 
-    def _issue(self, waiting: Sequence[Tracked], gradients: Sequence[Gradient]) -> None:
+    def _issue(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
         stays = not self._overlap or self._handover.captured
         try:
-            for t, gradient in zip(waiting, gradients, strict=True):
-                if stays:
-                    self._issuer.take(gradient)
-                else:
-                    self._handover.hand_over(t, gradient)
-            stepped = [g.name for g in gradients] if stays else list(self._handover.taken)
+            if stays:
+                self._issuer.take_all(gradients)
+            else:
+                self._handover.hand_over_all(waiting, gradients)
+            stepped = list(gradients) if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)

@@ -96,7 +96,6 @@ class Slots:
         self._set_count(min(FEWEST, self._most))
         self.transient = True
         self._slab: list[Buffer] = []
-        self._views = {b: [empty_buffer("slots") for _ in layout] for b, layout in self._layouts.items()}
         self._gauge = gauge
         self._spans: list[_Span] = []
         self._profiled = gauge is None or not self._streamed
@@ -106,14 +105,19 @@ class Slots:
         self._profiling = False
 
     def _set_count(self, count: int) -> None:
+        """Lay the slots out anew; none is taken."""
         self.count = count
         self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
+        self._views: dict[tuple[int, _Layout], list[Buffer]] = {}
+        for b, slot in self._slot_of.items():
+            layout = self._layouts[b]
+            self._views.setdefault((slot, layout), [empty_buffer("slots") for _ in layout])
 
     # ---------------------------------------------------------------- memory
 
     def of(self, bucket: int) -> list[Buffer]:
         """The slot of a streamed bucket as its state's tensors: exp_avg, exp_avg_sq, and the remainder or master."""
-        return self._views[bucket]
+        return self._views[self._slot_of[bucket], self._layouts[bucket]]
 
     def buffers(self) -> list[Buffer]:
         return self._slab
@@ -129,12 +133,8 @@ class Slots:
                 self._backend.free(self._slab)
                 self._slab.clear()
                 raise
-        cut: dict[tuple[int, _Layout], list[torch.Tensor]] = {}
-        for b, slot in self._slot_of.items():
-            key = slot, self._layouts[b]
-            if key not in cut:
-                cut[key] = _cut(self._slab[slot].data, self._layouts[b])
-            for view, data in zip(self._views[b], cut[key], strict=True):
+        for (slot, layout), views in self._views.items():
+            for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
                 self._backend.refill(view, data)
 
     def give_back(self) -> None:
@@ -196,8 +196,9 @@ class Slots:
             return False
         staged = next((i for i in points if (spans[i].bucket or 0) <= self._stage_at), points[0])
         later = max(span.peak_bytes for span in spans[staged:])
-        before = self.count
-        self._set_count(min(self._most, (limit - later) // self.slot_bytes))
+        before, count = self.count, min(self._most, (limit - later) // self.slot_bytes)
+        if count != before:  # else operations stay bound to the views that there are
+            self._set_count(count)
         held = self.count * self.slot_bytes
         uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
         self._unstage_at = next((layer for layer, peak in uses if peak + held > limit), None)

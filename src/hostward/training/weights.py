@@ -66,8 +66,10 @@ class WeightWatch:
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
+        known, moving = self._known, self._moving
         for t in tracked:
-            self._known[t.name] = self._seen(t)
+            parameter = t.parameter
+            known[t.name] = self._seen(t) if t.name in moving else (parameter._version, parameter.data_ptr())
             if self._before_load:
                 self._before_load.pop(t.name, None)
 
@@ -86,16 +88,17 @@ class WeightWatch:
             ModelError: a parameter was replaced by another object, or has another shape, dtype or device now.
         """
         self._structure.require_same()
-        found = []
+        homes_may_differ = not self._structure.as_made
+        found, kinds, known, moving = [], self._kinds, self._known, self._moving
         for t in self._tracked:
-            parameter = t.parameter
-            for owner, attribute in t.homes:
-                if owner._parameters.get(attribute) is not parameter:
-                    raise _taken_out(t)
-            if (parameter.shape, parameter.dtype, parameter.device) != self._kinds[t.name]:
+            name, parameter = t.name, t.parameter
+            if homes_may_differ:
+                _require_at_home(t)
+            if (parameter.shape, parameter.dtype, parameter.device) != kinds[name]:
                 raise self._changed_kind(t)
-            if not self.knows(t):
-                before = self._before_load.get(t.name)
+            seen = self._seen(t) if name in moving else (parameter._version, parameter.data_ptr())
+            if known[name] != seen:
+                before = self._before_load.get(name)
                 if before is not None and before == bit_sum(parameter.data):
                     self.remember([t])
                 else:
@@ -146,12 +149,14 @@ class _LoadHook:
         return _LoadHook, ()
 
 
-def _taken_out(t: Tracked) -> ModelError:
-    return ModelError(
-        f"parameter {t.name!r} was taken out of the module that held it",
-        why="what forward uses instead is not what the optimizer would update",
-        fix="parametrize and prune before making the optimizer, or make a new optimizer",
-    )
+def _require_at_home(t: Tracked) -> None:
+    for owner, attribute in t.homes:
+        if owner._parameters.get(attribute) is not t.parameter:
+            raise ModelError(
+                f"parameter {t.name!r} was taken out of the module that held it",
+                why="what forward uses instead is not what the optimizer would update",
+                fix="parametrize and prune before making the optimizer, or make a new optimizer",
+            )
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
