@@ -214,6 +214,11 @@ class TakenGradients(FetchedWeights):
             self._issue_point(*map(release_point, released[first : first + TOGETHER]))
         self._drop(released)
 
+    def _release(self, b: int) -> None:
+        if b in self._reported:
+            self._issue_point(release_point(b))
+            self._drop([b])
+
     def _drop(self, buckets: Iterable[int]) -> None:
         """Forget gradients that the compute lane may overwrite from here on."""
         nothing, held = self._nothing, self._held
