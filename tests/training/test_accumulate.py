@@ -106,26 +106,6 @@ def test_a_second_backward_that_reaches_only_some_parameters(mix: str) -> None:
     agrees(mix, backward)
 
 
-def test_gradients_given_back_after_the_last_microbatch_are_taken_again_by_the_step() -> None:
-    """Some buckets are given back whole and some in part, in every pair: what has not left again is not released."""
-    names = [name for name, _ in make("device")[0].named_parameters()]
-
-    def run(mix: str, whole: str, part: str) -> Mapping[str, torch.Tensor]:
-        model, optimizer = make(mix)
-        again = [p for name, p in model.named_parameters() if name.startswith(whole) or name == part]
-        for step in range(2):
-            with optimizer.accumulate(last=True):
-                loss_of(model, step).backward()
-            sum(p.square().sum() for p in again).mul(0.01).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        return snapshot(model, optimizer)
-
-    for whole in ("embed", "head", "blocks.0.", "blocks.1."):
-        for part in names[:: 3 if whole == "embed" else 4]:
-            assert_equal(run("host", whole, part), run("device", whole, part))
-
-
 class Shared(torch.nn.Module):
     """One block used twice, each time recomputed in backward."""
 
