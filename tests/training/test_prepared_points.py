@@ -2,7 +2,7 @@
 
 Seen red: a gathered point kept for another choice, for another set of buckets without gradients, after buffers had
 changed; one choice kept instead of several; points of a run in reverse; a release before its own run's gradient points;
-gradients of a bucket that is not whole left behind.
+gradients of a bucket that is not whole left behind; those that a bucket still holds dropped.
 """
 
 from __future__ import annotations
@@ -147,6 +147,26 @@ def test_gradients_taken_together_give_the_bits_of_one_by_one(
 
     monkeypatch.setattr(StepIssuer, "take_all", one_by_one)
     assert_equal(together, run())  # type: ignore[arg-type]
+
+
+def test_a_bucket_that_was_given_a_gradient_back_is_not_released_with_others() -> None:
+    model = Model()
+    optimizer = adamw(model, backend=backend(), offload_fraction=1.0)
+    issuer = optimizer._issuer
+    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if p.numel() and name != NEVER}
+    (head,), (layer,) = ([b for b, *_ in issuer._parts[name]] for name in ("head.weight", "layers.0.bias"))
+    for name in sorted(gradients, key=lambda name: name.startswith("layers.0")):
+        issuer.take(name, gradients[name])
+    assert layer in issuer._in_flight
+    while issuer._in_flight[0] != layer:
+        issuer._in_flight.popleft()
+    issuer._in_flight.extend([layer] * GRADIENTS_IN_FLIGHT)
+    issuer.give_back("layers.0.bias")
+    issuer.give_back("head.weight")
+    issuer.take_all({"head.weight": gradients["head.weight"]})
+    assert head in issuer._reported
+    held = [buffer.data.numel() for buffer in issuer._gradients[layer]]
+    assert sorted(held) == sorted([0, *(gradients[f"layers.0.{part}"].numel() for part in ("weight", "scale"))])
 
 
 def test_choices_that_come_and_go_give_the_bits_of_the_device_alone() -> None:

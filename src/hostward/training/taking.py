@@ -207,7 +207,9 @@ class TakenGradients(FetchedWeights):
 
     def _release_all(self, but: int = 0) -> None:
         """Release what is in flight, but for the newest of it."""
-        released = [self._in_flight.popleft() for _ in range(len(self._in_flight) - but)]
+        oldest = [self._in_flight.popleft() for _ in range(len(self._in_flight) - but)]
+        # Gradients of a bucket that was given one back have not left.
+        released = [b for b in dict.fromkeys(oldest) if b in self._reported]
         for first in range(0, len(released), TOGETHER):
             self._issue_point(*map(release_point, released[first : first + TOGETHER]))
         self._drop(released)
