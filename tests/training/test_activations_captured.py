@@ -1,6 +1,10 @@
 """Offloaded activations inside the capture of a CUDA graph, on a backend that keeps the rules of captures.
 
-Seen red: SEEN
+Seen red: copies that the end of a capture does not wait for, after forward, and after a backward that has not reached
+all; waits for copies of another capture, or of none, in a release, a reload, when memory is let go, at the end;
+backward elsewhere than its forward; host memory that is not the graph's alone, is locked in a capture, or is not
+returned; captures without retained memory or beside saved tensors of before; turns that change in a capture; limits
+that forget the graph.
 """
 
 from __future__ import annotations
@@ -178,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NETS)
 def test_t44_forward_and_backward_are_captured_together(name: str, options: str, microbatches: int) -> None:
     expected = [gradients(NETS[name](), 5 * seed, microbatches) for seed in range(4)]
-    for order in ORDERS:
+    for order in ORDERS[: 2 if name == "Llama" else None]:
         net = NETS[name]()
         run, backend = attached(net, order, **OPTIONS[options])
         for seed in range(2):
@@ -349,6 +353,19 @@ def test_after_a_capture_that_failed() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), backend.capturing_a_graph():
         net(wrong, layers=net(batch(0), layers=2).dim())
     assert same(gradients(net, 0), expected)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("backward fails")
+
+    handle = net.layers[2].linear.weight.register_hook(fail)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="backward fails"), backend.capturing_a_graph():
+        gradients(net, 0)
+    handle.remove()
+    torch.ones(1, requires_grad=True).sum().backward()  # torch holds the last failed graph until here
+    assert same(gradients(net, 0), expected)
+    with backend.capturing_a_graph():
+        net(batch(0))
+    gradients(net, 0)
     with backend.capturing_a_graph():
         assert same(gradients(net, 0), expected)
     run.detach()
