@@ -181,7 +181,11 @@ def _predictions(report: RunReport) -> Iterator[str]:
     pairs = {
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),
         "host memory of the run": (guess.host_bytes, measured.host_bytes, size),
-        "page-locked": (guess.pinned_bytes, measured.pinned_bytes, size),
+        "page-locked on a GPU" if report.simulated else "page-locked": (
+            guess.pinned_bytes,
+            measured.pinned_bytes,
+            size,
+        ),
         "step": (guess.step_s, measured.step_s, duration),
         "of it, the device stands still": (guess.exposed_s, measured.exposed_s, duration),
     }

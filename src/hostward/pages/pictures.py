@@ -11,7 +11,7 @@ from hostward.errors import ConfigError
 from hostward.run_report import RunReport
 from hostward.schedule import Lane
 
-from .lanes import boxes_of, lanes_of, spans_in, sums, window_of
+from .lanes import WORDS, boxes_of, lanes_of, spans_in, style_of, sums, window_of
 from .page import own_point, unit_of
 from .series import Stack, device_stack, host_stack, line
 from .timeline import chosen_step
@@ -101,6 +101,8 @@ def _memory(axes: Any, stacks: Mapping[str, Stack]) -> None:
 
 
 def _step(ax: Any, trace: Trace, step: int) -> None:
+    from matplotlib.patches import Patch
+
     window = window_of(trace, step)
     shown = spans_in(trace, window)
     lanes = lanes_of(shown)
@@ -117,6 +119,9 @@ def _step(ax: Any, trace: Trace, step: int) -> None:
     ax.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
     ax.invert_yaxis()
     ax.grid(visible=False)
+    styles = {style_of(span) for span in shown}
+    patches = [Patch(color=colour, label=WORDS[style]) for style, colour in _STYLE_COLOURS.items() if style in styles]
+    ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(patches), frameon=False)
     ax.set(xlabel="ms", title=f"step {step}, lane by lane", xlim=(0, window.length_s * 1e3))
 
 
@@ -128,7 +133,9 @@ def _frontier(ax: Any, report: RunReport) -> None:
         colour = "#1f5fae" if p is own else "#929cab"
         ax.scatter([p.device_bytes / scale], [p.step_s], color=colour, zorder=3)
         ax.annotate(p.label, (p.device_bytes / scale, p.step_s), xytext=(6, 5), textcoords="offset points", fontsize=8)
-    ax.set(title="step time against device memory", xlabel=unit, ylabel="s per step", ylim=(0, None), xlim=(0, None))
+    ax.set(title="step time against device memory", xlabel=unit, ylabel="s per step")
+    ax.set_xlim(0, 1.15 * max(p.device_bytes for p in points) / scale)  # room for the labels
+    ax.set_ylim(0, 1.1 * max(p.step_s for p in points))
 
 
 def _loss(axes: Any, report: RunReport) -> None:
@@ -137,4 +144,4 @@ def _loss(axes: Any, report: RunReport) -> None:
         points = line(values, report.first_iteration)
         ax.plot([x for x, _ in points], [y for _, y in points], color="#1f5fae")
         ax.set_title(name)
-    axes[1].set(xlabel="iteration", ylim=(0, None))
+    axes[1].set(xlabel="iteration", ylim=(0, 1.08 * max(speeds)))

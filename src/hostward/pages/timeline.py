@@ -60,7 +60,7 @@ def _row(lane: Lane, spans: Sequence[Span], window: Window, step: int) -> str:
     boxes = boxes_of(spans, window, step, narrow_s=_NARROW / SIDE * window.length_s)
     drawn = [_rectangle(window, b, low=_is_low(lane, b.style)) for b in boxes]
     return (
-        f'<div class="lane"><div class="name"><b>{escape(lane.value)}</b> <span>{LANES.get(lane.value, "")}</span></div>'
+        f'<div class="lane"><div class="name"><b>{lane.value}</b> <span>{LANES.get(lane.value, "")}</span></div>'
         f'<div class="bar"><svg viewBox="0 0 {SIDE} {_HEIGHT}" preserveAspectRatio="none" role="img">'
         f"<title>{escape(title)}</title>{''.join(drawn)}</svg></div>"
         f'<div class="sum"><span>{what}</span> <b>{duration(seconds)}</b>{rate}</div></div>'
