@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "wbr"}
 
 
 @dataclass

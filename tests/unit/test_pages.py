@@ -266,7 +266,7 @@ def test_lines_are_thinned_to_what_can_be_seen() -> None:
 
 @pytest.mark.parametrize("most", [1e-9, 0.02, 1, 7, 20, 999, 1e12])
 def test_axes_from_zero_hold_the_most(most: float) -> None:
-    axis = axis_from_zero(most, "{}")
+    axis = axis_from_zero(most)
     assert axis.low == 0
     assert most <= axis.high * 1.021
     assert 2 <= len(axis.marks) <= 7

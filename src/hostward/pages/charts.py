@@ -43,14 +43,21 @@ class Axis:
         return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
 
 
-def axis_from_zero(most: float, labels: str, *, scale: float = 1.0, about: int = 4) -> Axis:
-    """From 0 to a little more than `most`. `labels`: a format of a value divided by `scale`."""
+def figure(value: float, step: float) -> str:
+    """A mark's label, with the decimals that marks `step` apart need; millions are abbreviated."""
+    if abs(value) >= 10**6:
+        return f"{figure(value / 10**6, step / 10**6)} M"
+    decimals = 0 if step >= 1 else min(6, len(f"{step:.6f}".rstrip("0").partition(".")[2]))
+    return f"{value:,.{decimals}f}"
+
+
+def axis_from_zero(most: float, *, scale: float = 1.0, about: int = 4) -> Axis:
+    """From 0 to a little more than `most`; labels are values divided by `scale`."""
     found = ticks(max(most, 1e-12) / scale, about)
     step = found[1] if len(found) > 1 else max(most, 1e-12) / scale
     values = found if most / scale <= found[-1] * 1.02 else [*found, found[-1] + step]
     high = max(values[-1], step) * scale
-    decimals = 0 if step >= 1 else min(6, len(f"{step:.6f}".rstrip("0").partition(".")[2]))
-    return Axis(0.0, high, tuple((v * scale, labels.format(f"{v:,.{decimals}f}")) for v in values))
+    return Axis(0.0, high, tuple((v * scale, figure(v, step)) for v in values))
 
 
 def axis_around(values: Sequence[float], *, about: int = 4) -> Axis:
@@ -61,9 +68,8 @@ def axis_around(values: Sequence[float], *, about: int = 4) -> Axis:
     first, last = low // step, -(-high // step)
     if first == last:
         last += 1
-    decimals = 0 if step >= 1 else min(6, len(f"{step:.6f}".rstrip("0").partition(".")[2]))
     marks = [(first + n) * step for n in range(int(last - first) + 1)]
-    return Axis(first * step, last * step, tuple((m, f"{m:,.{decimals}f}") for m in marks))
+    return Axis(first * step, last * step, tuple((m, figure(m, step)) for m in marks))
 
 
 def axis_of_iterations(first: float, last: float) -> Axis:
@@ -72,13 +78,13 @@ def axis_of_iterations(first: float, last: float) -> Axis:
     step = max(1.0, ticks(last - first, 6)[1] if len(ticks(last - first, 6)) > 1 else 1.0)
     start = -(-first // step) * step
     marks = [start + n * step for n in range(int((last - start) / step + 1e-9) + 1)] if last >= start else []
-    return Axis(first, last, tuple((m, f"{m:,.0f}") for m in marks))
+    return Axis(first, last, tuple((m, figure(m, step)) for m in marks))
 
 
-def area_chart(stack: Stack, *, title: str, text: str, labels: str, scale: float, peak: int | None = None) -> str:
+def area_chart(stack: Stack, *, title: str, text: str, scale: float, peak: int | None = None) -> str:
     """Layers on top of each other over iterations; `peak` is a dashed line."""
     x = axis_of_iterations(stack.at[0], stack.at[-1])
-    y = axis_from_zero(max(stack.most, peak or 0), labels, scale=scale)
+    y = axis_from_zero(max(stack.most, peak or 0), scale=scale)
     shapes, below = [], [0] * len(stack.at)
     for role, layer in stack.layers.items():
         above = [b + n for b, n in zip(below, layer, strict=True)]

@@ -51,7 +51,7 @@ def unit_of(most: float) -> tuple[int, str]:
 
 
 def _head(report: RunReport, title: str) -> Iterator[str]:
-    yield f"<h1>{escape(title)}</h1>"
+    yield f"<h1>{escape(title).replace('_', '_<wbr>')}</h1>"
     yield f'<p class="faint">{escape(_where(report))}</p>'
     told = status(report)
     if told is not None:
@@ -113,7 +113,7 @@ def _stacked(name: str, stack: Stack, note: str, peak: int | None) -> Iterator[s
     yield f"<h3>{name}</h3>"
     yield f'<figure>{legend(entries)}<p class="unit" aria-hidden="true">{unit}, over iterations</p>'
     title = f"{name} memory over iterations, by owner"
-    yield area_chart(stack, title=title, text=text, labels="{}", scale=scale, peak=peak)
+    yield area_chart(stack, title=title, text=text, scale=scale, peak=peak)
     yield f"<figcaption>{escape(note)}</figcaption></figure>"
 
 
@@ -152,8 +152,8 @@ def _frontier(report: RunReport) -> Iterator[str]:
     own = own_point(report)
     everything = [*points, own] if own is not None else points
     scale, unit = unit_of(max(p.device_bytes for p in everything))
-    x = axis_from_zero(max(p.device_bytes for p in everything), "{}", scale=scale)
-    y = axis_from_zero(max(p.step_s for p in everything), "{}", scale=1.0)
+    x = axis_from_zero(max(p.device_bytes for p in everything), scale=scale)
+    y = axis_from_zero(max(p.step_s for p in everything))
     dots = [(float(p.device_bytes), p.step_s, p is own) for p in everything]
     yield "<h2>Step time against device memory</h2>"
     yield f'<figure><p class="unit" aria-hidden="true">seconds per step, over {unit} on the device</p>'
@@ -211,7 +211,7 @@ def _progress(report: RunReport) -> Iterator[str]:
         yield "<p>No iteration came to its end.</p>"
         return
     text = f"between {number(min(speed))} and {number(max(speed))}"
-    axis = axis_from_zero(max(value for _, value in points), "{}")
+    axis = axis_from_zero(max(value for _, value in points))
     chart = line_chart(points, axis, title="Tokens per second over iterations", text=text)
     yield f"<h3>Tokens per second</h3><figure>{chart}"
     missing = sum(loss is None for loss in report.losses)

@@ -19,18 +19,18 @@ from .words import ACTIVATIONS, GRADIENTS, OTHER, SLOTS, STATE, WEIGHTS, duratio
 
 _ROLE_COLOURS = {
     WEIGHTS: "#3a6db0",
-    STATE: "#d9821b",
+    STATE: "#c97510",
     GRADIENTS: "#2f8a5b",
     SLOTS: "#8557b8",
     ACTIVATIONS: "#0d8f9c",
     OTHER: "#8a94a1",
 }
 _STYLE_COLOURS = {
-    "forward": "#c3cad3",
-    "backward": "#929cab",
+    "forward": "#8996a6",
+    "backward": "#5a6675",
     "copy": "#3a78c0",
     "state": "#244a7c",
-    "host": "#df9327",
+    "host": "#c27d12",
     "kernel": "#398f5e",
     "wait": "#cf2239",
 }

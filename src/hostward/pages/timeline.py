@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hostward.engine.trace import Span, SpanKind, Trace
 from hostward.schedule import Lane
 
-from .charts import SIDE, escape, legend
+from .charts import SIDE, escape, figure, legend
 from .lanes import (
     BACKWARD,
     LANES,
@@ -106,12 +106,11 @@ def _phase_words(spans: Sequence[Span], window: Window) -> Iterator[str]:
 def _ruler(window: Window) -> Iterator[str]:
     marks = ticks(window.length_s / _MS, 5)
     step = marks[1] if len(marks) > 1 else 1.0
-    decimals = 0 if step >= 1 else min(6, len(f"{step:.6f}".rstrip("0").partition(".")[2]))
     for mark in marks:
         share = mark * _MS / window.length_s
         edge = ' class="end"' if share > 0.9 else ""
         unit = " ms" if mark == marks[-1] else ""
-        yield f'<span{edge} style="left:{100 * share:.2f}%">{mark:,.{decimals}f}{unit}</span>'
+        yield f'<span{edge} style="left:{100 * share:.2f}%">{figure(mark, step)}{unit}</span>'
 
 
 def _bare(content: str) -> str:

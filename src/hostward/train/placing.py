@@ -114,10 +114,9 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
 
 
 def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
-    """Names of parameters whose gradients are on the device until the step."""
-    names = _names(inventory)
-    leaving = _leaving(config, inventory, plan) if gradients_leave(config) else []
-    return frozenset(_names_besides(leaving, names))
+    """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
+    leaving = [] if serial(config) else _leaving(config, inventory, plan)
+    return frozenset(_names_besides(leaving, _names(inventory)))
 
 
 def _leaving(config: Config, inventory: Inventory, plan: Plan) -> list[int]:
