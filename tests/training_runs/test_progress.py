@@ -191,12 +191,16 @@ def test_tensorboard_that_is_not_installed_is_refused_first(
     assert not (tmp_path / "board").exists()
 
 
-def test_tensorboard_reads_what_was_written(train: Cli, refused: Cli, tmp_path: Path) -> None:
+def test_tensorboard_reads_what_was_written(train: Cli, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "board"
     report = train("train.train_iters=3", *offloaded(0.5), f"logger.tensorboard_dir={folder}").report
     events = accumulators.EventAccumulator(str(folder)).Reload()
     losses = [(event.step, event.value) for event in events.Scalars("lm loss")]
     assert losses == [(step, loss) for step, loss in enumerate(report["losses"], 1)]
+
+
+def test_a_folder_for_scalars_that_cannot_be_made_is_refused_first(refused: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused(f"logger.tensorboard_dir={tmp_path / 'file'}").err
