@@ -11,7 +11,7 @@ from hostward.run_report import Estimate, FrontierPoint, RunReport
 from .charts import FILLS, area_chart, axis_around, axis_from_zero, escape, legend, line_chart, scatter
 from .series import Stack, device_stack, host_stack, line
 from .timeline import chosen_step, timeline
-from .words import ACTIVATIONS, REST, answer, duration, error_percent, number, placed_runs, size, status
+from .words import ACTIVATIONS, REST, answer, duration, error_percent, number, percent, placed_runs, size, status
 
 _STYLE = Path(__file__).with_name("style.css")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -69,6 +69,7 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
         del figures["device memory, peak"]
         figures["host memory, resident"] = size(report.memory.resident_bytes)
         figures["page-locked on a GPU"] = figures.pop("page-locked host memory")
+        figures["optimizer state on the host"] = percent(report.placed_fraction)
     elif report.offload is not None:
         figures["stood still, per step"] = duration(report.offload.exposed_s)
     rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ def host_stack(samples: OwnerSamples) -> Stack:
 
 def _stack(at: Sequence[float], columns: Mapping[str, Sequence[int]]) -> Stack:
     chosen = _chosen(at, columns)
+    if len(chosen) < len(at):  # one moment of each iteration: it stands for the whole of it
+        at = [_iteration(a) for a in at]
     layers = {}
     for role in ROLES:
         own = [column for owner, column in columns.items() if role_of(owner) == role]
@@ -61,10 +64,15 @@ def _chosen(at: Sequence[float], columns: Mapping[str, Sequence[int]]) -> list[i
     best: dict[int, int] = {}
     for i, iteration in enumerate(at):
         total = sum(column[i] for column in columns.values())
-        key = -int(-iteration // 1)  # 4.33, 4.67 and 5.0 belong to the iteration that ends at 5
+        key = _iteration(iteration)
         if key not in best or total > sum(column[best[key]] for column in columns.values()):
             best[key] = i
     return sorted(best.values())
+
+
+def _iteration(at: float) -> int:
+    """4.33, 4.67 and 5.0 belong to the iteration that ends at 5."""
+    return math.ceil(at)
 
 
 def line(values: Sequence[float | None], first: int) -> list[tuple[float, float]]:
