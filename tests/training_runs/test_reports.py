@@ -16,7 +16,7 @@ from hostward.cli import run_files
 from hostward.engine.trace import from_chrome
 from hostward.overrides import apply_overrides
 from hostward.recipes import load
-from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, read_report
+from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport, read_report
 from hostward.train import loop
 from hostward.train.sampling import FIRST_ITERATIONS, MOST_SAMPLED, MemorySampler
 
@@ -188,6 +188,25 @@ def test_reports_on_the_way_are_rare(train: Cli, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(run_files, "_SHARE", 1e9)
     train("train.train_iters=5", "--run-dir", tmp_path)
     assert written == ["running"] * 5 + ["finished"]
+
+
+def test_training_goes_on_where_a_report_on_the_way_fails(
+    cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = run_files.RunReport.write
+
+    def full(report: RunReport, path: Path) -> None:
+        if report.ended == "running":
+            raise loop.DeviceError("no space", why="the disk is full")
+        real(report, path)
+
+    monkeypatch.setattr(run_files.RunReport, "write", full)
+    monkeypatch.setattr(run_files, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(run_files, "_SHARE", 1e9)
+    folder = tmp_path / "run"
+    assert cli("train", *SMALL, f"dataset.path={text}", "train.train_iters=2", "--run-dir", folder).code == 0
+    assert caplog.text.count("the report so far could not be written: the disk is full") == 2
+    assert read_report(folder).ended == "finished"
 
 
 def test_bad_folders_are_refused_before_anything_is_allocated(refused: Cli, tmp_path: Path) -> None:

@@ -86,8 +86,11 @@ class RunFiles:
         began_s = time.monotonic()
         if self._folder is None or began_s < self._next_s:
             return
-        require_folder("the run's folder", self._folder)  # that of checkpoints is made with the first of them
-        self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
+        try:
+            require_folder("the run's folder", self._folder)  # that of checkpoints is made with the first of them
+            self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
+        except HostwardError as error:  # a full disk: no reason to stop training
+            log.warning("the report so far could not be written: %s", error.why or error.what)
         ended_s = time.monotonic()
         self._next_s = ended_s + max(INTERVAL_S, (ended_s - began_s) / _SHARE)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hostward.engine.trace import SpanKind, Trace
 from hostward.run_report import Estimate, FrontierPoint, RunReport
@@ -239,12 +240,10 @@ def _placements(report: RunReport) -> Iterator[str]:
 def _circumstances(report: RunReport) -> Iterator[str]:
     yield "<h2>What ran, and where</h2>"
     yield f"<p><code>{escape(report.command)}</code></p>"
-    names = {"memory_bytes": "host memory", "limited_by": "limited by"}
-    host = {names.get(k, k): size(v) if k == "memory_bytes" else v for k, v in report.host.items()}
     facts = {
         "data": report.data,
-        **{k.replace("_", " "): v for k, v in report.machine.items()},
-        **host,
+        **_facts(report.machine),
+        **_facts(report.host),
         "moved to the host": size(report.moved_d2h_bytes),
         "moved to the device": size(report.moved_h2d_bytes),
         "checkpoint": report.checkpoint or "none",
@@ -253,6 +252,19 @@ def _circumstances(report: RunReport) -> Iterator[str]:
     yield _table((), [(k, str(v)) for k, v in facts.items()], left=2)
     rows = [(name, value) for name, value in report.options.items()]
     yield _details(f"{len(rows)} options that differ from their defaults", _table(("option", "value"), rows, left=2))
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Facts by name as they are read."""
+    names = {
+        "memory_bytes": "host memory",
+        "device_memory_bytes": "device memory",
+        "limited_by": "host memory limited by",
+    }
+    return {
+        names.get(k, k.replace("_", " ")): size(v) if k.endswith("_bytes") and type(v) is int else str(v)
+        for k, v in facts.items()
+    }
 
 
 def _details(summary: str, content: str) -> str:

@@ -122,7 +122,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         model_parameters=sum(p.numel() for p in run.model.parameters()),
         data=run.dataset.description,
         options=options_set(config),
-        machine={**run.optimizer.backend.describe(), "torch": torch.__version__},
+        machine={**run.optimizer.backend.describe(), "torch": torch.__version__, **_device_facts(run.device)},
         host=_host_facts(),
         checkpoint=None if run.saved is None else str(run.saved),
     )
@@ -174,6 +174,12 @@ def options_set(config: Config) -> dict[str, str]:
     """The options that differ from their defaults, as typed on a command line."""
     values = {name: get_option(config, name) for name in options()}
     return {name: shown(value) for name, value in values.items() if value != options()[name].default}
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {"device_memory_bytes": torch.cuda.get_device_properties(device).total_memory}
 
 
 def _host_facts() -> dict[str, Any]:
