@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], text: str) -> T:
-    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`.
+    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`; Any
+    is taken as it is.
 
     Numbers are finite, and none is negative.
 
@@ -63,6 +64,8 @@ def _fields(cls: type, content: Any, place: str) -> dict[str, Any]:
 
 def _value(hint: Any, value: Any, place: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin in (types.UnionType, Union):
         inner = next(a for a in arguments if a is not types.NoneType)
         return None if value is None else _value(inner, value, place)

@@ -45,7 +45,7 @@ OPTION_NAMES = {
     "tokenizer": "tokenizer_type tokenizer_model",
     "rng": "seed",
     "checkpoint": "save load save_interval most_recent_k finetune load_optim load_rng",
-    "logger": "log_interval",
+    "logger": "log_interval tensorboard_dir",
 }
 
 

@@ -23,6 +23,8 @@ LAYERS = (
         "hardware",
         "hardware_profile",
         "strict_json",
+        "replace_file",
+        "run_report",
         "config",
         "rules",
         "rule_table",
@@ -38,7 +40,7 @@ LAYERS = (
     ("training",),
     ("checkpoint", "checkpoint_files", "checkpoint_manifest", "convert", "adapters"),
     ("recipes", "train", "machine"),
-    ("doctor",),
+    ("doctor", "pages"),
     ("cli",),
     ("__main__",),
 )

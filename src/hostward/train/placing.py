@@ -98,12 +98,8 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
     every backward, or in the only one: at any time there are those of the other buckets, and of a run of buckets that
     are filled or on their way out.
     """
-    placements = [b.placement for b in plan.buckets]
-    leaving = [b for b, placement in enumerate(placements) if placement is Placement.HOST]
-    if sums_on_host(config):
-        leaving = sorted(summed_on_host(inventory.buckets, placements))
-    names = [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
-    stay = {name for b, held in enumerate(names) if b not in leaving for name in held}
+    leaving, names = _leaving(config, inventory, plan), _names(inventory)
+    stay = _names_besides(leaving, names)
     in_fp32 = accumulates_in_fp32(config)
     sizes = {
         p.name: p.numel * (4 if in_fp32 and (p.name in stay or not sums_on_host(config)) else p.dtype.itemsize_bytes)
@@ -115,3 +111,26 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
     runs = [set().union(*on_host[i : i + GRADIENTS_IN_FLIGHT + 1]) - stay for i in range(len(on_host))]
     in_flight = max((sum(sizes[name] for name in run) for run in runs), default=0)
     return sum(sizes[name] for name in stay) + in_flight
+
+
+def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
+    """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
+    leaving = [] if serial(config) else _leaving(config, inventory, plan)
+    return frozenset(_names_besides(leaving, _names(inventory)))
+
+
+def _leaving(config: Config, inventory: Inventory, plan: Plan) -> list[int]:
+    """Buckets whose gradients go to the host."""
+    placements = [b.placement for b in plan.buckets]
+    if sums_on_host(config):
+        return sorted(summed_on_host(inventory.buckets, placements))
+    return [b for b, placement in enumerate(placements) if placement is Placement.HOST]
+
+
+def _names(inventory: Inventory) -> list[set[str]]:
+    """By bucket, the parameters that it holds ranges of."""
+    return [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
+
+
+def _names_besides(leaving: list[int], names: list[set[str]]) -> set[str]:
+    return {name for b, held in enumerate(names) if b not in leaving for name in held}
