@@ -110,6 +110,10 @@ class Hardware:
     """Copies in both directions of all GPUs of a full machine in sum."""
     sources: Mapping[str, str]
     """Where numbers of a shipped profile come from, by field."""
+    matmul_share: float | None = None
+    """Rate of a model's matrix products over `gpu.bf16_matmul_flops_per_s`. May be missing, as the next."""
+    traffic_share: float | None = None
+    """Rate of a model's other operations in device memory over `gpu.memory_peak_bytes_per_s`."""
 
     @property
     def rates(self) -> Rates | None:
@@ -159,6 +163,8 @@ def _check(hardware: Hardware) -> None:
         "busy_duplex_bytes_per_s": hardware.busy_duplex_bytes_per_s,
         "node_host_parameters_per_s": hardware.node_host_parameters_per_s,
         "node_duplex_bytes_per_s": hardware.node_duplex_bytes_per_s,
+        "matmul_share": hardware.matmul_share,
+        "traffic_share": hardware.traffic_share,
         **{f"links[{i}].h2d_bytes_per_s": link.h2d_bytes_per_s for i, link in enumerate(hardware.links)},
         **{f"links[{i}].d2h_bytes_per_s": link.d2h_bytes_per_s for i, link in enumerate(hardware.links)},
         **{f"links[{i}].duplex_bytes_per_s": link.duplex_bytes_per_s for i, link in enumerate(hardware.links)},
