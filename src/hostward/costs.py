@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .choice import Choice, Keep
-from .inventory import Bucket, MasterKind, host_bytes_per_element, state_bytes_per_element
+from .inventory import Bucket, MasterKind
 from .plan import Placement
 from .speeds import HOST_STEP_BYTES, LAYER_S, Speeds
 from .workload import Layer, PerToken, Workload
@@ -105,42 +105,55 @@ class Costs:
         """By position in `layers`, for repeated layers."""
         return dict(zip(self.repeated, choice.activations, strict=True))
 
+    @cached_property
+    def _buckets(self) -> list[_BucketBytes]:
+        return [_bucket_bytes(bucket) for bucket in self.workload.inventory.buckets]
+
     def units(self, choice: Choice) -> list[Unit]:
         """In order of use in forward."""
-        total = sum(self.numels)
-        found: list[Unit] = []
-        for layer, placement, run in _runs(self.workload.inventory.buckets, choice.placements, total / LARGEST_UNIT):
-            found.append(self._unit(layer, placement, run, choice))
-        return found
+        merge_below = sum(self.numels) / LARGEST_UNIT
+        return [self._unit(*run, choice) for run in _runs(self._buckets, choice.placements, merge_below)]
 
-    def _unit(self, layer: str, placement: Placement, run: Sequence[Bucket], choice: Choice) -> Unit:
+    def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes], choice: Choice) -> Unit:
         wide = self.workload.microbatches > 1 and (placement is not Placement.HOST or choice.gradients_on_host)
-        host_bytes = device_bytes = gradient_bytes = 0
-        for bucket in run:
-            gradient = bucket.numel * (4 if wide else bucket.dtype.itemsize_bytes)
-            gradient_bytes += gradient
-            source = bucket.numel * (host_bytes_per_element(bucket.dtype, bucket.kind)) - bucket.state_bytes
-            source *= 2 if bucket.kind is MasterKind.WEIGHT else 1
-            host_bytes += gradient + 2 * bucket.state_bytes + source
-            device_bytes += gradient + 2 * bucket.state_bytes + 2 * bucket.numel * bucket.dtype.itemsize_bytes
-        numel = sum(bucket.numel for bucket in run)
+        numel = sum(b.numel for b in run)
+        weights = sum(b.weight_bytes for b in run)
+        state = sum(b.state_bytes for b in run)
+        gradients = 4 * numel if wide else weights
+        host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
         return Unit(
             layer,
             placement,
             numel,
-            sum(bucket.numel * bucket.dtype.itemsize_bytes for bucket in run),
-            sum(bucket.numel * state_bytes_per_element(bucket.kind) for bucket in run),
-            gradient_bytes,
+            weights,
+            state,
+            gradients,
             host_bytes / HOST_STEP_BYTES / self.speeds.host_parameters_per_s,
-            device_bytes / self.speeds.traffic_bytes_per_s,
+            (gradients + 2 * state + 2 * weights) / self.speeds.traffic_bytes_per_s,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _BucketBytes:
+    layer: str
+    numel: int
+    weight_bytes: int
+    state_bytes: int
+    source_bytes: int
+    """What the host's step reads and writes of the weight."""
+
+
+def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
+    weight_bytes = bucket.numel * bucket.dtype.itemsize_bytes
+    source_bytes = weight_bytes * (2 if bucket.kind is MasterKind.WEIGHT else 1)
+    return _BucketBytes(bucket.layer, bucket.numel, weight_bytes, bucket.state_bytes, source_bytes)
+
+
 def _runs(
-    buckets: Sequence[Bucket], placements: Sequence[Placement], merge_below: float
-) -> Iterator[tuple[str, Placement, list[Bucket]]]:
+    buckets: Sequence[_BucketBytes], placements: Sequence[Placement], merge_below: float
+) -> Iterator[tuple[str, Placement, list[_BucketBytes]]]:
     """Buckets of one layer and placement together while they are few parameters; those of a layer interleave."""
-    open_runs: dict[Placement, list[Bucket]] = {}
+    open_runs: dict[Placement, list[_BucketBytes]] = {}
     layer = None
     for bucket, placement in zip(buckets, placements, strict=True):
         if bucket.layer != layer:

@@ -71,35 +71,34 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
     queues: list[list[int]] = [[], [], [], []]
     for number, work in enumerate(works):
         queues[work.queue].append(number)
-    heads = [0, 0, 0, 0]
+    nexts = [iter(queue) for queue in queues]
+    heads = [next(n, -1) for n in nexts]
     left = [0.0, 0.0, 0.0, 0.0]
-    running = [-1, -1, -1, -1]
+    running: dict[int, int] = {}
     starts, ends = [0.0] * count, [math.inf] * count
     now, done = 0.0, 0
     while done < count:
         # D2H first: whether it runs decides what waits for a quiet moment.
         for lane in (1, 2, 3, 0):
-            if running[lane] >= 0 or heads[lane] == len(queues[lane]):
+            number = heads[lane]
+            if number < 0 or lane in running:
                 continue
-            number = queues[lane][heads[lane]]
             work = works[number]
-            if any(ends[w] > now for w in work.waits) or (work.quiet and running[1] >= 0):
+            if work.quiet and 1 in running:
                 continue
-            running[lane], left[lane], starts[number] = number, work.seconds, now
-            heads[lane] += 1
-        speeds = slowdown[(running[1] >= 0) + 2 * (running[2] >= 0) + 4 * (running[3] >= 0)]
-        least = math.inf
-        for lane in range(4):
-            if running[lane] >= 0:
-                least = min(least, left[lane] / speeds[lane])
+            for wait in work.waits:
+                if ends[wait] > now:
+                    break
+            else:
+                running[lane], left[lane], starts[number] = number, work.seconds, now
+                heads[lane] = next(nexts[lane], -1)
+        speeds = slowdown[(1 in running) + 2 * (2 in running) + 4 * (3 in running)]
+        least = min(left[lane] / speeds[lane] for lane in running)
         now += least
-        for lane in range(4):
-            number = running[lane]
-            if number < 0:
-                continue
+        for lane in tuple(running):
             left[lane] -= least * speeds[lane]
             if left[lane] <= 1e-12:
-                ends[number], running[lane] = now, -1
+                ends[running.pop(lane)] = now
                 done += 1
     return Timeline(tuple(starts), tuple(ends))
 

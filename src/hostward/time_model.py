@@ -95,6 +95,10 @@ def predict_of(costs: Costs, choice: Choice) -> Prediction:
 def _middle_s(costs: Costs, choice: Choice) -> float:
     """Seconds of one microbatch among many, without a step near it."""
     turn = Turn(costs, choice)
+    if not (turn.leaving or turn.fetched or choice.gradients_on_host):
+        again = sum(costs.layers[i].again_s(keep) for i, keep in turn.keep.items())
+        computed = sum(c.forward_s + c.backward_s for c in costs.layers)
+        return computed + again + sum(costs.numels) * costs.accumulation_s
     ends = []
     for _ in range(2):
         turn.backward(last=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hostward.choice import Choice, Keep
+from hostward.costs import ELEMENTWISE, LEAVES, RECOMPUTED
 from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
 from hostward.plan import Placement
+from hostward.needs import Needs, PhaseNeeds
 from hostward.planner import place_fraction
 from hostward.workload import Layer, PerToken, Saved, Workload
 
@@ -89,3 +91,44 @@ def chosen(workload: Workload, fraction: float = 0.0, share: float = 0.0, keep: 
 
 def all_device(workload: Workload) -> tuple[Placement, ...]:
     return (Placement.DEVICE,) * len(workload.inventory.buckets)
+
+
+def counted_needs(workload: Workload, choice: Choice) -> Needs:
+    """What a step holds, counted roughly: weights, state, gradients that stay, activations that stay, two slots."""
+    tokens, sequence = workload.microbatch_tokens, workload.sequence_tokens
+    layers, kept, parked = iter(choice.activations), 0.0, 0.0
+    largest = 0.0
+    for layer in workload.layers:
+        saved = layer.saved_bytes.of(tokens, sequence)
+        if not layer.repeated:
+            kept += saved
+            continue
+        keep, largest = next(layers), max(largest, saved)
+        if keep in RECOMPUTED:
+            saved = layer.input_bytes.of(tokens, sequence)
+        elif keep in ELEMENTWISE:
+            saved -= sum(part.bytes.of(tokens, sequence) for part in layer.saved if part.elementwise)
+        kept, parked = kept + (0 if keep in LEAVES else saved), parked + (saved if keep in LEAVES else 0)
+    buckets = list(zip(workload.inventory.buckets, choice.placements, strict=True))
+    wide = workload.microbatches > 1
+    gradients = sum(
+        b.numel * (4 if wide else 2)
+        for b, p in buckets
+        if p is not Placement.HOST or (wide and not choice.gradients_on_host)
+    )
+    streamed = [b.state_bytes for b, p in buckets if p is Placement.STREAMED]
+    away = [layer.weight_bytes for layer in workload.layers if layer.name in choice.offloaded_weights]
+    device = {
+        "weights": workload.weight_bytes - sum(away) + sum(sorted(away)[-2:]),
+        "state": sum(b.state_bytes for b, p in buckets if p is Placement.DEVICE),
+        "staging": 2 * max(streamed, default=0),
+        "gradients and activations": int(max(kept, largest + gradients, kept + gradients if wide else 0)),
+    }
+    host = {
+        "state": sum(b.state_bytes for b, p in buckets if p.offloaded),
+        "weights": sum(b.host_bytes - b.state_bytes for b, p in buckets if p is Placement.HOST)
+        + sum(layer.frozen_weight_bytes for layer in workload.layers if layer.name in choice.offloaded_weights),
+        "gradients": sum(b.numel * (4 if wide else 2) for b, p in buckets if p is Placement.HOST),
+        "activations": int(parked),
+    }
+    return Needs((PhaseNeeds("steady step", device, host, host),))
