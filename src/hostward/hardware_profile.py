@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +11,7 @@ from pathlib import Path
 from . import strict_json
 from .errors import ConfigError
 from .hardware import Rates
+from .text_files import read_text, write_text
 
 VERSION = 1
 _FOLDER = Path(__file__).parent / "profiles"
@@ -187,30 +186,12 @@ def _other_version(text: str) -> str:
 
 def load(path: Path) -> Hardware:
     """Raises ConfigError where the file cannot be read or is no hardware file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{path} cannot be read", why=why, fix=_WRITE_ONE) from error
-    return Hardware.from_json(text, str(path))
+    return Hardware.from_json(read_text(path, _WRITE_ONE), str(path))
 
 
 def save(hardware: Hardware, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(hardware.to_json())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
-        ) from error
+    write_text(path, hardware.to_json())
 
 
 def profile(name: str) -> Hardware:

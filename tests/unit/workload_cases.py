@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hostward.choice import Choice, Keep
-from hostward.costs import ELEMENTWISE, LEAVES, RECOMPUTED
 from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
 from hostward.plan import Placement
-from hostward.needs import Needs, PhaseNeeds
 from hostward.planner import place_fraction
+from hostward.planning.costs import ELEMENTWISE, LEAVES, RECOMPUTED
+from hostward.planning.needs import Needs, PhaseNeeds
 from hostward.workload import Layer, PerToken, Saved, Workload
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .choice import Choice
-from .workload import Workload
+from hostward.choice import Choice
+from hostward.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

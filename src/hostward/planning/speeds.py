@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import ConfigError
-from .hardware_profile import Hardware
+from hostward.errors import ConfigError
+from hostward.hardware_profile import Hardware
+
 from .lanes import Slowdown
 
 # Of forward and backward of decoder models in benchmarks/results (1.7 G at 8 K and 32 K tokens, 8 G at 16 K), as a

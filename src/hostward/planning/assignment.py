@@ -11,17 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .choice import Choice, Keep
+from hostward.choice import Choice, Keep
+from hostward.errors import ConfigError
+from hostward.inventory import Bucket
+from hostward.plan import Placement
+from hostward.planner import place_fraction, summed_on_host
+
 from .costs import ELEMENTWISE, LEAVES, RECOMPUTED, Costs
-from .errors import ConfigError
-from .inventory import Bucket
 from .lanes import Queue
-from .plan import Placement
-from .planner import place_fraction, summed_on_host
 
 _FEWEST_SLOTS = 2
 _STAGED_SHARE = 0.4
 _GB = 1e9
+_ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
+"""What leaves belongs to the first layers: it comes back last, so its copies have the most time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +203,7 @@ class Programme:
         rows.at_most(_sum((state, 1 / speeds.d2h_bytes_per_s), (parked, 1 / speeds.d2h_bytes_per_s), one), forward)
         back = (_sum(({behind: 1.0}, 1.0), (again, 1.0)), -1.0)
         rows.at_most(_sum((weights, 1 / speeds.d2h_bytes_per_s), back), backward)
-        rows.at_most(
-            _sum((parked, 1 / speeds.h2d_bytes_per_s), ({staged: 1.0}, 1.0), back), backward
-        )
+        rows.at_most(_sum((parked, 1 / speeds.h2d_bytes_per_s), ({staged: 1.0}, 1.0), back), backward)
         pause = ({middle: 1.0}, -1.0)
         rows.at_most(_sum((parked, 1 / speeds.d2h_bytes_per_s), pause), forward)
         rows.at_most(_sum((parked, 1 / speeds.h2d_bytes_per_s), pause), backward)
@@ -303,12 +304,18 @@ class Programme:
             of = {p: min(1.0, max(0.0, values[v])) for p, v in kinds.items()}
             streamed, host = of.get(Placement.STREAMED, 0.0), of.get(Placement.HOST, 0.0)
             share = streamed / (streamed + host) if streamed + host else 0.0
-            rows = place_fraction([self.buckets[m] for m in members], min(1.0, streamed + host), min(1.0, share)).buckets
+            rows = place_fraction(
+                [self.buckets[m] for m in members], min(1.0, streamed + host), min(1.0, share)
+            ).buckets
             for member, row in zip(members, rows, strict=True):
                 placements[member] = row.placement
         keeps = [Keep.KEEP] * len(self.costs.repeated)
         for members, options in zip(self.layer_kinds, self.kept, strict=True):
-            order = [k for k in (*LEAVES, *RECOMPUTED[:1], *ELEMENTWISE[:1], Keep.KEEP) for _ in range(_at(values, options, k))]
+            order = [
+                k
+                for k in (*LEAVES, *RECOMPUTED[:1], *ELEMENTWISE[:1], Keep.KEEP)
+                for _ in range(_at(values, options, k))
+            ]
             for position, keep in zip(members, order, strict=True):
                 keeps[position] = keep
         return Choice(tuple(placements), tuple(keeps), self.weights)

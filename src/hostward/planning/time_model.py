@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from .choice import Choice
+from hostward.choice import Choice
+from hostward.workload import Workload
+
 from .costs import Costs
 from .lanes import Program, Queue, Timeline, run
 from .speeds import Speeds
 from .turn import Turn
-from .workload import Workload
 
 _SHORTEST_S = 1e-4
 """Waits shorter than this are not told."""
@@ -143,7 +145,7 @@ def _prediction(
 def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[str, float]:
     """Seconds for which compute stood still, by the kind of work that ended last before it went on."""
     found: dict[str, float] = {}
-    for before, after in zip(compute, compute[1:], strict=False):
+    for before, after in pairwise(compute):
         gap = timeline.starts_s[after] - timeline.ends_s[before]
         if gap <= _SHORTEST_S:
             continue

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .choice import Choice, Keep
+from hostward.choice import Choice, Keep
+from hostward.plan import Placement
+
 from .costs import LEAVES, Costs, Unit
 from .lanes import Program, Queue
-from .plan import Placement
 
 STAGED_SHARE = 0.4
 """Share of backward, by parameters, that is left when staging begins."""

@@ -1,4 +1,4 @@
-"""What each layer and bucket of a workload costs on a machine, before anything is decided. Pure arithmetic; no torch."""
+"""What each layer and bucket of a workload costs on a machine, before anything is decided. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .choice import Choice, Keep
-from .inventory import Bucket, MasterKind
-from .plan import Placement
+from hostward.choice import Choice, Keep
+from hostward.inventory import Bucket, MasterKind
+from hostward.plan import Placement
+from hostward.workload import Layer, PerToken, Workload
+
 from .speeds import HOST_STEP_BYTES, LAYER_S, Speeds
-from .workload import Layer, PerToken, Workload
 
 RECOMPUTED = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
 ELEMENTWISE = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hostward.choice import Choice, Keep
+from hostward.hardware import Rates
+from hostward.inventory import state_bytes_per_element
+from hostward.plan import Placement
+from hostward.planner import place_fraction, streamed_share
+from hostward.workload import Workload
+
 from .assignment import Forced, Limits, Programme, gradients_on_host
-from .choice import Choice, Keep
 from .costs import Costs
-from .hardware import Rates
-from .inventory import state_bytes_per_element
 from .lanes import Queue
 from .needs import Budgets, Needs, Required
-from .plan import Placement
-from .planner import place_fraction, streamed_share
 from .speeds import Speeds
 from .time_model import Prediction, predict_of
-from .workload import Workload
 
 DEVICE_LEVELS = 12
 HOST_LEVELS = (0.7, 0.4, 0.2)
@@ -52,9 +53,7 @@ class Frontier:
         forced: what is not to be chosen.
     """
 
-    def __init__(
-        self, workload: Workload, speeds: Speeds, required: Required, forced: Forced | None = None
-    ) -> None:
+    def __init__(self, workload: Workload, speeds: Speeds, required: Required, forced: Forced | None = None) -> None:
         self.workload = workload
         self.costs = Costs(workload, speeds)
         self._required = required
