@@ -23,6 +23,8 @@ from .lanes import Queue
 _FEWEST_SLOTS = 2
 _STAGED_SHARE = 0.4
 _GB = 1e9
+LAST_STAY = 2
+"""Layers whose activations stay: with fewer, each layer would wait for the copy of the one before it."""
 _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
 """What leaves belongs to the first layers: it comes back last, so its copies have the most time."""
 
@@ -92,6 +94,7 @@ class Programme:
         self.placed = [self._shared(1, self._placements(members[0]), False) for members in self.bucket_kinds]
         self.kept = [self._shared(len(members), self._keeps(members[0]), True) for members in self.layer_kinds]
         self._one_recomputation()
+        self._last_stay()
         self._time()
         self._memory()
 
@@ -146,6 +149,14 @@ class Programme:
         free = [k for members, k in zip(self.layer_kinds, self.kept, strict=True) if len(k) > 1 and members]
         self.rows.at_most({**{k[o]: 1.0 for k in free for o in RECOMPUTED if o in k}, whole: -count}, 0.0)
         self.rows.at_most({**{k[o]: 1.0 for k in free for o in ELEMENTWISE if o in k}, whole: count}, count)
+
+    def _last_stay(self) -> None:
+        leaving = [k[o] for k in self.kept if len(k) > 1 for o in LEAVES if o in k]
+        forced = sum(
+            len(members) for members, k in zip(self.layer_kinds, self.kept, strict=True) if set(k) <= {*LEAVES}
+        )
+        most = max(0, len(self.costs.repeated) - LAST_STAY - forced)
+        self.rows.at_most(dict.fromkeys(leaving, 1.0), most)
 
     # ------------------------------------------------------------------ expressions
 

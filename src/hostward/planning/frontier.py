@@ -17,7 +17,7 @@ from hostward.plan import Placement
 from hostward.planner import place_fraction, streamed_share
 from hostward.workload import Workload
 
-from .assignment import Forced, Limits, Programme, gradients_on_host
+from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import Costs
 from .lanes import Queue
 from .needs import Budgets, Needs, Required
@@ -41,8 +41,8 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Faster first; of equally fast ones, what takes less."""
-        return self.prediction.step_s, self.needs.device_peak_bytes, self.needs.host_bytes
+        """Faster first; of equally fast ones, what takes less of the host, then of the device."""
+        return self.prediction.step_s, self.needs.host_bytes, self.needs.device_peak_bytes
 
 
 class Frontier:
@@ -100,9 +100,12 @@ class Frontier:
         if gradients_on_host(self.costs, choice):
             choice = replace(choice, gradients_on_host=True)
         if choice not in self._seen:
-            self._seen[choice] = Candidate(
-                choice, self._required(self.workload, choice), predict_of(self.costs, choice)
-            )
+            prediction = predict_of(self.costs, choice)
+            if self._seen:
+                # What the device saves by not stepping some state itself has never been seen in a measured step: no
+                # offloading is promised to be faster than none.
+                prediction = replace(prediction, step_s=max(prediction.step_s, self.base.prediction.step_s))
+            self._seen[choice] = Candidate(choice, self._required(self.workload, choice), prediction)
         return self._seen[choice]
 
     def _climb(self, weights: frozenset[str]) -> None:
@@ -110,6 +113,8 @@ class Frontier:
         least = programme.solve(Limits(), least_device=True)
         if least is None:
             return
+        for keep in (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD):
+            self._alike(1.0, 0.0, keep, weights)
         low = programme.device_bytes(least)
         self._add(least)
         best = programme.solve(Limits())
@@ -136,14 +141,23 @@ class Frontier:
         """All layers alike, and a share of the state off the device: what the programme, whose times are linear, may
         pass by.
         """
-        forced, buckets = self._forced, self.workload.inventory.buckets
         share = self._streamed_share()
         asked = [(eighths / 8, share, keep) for eighths in range(9) for keep in _EVEN]
-        for fraction, streamed, keep in [*asked, (1.0, 0.0, Keep.RECOMPUTE_OFFLOAD), (1.0, 1.0, Keep.RECOMPUTE)]:
-            rows = place_fraction(buckets, fraction, streamed).buckets
-            placements = tuple(forced.placements.get(i, row.placement) for i, row in enumerate(rows))
-            keeps = tuple(forced.activations.get(i, keep) for i in range(len(self.workload.repeated)))
-            self._add(Choice(placements, keeps))
+        for fraction, streamed, keep in [*asked, (1.0, 1.0, Keep.RECOMPUTE)]:
+            self._alike(fraction, streamed, keep, frozenset())
+
+    def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> None:
+        forced, buckets = self._forced, self.workload.inventory.buckets
+        rows = place_fraction(buckets, fraction, streamed).buckets
+        placements = tuple(
+            forced.placements.get(i, Placement.HOST if bucket.layer in weights else row.placement)
+            for i, (bucket, row) in enumerate(zip(buckets, rows, strict=True))
+        )
+        keeps = [keep] * len(self.workload.repeated)
+        if keep is Keep.RECOMPUTE_OFFLOAD:
+            keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
+        chosen = tuple(forced.activations.get(i, keep) for i, keep in enumerate(keeps))
+        self._add(Choice(placements, chosen, weights))
 
     def _streamed_share(self) -> float:
         speeds = self.costs.speeds
@@ -174,7 +188,7 @@ class Frontier:
         within = replace(budgets or Budgets(), device_bytes=None)
         ordered = sorted(
             (c for c in self._seen.values() if not within.over(c.needs)),
-            key=lambda c: (c.needs.device_peak_bytes, *c.order),
+            key=lambda c: (c.needs.device_peak_bytes, c.order),
         )
         found: list[Candidate] = []
         for candidate in ordered:

@@ -22,6 +22,8 @@ _SHORTEST_S = 1e-4
 """Waits shorter than this are not told."""
 _HIDDEN = 0.02
 """Of a step: less than this exposed counts as hidden."""
+_TOLD = 0.05
+"""Of what is exposed: lesser waits are not told."""
 _MOST_DOUBLINGS = 6
 
 RESOURCES = {
@@ -164,19 +166,21 @@ def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
     """Sentences that say what is exposed and why, and what would hide it."""
     if prediction.exposed_s < _HIDDEN * prediction.step_s:
         return [f"all but {prediction.exposed_s:.2f} s of the offloading is hidden behind compute"]
-    waits = sorted(prediction.waited_s.items(), key=lambda pair: -pair[1])
-    said = [f"the GPU waits {seconds:.2f} s for {name}" for name, seconds in waits if seconds >= 0.005]
+    said = []
     host_s = prediction.busy_s[Queue.HOST]
-    if _NAMES["upload"] in prediction.waited_s or _NAMES["host"] in prediction.waited_s:
+    if prediction.waited_s.get(_NAMES["upload"], 0.0) >= 0.5 * prediction.exposed_s:
         said.append(f"host AdamW {host_s:.2f} s does not fit behind a {prediction.forward_s:.2f} s forward")
     for queue in (Queue.D2H, Queue.H2D):
         window = prediction.forward_s + prediction.backward_s
-        if prediction.busy_s[queue] > window:
+        if prediction.busy_s[queue] > window * costs.workload.microbatches:
             said.append(
                 f"the {RESOURCES[queue]} is busy for {prediction.busy_s[queue]:.2f} s, "
                 f"forward and backward take {window:.2f} s"
             )
-    return [*said, _cure(costs, choice)]
+    waits = sorted(prediction.waited_s.items(), key=lambda pair: -pair[1])
+    told = [f"{seconds:.2f} s for {name}" for name, seconds in waits if seconds >= _TOLD * prediction.exposed_s]
+    said = ["; ".join([*said, _cure(costs, choice)])]
+    return [*said, f"the GPU waits {', '.join(told)}"] if told else said
 
 
 def _cure(costs: Costs, choice: Choice) -> str:
