@@ -6,8 +6,9 @@ a step has `microbatches` microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from .inventory import Dtype, Inventory
 
@@ -48,6 +49,45 @@ class Saved:
     """Device memory read and written to make it again."""
 
 
+class Way(StrEnum):
+    """How a layer runs."""
+
+    KEEP = "keep"
+    """What it saves stays, or goes to the host."""
+    RECOMPUTE = "recompute"
+    """It saves its input, and runs again in backward."""
+    ELEMENTWISE = "elementwise"
+    """Norms and activations run again in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes that a layer holds at one moment, weights and their gradients left out; `gradients` says how many of the
+    layer's gradients there are. fixed_bytes: whatever the number of tokens.
+    """
+
+    bytes: PerToken
+    fixed_bytes: float = 0.0
+    gradients: int = 0
+
+    def of(self, tokens: int, sequence_tokens: int) -> float:
+        """All bytes, for `tokens` tokens in sequences of `sequence_tokens`."""
+        return self.fixed_bytes + self.bytes.of(tokens, sequence_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a layer holds while it runs, moment by moment, what earlier layers keep left out.
+
+    forward: its input and output included. kept: what stays of it until its backward begins. backward: what it has kept
+    included. Moments at which no more is held than at another one of the same pass are left out; the others are in order.
+    """
+
+    forward: tuple[Moment, ...]
+    kept: Moment
+    backward: tuple[Moment, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of the model, or one part outside of the layers (embeddings, final norm, head and loss).
@@ -69,6 +109,10 @@ class Layer:
     """Device memory that operations other than matrix products read and write in one forward."""
     workspace_bytes: PerToken
     """Most bytes that its backward holds at once beside weights, gradients of weights and saved tensors."""
+    curves: Mapping[Way, Curve] = field(default_factory=dict)
+    """Of the ways in which it can run. Without any, `saved` and `workspace_bytes` are all that is known."""
+    gradients: tuple[str, ...] = ()
+    """Names of trained parameters in the order in which its backward makes their gradients."""
 
     @property
     def weight_bytes(self) -> int:

@@ -34,7 +34,7 @@ LAYERS = (
         "options_doc",
     ),
     ("plan", "planner", "workload", "choice"),
-    ("schedule", "ordering", "lowering"),
+    ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
     ("planning",),
     ("engine", "host", "kernels"),
     ("inspect",),

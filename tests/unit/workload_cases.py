@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hostward.choice import Choice, Keep
 from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
+from hostward.memory_model import Needs, PhaseNeeds
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.costs import ELEMENTWISE, LEAVES, RECOMPUTED
-from hostward.planning.needs import Needs, PhaseNeeds
 from hostward.workload import Layer, PerToken, Saved, Workload
 
 

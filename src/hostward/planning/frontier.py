@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hostward.choice import Choice, Keep
 from hostward.hardware import Rates
 from hostward.inventory import state_bytes_per_element
+from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.planner import place_fraction, streamed_share
 from hostward.workload import Workload
@@ -20,7 +21,7 @@ from hostward.workload import Workload
 from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import Costs
 from .lanes import Queue
-from .needs import Budgets, Needs, Required
+from .needs import Budgets, Required, awake
 from .speeds import Speeds
 from .time_model import Prediction, predict_of
 
@@ -37,6 +38,7 @@ class Candidate:
 
     choice: Choice
     needs: Needs
+    """Without the phase `sleep`."""
     prediction: Prediction
 
     @property
@@ -105,7 +107,7 @@ class Frontier:
                 # What the device saves by not stepping some state itself has never been seen in a measured step: no
                 # offloading is promised to be faster than none.
                 prediction = replace(prediction, step_s=max(prediction.step_s, self.base.prediction.step_s))
-            self._seen[choice] = Candidate(choice, self._required(self.workload, choice), prediction)
+            self._seen[choice] = Candidate(choice, awake(self._required(self.workload, choice)), prediction)
         return self._seen[choice]
 
     def _climb(self, weights: frozenset[str]) -> None:

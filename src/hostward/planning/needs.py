@@ -1,59 +1,19 @@
-"""Bytes that a choice takes, by phase and owner: what is compared with budgets. No torch."""
+"""Budgets in bytes, and what exceeds them. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hostward.choice import Choice
+from hostward.memory_model import Needs
 from hostward.workload import Workload
 
-
-@dataclass(frozen=True, slots=True)
-class PhaseNeeds:
-    """Bytes at the fullest moment of a phase (`load`, `first step`, `steady step`, `save`, `resume`, `sleep`), by what
-    holds them: on the device, in host memory, and of that page-locked.
-    """
-
-    name: str
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    pinned: Mapping[str, int]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(self.device.values())
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
-
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(self.pinned.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Of one rank."""
-
-    phases: tuple[PhaseNeeds, ...]
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return max(phase.device_bytes for phase in self.phases)
-
-    @property
-    def host_bytes(self) -> int:
-        return max(phase.host_bytes for phase in self.phases)
-
-    @property
-    def pinned_bytes(self) -> int:
-        return max(phase.pinned_bytes for phase in self.phases)
-
+SLEEP = "sleep"
+"""The phase in which everything has left the device: runs that never sleep do not need it, so no budget covers it."""
 
 Required = Callable[[Workload, Choice], Needs]
-"""What tells the needs of a choice."""
+"""What tells the needs of a choice: `hostward.memory_model.required`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +32,8 @@ class Budgets:
             "pinned": (needs.pinned_bytes, self.pinned_bytes),
         }
         return {name: need - limit for name, (need, limit) in pairs.items() if limit is not None and need > limit}
+
+
+def awake(needs: Needs) -> Needs:
+    """Without the phase `sleep`."""
+    return Needs(tuple(phase for phase in needs.phases if phase.name != SLEEP), needs.slots)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from hostward.choice import Choice, Keep
+from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.sizes import gib
 from hostward.workload import Workload
 
 from .answer import Answer, verdict
-from .needs import Budgets, Needs
+from .needs import Budgets
 
 _KEEPS = {
     Keep.KEEP: "keep",

@@ -14,7 +14,8 @@ from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
-from hostward.inventory import Inventory, bucket_cap, cut_buckets
+from hostward.inventory import Inventory, cut_buckets
+from hostward.lowering.optimizer import inbox_bytes
 from hostward.plan import PlacedBucket, Placement, Plan
 from hostward.planner import checked_fraction, place_fraction, summed_on_host
 from hostward.schedule import Schedule
@@ -47,7 +48,7 @@ from .state import (
 )
 from .state_io import StateAccess
 from .step import StepIssuer
-from .totals import Totals, inbox_bytes
+from .totals import Totals
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
@@ -204,7 +205,6 @@ class AdamW(Saving):
         facts = tuple(t.facts for t in new)
         buckets = cut_buckets(
             facts,
-            cap=bucket_cap(sum(p.numel for p in facts)),
             first_index=len(self._states),
             split_master=not self._use_torch_optimizer,
         )
