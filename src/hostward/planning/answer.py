@@ -11,7 +11,7 @@ from hostward.workload import Workload
 
 from .assignment import Forced
 from .frontier import Candidate, Frontier
-from .needs import Budgets, Required
+from .needs import STEPPING, Budgets, Required
 from .speeds import Speeds, speeds_of
 from .time_model import explain
 
@@ -31,6 +31,8 @@ class Question:
     gpus: int
     budgets: Budgets
     forced: Forced
+    phases: tuple[str, ...] = STEPPING
+    """Those that budgets cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def answer(question: Question, required: Required, *, smaller: Callable[[int], W
         ConfigError: the hardware file has no GPU, or SciPy is missing.
     """
     speeds = speeds_of(question.hardware, question.gpus)
-    frontier = Frontier(question.workload, speeds, required, question.forced)
+    frontier = Frontier(question.workload, speeds, required, question.forced, question.phases)
     chosen = frontier.best(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     why = explain(frontier.costs, nearest.choice, nearest.prediction) if chosen else []
@@ -120,7 +122,7 @@ def _changes(
     while sequences > 1:
         sequences //= 2
         tried = smaller(sequences) if smaller else _with_sequences(question.workload, sequences)
-        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
+        again = Frontier(tried, frontier.costs.speeds, required, question.forced, question.phases)
         if again.best(question.budgets) is not None:
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
             break

@@ -7,7 +7,7 @@ these. So what fits in a budget also fits in a larger one, and a larger budget n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hostward.choice import Choice, Keep
@@ -21,7 +21,7 @@ from hostward.workload import Workload
 from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import Costs
 from .lanes import Queue
-from .needs import Budgets, Required, awake
+from .needs import STEPPING, Budgets, Required, limited
 from .speeds import Speeds
 from .time_model import Prediction, predict_of
 
@@ -38,7 +38,9 @@ class Candidate:
 
     choice: Choice
     needs: Needs
-    """Without the phase `sleep`."""
+    """Of the phases that budgets cover."""
+    everything: Needs
+    """Of all phases."""
     prediction: Prediction
 
     @property
@@ -53,12 +55,21 @@ class Frontier:
     Args:
         required: the memory model.
         forced: what is not to be chosen.
+        phases: those that budgets cover.
     """
 
-    def __init__(self, workload: Workload, speeds: Speeds, required: Required, forced: Forced | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        speeds: Speeds,
+        required: Required,
+        forced: Forced | None = None,
+        phases: Collection[str] = STEPPING,
+    ) -> None:
         self.workload = workload
         self.costs = Costs(workload, speeds)
         self._required = required
+        self._phases = phases
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
         self.base = self._add(self._plain())
@@ -102,12 +113,13 @@ class Frontier:
         if gradients_on_host(self.costs, choice):
             choice = replace(choice, gradients_on_host=True)
         if choice not in self._seen:
-            prediction = predict_of(self.costs, choice)
+            needs = self._required(self.workload, choice)
+            prediction = predict_of(self.costs, choice, needs.slots)
             if self._seen:
                 # What the device saves by not stepping some state itself has never been seen in a measured step: no
                 # offloading is promised to be faster than none.
                 prediction = replace(prediction, step_s=max(prediction.step_s, self.base.prediction.step_s))
-            self._seen[choice] = Candidate(choice, awake(self._required(self.workload, choice)), prediction)
+            self._seen[choice] = Candidate(choice, limited(needs, self._phases), needs, prediction)
         return self._seen[choice]
 
     def _climb(self, weights: frozenset[str]) -> None:

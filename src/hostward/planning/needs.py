@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hostward.choice import Choice
 from hostward.memory_model import Needs
 from hostward.workload import Workload
 
-SLEEP = "sleep"
-"""The phase in which everything has left the device: runs that never sleep do not need it, so no budget covers it."""
+STEPPING = ("load", "first step", "steady step")
+"""The phases that every run goes through. Others (save, resume, sleep) are covered where a run asks."""
 
 Required = Callable[[Workload, Choice], Needs]
 """What tells the needs of a choice: `hostward.memory_model.required`."""
@@ -34,6 +34,6 @@ class Budgets:
         return {name: need - limit for name, (need, limit) in pairs.items() if limit is not None and need > limit}
 
 
-def awake(needs: Needs) -> Needs:
-    """Without the phase `sleep`."""
-    return Needs(tuple(phase for phase in needs.phases if phase.name != SLEEP), needs.slots)
+def limited(needs: Needs, phases: Collection[str]) -> Needs:
+    """The phases that budgets cover."""
+    return Needs(tuple(phase for phase in needs.phases if phase.name in phases), needs.slots)

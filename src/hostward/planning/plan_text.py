@@ -12,8 +12,8 @@ from hostward.plan import Placement
 from hostward.sizes import gib
 from hostward.workload import Workload
 
-from .answer import Answer, verdict
-from .needs import Budgets
+from .answer import Answer, Question, verdict
+from .needs import limited
 
 _KEEPS = {
     Keep.KEEP: "keep",
@@ -28,12 +28,12 @@ _KEEPS = {
 def render(found: Answer) -> str:
     """The whole answer."""
     question, shown = found.question, found.shown
-    workload, gpus = question.workload, question.gpus
+    workload = question.workload
     blocks = [_title(found), verdict(found)]
     if found.chosen is None:
         blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
         blocks.append("The choice that comes nearest:")
-    blocks.append(_needs_table(shown.needs, question.budgets, gpus))
+    blocks.append(_needs_table(shown.everything, question))
     blocks.append(_owners(shown.needs))
     blocks.append(_placements(workload, shown.choice))
     blocks.append(_time(found))
@@ -72,16 +72,21 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _needs_table(needs: Needs, budgets: Budgets, gpus: int) -> str:
+def _needs_table(needs: Needs, question: Question) -> str:
+    gpus, budgets = question.gpus, question.budgets
     rows = [["GiB per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
+    outside = []
     for phase in needs.phases:
         sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
         sizes += [phase.host_bytes * gpus] if gpus > 1 else []
         rows.append([phase.name, *(gib(size) for size in sizes)])
+        over = budgets.over(limited(needs, [phase.name]))
+        if over and phase.name not in question.phases:
+            outside.append(f"{phase.name} takes more {' and '.join(over)} memory than the limit; not every run does it")
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
     rows.append(["limit", *("none" if limit is None else gib(limit) for limit in limits)])
-    return _table(rows)
+    return "\n".join([_table(rows), *outside])
 
 
 def _owners(needs: Needs) -> str:

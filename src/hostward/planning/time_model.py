@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hostward.choice import Choice
+from hostward.memory_model import required
 from hostward.workload import Workload
 
 from .costs import Costs
@@ -70,16 +71,16 @@ class Prediction:
 
 def predict(workload: Workload, choice: Choice, speeds: Speeds) -> Prediction:
     """The step of `workload` as `choice` has it."""
-    return predict_of(Costs(workload, speeds), choice)
+    return predict_of(Costs(workload, speeds), choice, required(workload, choice).slots)
 
 
-def predict_of(costs: Costs, choice: Choice) -> Prediction:
-    """As `predict`, for many choices of one workload."""
+def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
+    """As `predict`, for many choices of one workload; `slots` as the memory model counts them."""
     microbatches = costs.workload.microbatches
     pair_s = 0.0
     if microbatches > 2:
-        pair_s = _middle_s(costs, choice)
-    turn = Turn(costs, choice)
+        pair_s = _middle_s(costs, choice, slots)
+    turn = Turn(costs, choice, slots)
     marks = []
     for _ in range(2):
         first = len(turn.program.works)
@@ -96,9 +97,9 @@ def predict_of(costs: Costs, choice: Choice) -> Prediction:
     return _prediction(costs, turn.program, timeline, marks, microbatches, pair_s)
 
 
-def _middle_s(costs: Costs, choice: Choice) -> float:
+def _middle_s(costs: Costs, choice: Choice, slots: int) -> float:
     """Seconds of one microbatch among many, without a step near it."""
-    turn = Turn(costs, choice)
+    turn = Turn(costs, choice, slots)
     if not (turn.leaving or turn.fetched or choice.gradients_on_host):
         again = sum(costs.layers[i].again_s(keep) for i, keep in turn.keep.items())
         computed = sum(c.forward_s + c.backward_s for c in costs.layers)

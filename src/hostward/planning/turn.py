@@ -18,13 +18,16 @@ STAGED_SHARE = 0.4
 """Share of backward, by parameters, that is left when staging begins."""
 _IN_FLIGHT = 2
 """Layers after which the memory of gradients that leave is wanted back."""
-_FEWEST_SLOTS = 2
 
 
 class Turn:
-    """Appends the parts of a step to a program, with what each waits for across parts."""
+    """Appends the parts of a step to a program, with what each waits for across parts.
 
-    def __init__(self, costs: Costs, choice: Choice) -> None:
+    Args:
+        slots: staging slots of streamed buckets (`hostward.memory_model` counts them).
+    """
+
+    def __init__(self, costs: Costs, choice: Choice, slots: int) -> None:
         self.costs, self.choice = costs, choice
         self.program = Program()
         self.units = costs.units(choice)
@@ -37,7 +40,7 @@ class Turn:
         self.leaving = leaving
         self.window = max(1, len(costs.repeated) - len(leaving))
         self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
-        self.slots, self.unstage = self._slots()
+        self.slots = self._units_staged(slots)
         # Newest work of each kind, by unit or layer.
         self.compute: int | None = None
         self.offloads: dict[int, int] = {}
@@ -47,49 +50,14 @@ class Turn:
         self.writes: list[int] = []
         self.downloaded: list[int] = []
 
-    # ------------------------------------------------------------------ staging
-
-    def _slots(self) -> tuple[int, int | None]:
-        """Streamed units that fit in staging, and the layer before whose forward it goes back.
-
-        As the engine does: what backward has freed when staging begins, and two slots besides.
-        """
+    def _units_staged(self, slots: int) -> int:
+        """Streamed units that fit in so many slots, each for the largest streamed bucket."""
         if not self.streamed:
-            return 0, None
-        slot = max(self.units[i].state_bytes for i in self.streamed)
-        most = len(self.streamed)
-        if self.choice.staging_bytes is not None:
-            return min(most, max(1, int(self.choice.staging_bytes // slot))), None
-        costs = self.costs
-        kept = [
-            0.0 if i in self.leaving else cost.held_bytes(self.keep.get(i, Keep.KEEP))
-            for i, cost in enumerate(costs.layers)
-        ]
-        stays = [
-            sum(self.units[u].gradient_bytes for u in self._of(i) if self.units[u].placement is not Placement.HOST)
-            for i in range(len(kept))
-        ]
-        peaks, saved, gradients = [], sum(kept), 0.0
-        for i in reversed(range(len(kept))):
-            peaks.append((i, saved + gradients + self._again_bytes(i)))
-            saved -= kept[i]
-            gradients += stays[i]
-        staged = self._staged_layer()
-        limit = max(peak for _, peak in peaks) + _FEWEST_SLOTS * slot
-        later = max((peak for i, peak in peaks if i <= staged), default=0.0)
-        count = max(1, min(most, int((limit - later) // slot)))
-        held, unstage = 0.0, None
-        for i, size in enumerate(kept):
-            held += size
-            if held + count * slot > limit:
-                unstage = i
-                break
-        return count, unstage
-
-    def _again_bytes(self, i: int) -> float:
-        """What a layer that runs again holds meanwhile."""
-        cost, keep = self.costs.layers[i], self.keep.get(i, Keep.KEEP)
-        return cost.saved_bytes - (cost.held_bytes(keep) if i not in self.leaving else 0.0)
+            return 0
+        buckets = zip(self.costs.workload.inventory.buckets, self.choice.placements, strict=True)
+        slot_bytes = max(bucket.state_bytes for bucket, p in buckets if p is Placement.STREAMED)
+        largest = max(self.units[i].state_bytes for i in self.streamed)
+        return max(1, min(len(self.streamed), slots * slot_bytes // largest))
 
     def _staged_layer(self) -> int:
         total, left = sum(self.costs.numels), 0
@@ -111,8 +79,8 @@ class Turn:
             waits: list[int | None] = []
             if first:
                 waits += [self.arrivals[u] for u in self._of(i) if u in self.arrivals]
-                last = self.unstage if self.unstage is not None else len(self.costs.layers) - 1
-                waits += self.writes[-1:] if i == last else []
+                # Before the last layer staging goes back, behind the last write.
+                waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
             waits += [self._fetch(i)]
             if cost.layer.repeated:
                 before = self.costs.repeated.index(i) - self.window
