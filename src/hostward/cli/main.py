@@ -1,6 +1,6 @@
-"""`hostward train | verify | recipes | doctor | bench`, and what happens when they fail.
+"""`hostward train | verify | plan | recipes | doctor | bench`, and what happens when they fail.
 
-Exit codes: 0 success, 1 a claim failed (verify), 2 bad input, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 nobody reads on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 
-from . import machine
+from . import machine, plan
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -148,6 +148,7 @@ def recipes() -> None:
         typer.echo(name)
 
 
+app.command()(_deferred(plan.plan))
 app.command()(_deferred(machine.doctor))
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("machine")(_deferred(machine.bench_machine))

@@ -11,18 +11,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hostward.choice import Choice, Keep
-from hostward.hardware import Rates
-from hostward.inventory import state_bytes_per_element
 from hostward.memory_model import Needs
 from hostward.plan import Placement
-from hostward.planner import place_fraction, streamed_share
+from hostward.planner import place_fraction
 from hostward.workload import Workload
 
 from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import Costs
-from .lanes import Queue
 from .needs import STEPPING, Budgets, Required, limited
-from .speeds import Speeds
+from .speeds import Speeds, balanced_share
 from .time_model import Prediction, predict_of
 
 DEVICE_LEVELS = 12
@@ -155,7 +152,7 @@ class Frontier:
         """All layers alike, and a share of the state off the device: what the programme, whose times are linear, may
         pass by.
         """
-        share = self._streamed_share()
+        share = balanced_share(self.costs.speeds, self.workload)
         asked = [(eighths / 8, share, keep) for eighths in range(9) for keep in _EVEN]
         for fraction, streamed, keep in [*asked, (1.0, 1.0, Keep.RECOMPUTE)]:
             self._alike(fraction, streamed, keep, frozenset())
@@ -172,17 +169,6 @@ class Frontier:
             keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
         chosen = tuple(forced.activations.get(i, keep) for i, keep in enumerate(keeps))
         self._add(Choice(placements, chosen, weights))
-
-    def _streamed_share(self) -> float:
-        speeds = self.costs.speeds
-        busy = speeds.slowdown[7]
-        duplex = busy[Queue.H2D] * speeds.h2d_bytes_per_s + busy[Queue.D2H] * speeds.d2h_bytes_per_s
-        host = busy[Queue.HOST] * speeds.host_parameters_per_s
-        rates = Rates(speeds.host_parameters_per_s, duplex, host, duplex)
-        first = self.workload.inventory.buckets[0]
-        return streamed_share(
-            rates, state_bytes=state_bytes_per_element(first.kind), weight_bytes=first.dtype.itemsize_bytes
-        )
 
     # ------------------------------------------------------------------ answers
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from hostward.choice import Choice, Keep
 from hostward.memory_model import Needs
 from hostward.plan import Placement
-from hostward.sizes import gib
+from hostward.sizes import GIB, gib
 from hostward.workload import Workload
 
 from .answer import Answer, Question, verdict
@@ -23,6 +23,7 @@ _KEEPS = {
     Keep.ELEMENTWISE: "recompute norms and activations",
     Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute norms and activations",
 }
+_SHOWN_BYTES = GIB // 20
 
 
 def render(found: Answer) -> str:
@@ -90,16 +91,17 @@ def _needs_table(needs: Needs, question: Question) -> str:
 
 
 def _owners(needs: Needs) -> str:
-    fullest = max(needs.phases, key=lambda phase: phase.device_bytes)
-    on_host = max(needs.phases, key=lambda phase: phase.host_bytes)
+    # Of phases that are equally full the later one, which is the one that lasts.
+    fullest = max(reversed(needs.phases), key=lambda phase: phase.device_bytes)
+    on_host = max(reversed(needs.phases), key=lambda phase: phase.host_bytes)
     lines = [f"device, {fullest.name}: {_list(fullest.device)}"]
-    if on_host.host_bytes:
+    if on_host.host_bytes >= _SHOWN_BYTES:
         lines.append(f"host, {on_host.name}: {_list(on_host.host)}")
     return "\n".join(lines)
 
 
 def _list(sizes: Mapping[str, int]) -> str:
-    shown = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
+    shown = sorted(((size, name) for name, size in sizes.items() if size >= _SHOWN_BYTES), reverse=True)
     return ", ".join(f"{name} {gib(size)}" for size, name in shown)
 
 

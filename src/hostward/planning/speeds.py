@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hostward.errors import ConfigError
+from hostward.hardware import Rates
 from hostward.hardware_profile import Hardware
+from hostward.inventory import state_bytes_per_element
+from hostward.planner import streamed_share
+from hostward.workload import Workload
 
-from .lanes import Slowdown
+from .lanes import Queue, Slowdown
 
 # Of forward and backward of decoder models in benchmarks/results (1.7 G at 8 K and 32 K tokens, 8 G at 16 K), as a
 # share of one large matrix product's rate and of the device memory's peak rate.
@@ -46,6 +50,19 @@ class Speeds:
     def copy_s(self, size_bytes: float, rate_bytes_per_s: float) -> float:
         """Seconds of one copy."""
         return COPY_S + size_bytes / rate_bytes_per_s if size_bytes else 0.0
+
+
+def balanced_share(speeds: Speeds, workload: Workload) -> float:
+    """The share of offloaded state to stream so that the host's step and the link end together."""
+    buckets = workload.inventory.buckets
+    if not buckets:
+        return 0.0
+    busy = speeds.slowdown[7]
+    duplex = busy[Queue.H2D] * speeds.h2d_bytes_per_s + busy[Queue.D2H] * speeds.d2h_bytes_per_s
+    rates = Rates(speeds.host_parameters_per_s, duplex, busy[Queue.HOST] * speeds.host_parameters_per_s, duplex)
+    return streamed_share(
+        rates, state_bytes=state_bytes_per_element(buckets[0].kind), weight_bytes=buckets[0].dtype.itemsize_bytes
+    )
 
 
 def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
