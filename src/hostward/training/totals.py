@@ -12,6 +12,7 @@ from hostward.lowering.optimizer import INBOXES, inbox_bytes, inboxes_of
 from .choices import Addition
 from .state import BucketState
 
+
 class Totals:
     """The totals of the buckets `summed`, float32 at `state.gradient`. Each microbatch's gradients land in an inbox and
     are added from there.
