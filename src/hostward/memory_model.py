@@ -16,7 +16,7 @@ from .choice import Choice
 from .errors import ConfigError
 from .gradient_model import Gradients
 from .inventory import SPLIT_ELEMENTS, Dtype, MasterKind, master_kind
-from .lowering.optimizer import inbox_bytes
+from .lowering.optimizer import INBOXES, inbox_bytes
 from .lowering.staging import FEWEST
 from .plan import Placement, bucket_host_bytes
 from .step_model import Owner, StepModel
@@ -28,7 +28,7 @@ CUBLAS_WORKSPACES = 2
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """Of each on a GPU of compute capability 9.0 and later; less on earlier ones."""
 KERNEL_TABLES_BYTES = 2 * MIB
-"""Page-locked, and the same on the device at most: addresses and constants on their way to kernels."""
+"""Page-locked, for addresses and constants on their way to kernels: one for each lane that launches them."""
 _PARTIAL_BYTES = 12
 """Of the norm, for each chunk of a gradient."""
 _SCALARS_BYTES = 12
@@ -56,9 +56,14 @@ class PhaseNeeds:
         return sum(self.pinned.values())
 
 
+LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME, SLEEP = "load", "first step", "steady step", "save", "resume", "sleep"
+TRAINING = (LOAD, FIRST_STEP, STEADY_STEP)
+"""Phases that every run has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes by phase: load, first step, steady step, save, resume, sleep."""
+    """Bytes by phase, in the order of `LOAD` to `SLEEP`. Totals are those of every run: the most of `TRAINING`."""
 
     phases: tuple[PhaseNeeds, ...]
     slots: int = 0
@@ -66,18 +71,19 @@ class Needs:
 
     @property
     def device_peak_bytes(self) -> int:
-        return max(phase.device_bytes for phase in self.phases)
+        return max(phase.device_bytes for phase in self.phases if phase.name in TRAINING)
 
     @property
     def host_bytes(self) -> int:
-        return max(phase.host_bytes for phase in self.phases)
+        return max(phase.host_bytes for phase in self.phases if phase.name in TRAINING)
 
     @property
     def pinned_bytes(self) -> int:
-        return max(phase.pinned_bytes for phase in self.phases)
+        return max(phase.pinned_bytes for phase in self.phases if phase.name in TRAINING)
 
     def phase(self, name: str) -> PhaseNeeds:
-        return next(phase for phase in self.phases if phase.name == name)
+        """The phase of that name. Raises KeyError."""
+        return {phase.name: phase for phase in self.phases}[name]
 
 
 def required(workload: Workload, choice: Choice) -> Needs:
@@ -117,12 +123,12 @@ def required(workload: Workload, choice: Choice) -> Needs:
     }
     settled = {k: v for k, v in host.items() if k is not Owner.ACTIVATIONS}
     phases = (
-        _phase("load", loading, settled, settled),
-        _phase("first step", first, host, host),
-        _phase("steady step", steady, host, host),
-        _phase("save", idle, {**host, Owner.COPIES: _saved_copies(workload, choice)}, host),
-        _phase("resume", loading, {**settled, Owner.COPIES: _loaded_copies(workload)}, settled),
-        _phase("sleep", {}, asleep, asleep),
+        _phase(LOAD, loading, settled, settled),
+        _phase(FIRST_STEP, first, host, host),
+        _phase(STEADY_STEP, steady, host, host),
+        _phase(SAVE, idle, {**host, Owner.COPIES: _saved_copies(workload, choice)}, host),
+        _phase(RESUME, loading, {**settled, Owner.COPIES: _loaded_copies(workload)}, settled),
+        _phase(SLEEP, {}, asleep, asleep),
     )
     return Needs(phases, slots.count)
 
@@ -168,11 +174,14 @@ def _host(workload: Workload, choice: Choice, gradients: Gradients, parked_bytes
         found[Owner.GRADIENTS] += landing
     summed = [workload.inventory.buckets[b] for b in sorted(gradients.summed)]
     if summed:
-        found[Owner.GRADIENTS] += inbox_bytes(summed) / 3 * min(3, len(summed)) + _partials(workload)
+        inboxes = inbox_bytes(summed) // INBOXES * min(INBOXES, len(summed))
+        found[Owner.GRADIENTS] += inboxes + _partials(workload)
     for layer in workload.repeated:
         if layer.name in choice.offloaded_weights:
             found[Owner.WEIGHTS] += layer.frozen_weight_bytes
-    return found | {Owner.ACTIVATIONS: parked_bytes, Owner.WORKSPACE: KERNEL_TABLES_BYTES + _SCALARS_BYTES}
+    lanes = 2 if Placement.STREAMED in choice.placements else 1
+    workspace = lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES
+    return found | {Owner.ACTIVATIONS: parked_bytes, Owner.WORKSPACE: workspace}
 
 
 def _saved_copies(workload: Workload, choice: Choice) -> int:

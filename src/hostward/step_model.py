@@ -89,6 +89,7 @@ class StepModel:
             keeps[i] = keep
         self._curves = [_curve_of(layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
         kept = [self._at(curve.kept) for curve in self._curves]
+        self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
         self._away = [keep in _AWAY for keep in keeps]
         self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
         self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
@@ -159,12 +160,15 @@ class StepModel:
     ) -> None:
         """The moments of a layer's backward, with gradient points where they come."""
         done = 0
+        # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
+        reloaded = self._parked[i] if self._recomputed[i] else 0.0
         for moment in (*self._curves[i].backward, Moment(_NOTHING, 0.0, len(made))):
             while done < min(moment.gradients, len(made)):
                 for bucket in made[done].completed:
                     timeline.gradient(bucket)
                 done += 1
-            self._sample(timeline, i, (moment,), base, after, weights)
+            gone = reloaded if moment.gradients else 0.0
+            self._sample(timeline, i, (moment,), base - gone, after, weights)
 
     def _sample(
         self, timeline: _Timeline, i: int, moments: Sequence[Moment], base: float, held: Sequence[int], weights: float

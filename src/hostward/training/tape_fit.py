@@ -23,13 +23,9 @@ class Size:
         return self.sequences * self.tokens
 
 
-def sizes(sequences: int, sequence_tokens: int) -> tuple[Size, Size, Size]:
-    """The sizes that `fit` wants: the one that is planned for, twice as many sequences, sequences twice as long."""
-    return (
-        Size(sequences, sequence_tokens),
-        Size(2 * sequences, sequence_tokens),
-        Size(sequences, 2 * sequence_tokens),
-    )
+def sizes(size: Size) -> tuple[Size, Size, Size]:
+    """The sizes that `Fit` wants: the one that is planned for, twice as many sequences, sequences twice as long."""
+    return size, Size(2 * size.sequences, size.tokens), Size(size.sequences, 2 * size.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +37,8 @@ class Fit:
     def __call__(self, values: Sequence[float]) -> tuple[float, PerToken]:
         """Constant, and rates for each token."""
         one, more, longer = values
+        if one == more:  # of one sequence, as tables of positions are
+            return one, PerToken(0.0)
         size = self.size
         square = (longer - more) / (2 * size.of_all * size.tokens)
         linear = (more - one) / size.of_all - square * size.tokens
@@ -64,22 +62,17 @@ def curve(fit: Fit, runs: Sequence[PartRun]) -> Curve:
     return Curve(forward, fit.moment([r.kept_bytes for r in runs]), backward)
 
 
-def with_layers(fit: Fit, found: Curve, run: PartRun, more: PartRun, layers: int, added: int) -> Curve:
-    """The curve of a part that holds something for every layer, such as the choices of all routers.
-
-    Args:
-        run, more: the part with a few layers, and with `added` more of them.
-        layers: how many more than in `run` there are.
+def with_layers(fit: Fit, found: Curve, run: PartRun, more: PartRun, times: float) -> Curve:
+    """The curve of a part that holds something for every layer, such as the choices of all routers: with a few layers
+    it was `run`, with some more `more`, and so much more is still missing `times` times.
     """
-    share = layers / added
 
     def later(moments: Iterable[Moment], before: Sequence[int], after: Sequence[int]) -> tuple[Moment, ...]:
-        rate = PerToken(share * (max(after, default=0) - max(before, default=0)) / fit.size.of_all)
+        rate = PerToken(times * (max(after, default=0) - max(before, default=0)) / fit.size.of_all)
         return tuple(Moment(m.bytes + rate, m.fixed_bytes, m.gradients) for m in moments)
 
-    return Curve(
-        later(found.forward, run.forward, more.forward), found.kept, later(found.backward, run.backward, more.backward)
-    )
+    forward = later(found.forward, run.forward, more.forward)
+    return Curve(forward, found.kept, later(found.backward, run.backward, more.backward))
 
 
 def _moments(fit: Fit, values: Sequence[Sequence[int]], made: Sequence[int]) -> tuple[Moment, ...]:

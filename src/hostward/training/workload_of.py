@@ -100,51 +100,51 @@ class _Traced:
         self._few = sorted(i for held in first for i in held[:2])
         self._more = sorted(i for held in first for i in held[:3])
         representative = {kinds[held[0]]: held[:2][-1] for held in first}
-        self._paths: list[str] = []
-        """Of layers in the short model."""
         self._stands_for = [self._few.index(representative[kind]) for kind in kinds]
+        self._short = _short(model, layers, self._few)
 
     def parts(self) -> list[Layer]:
         """Before the layers, the layers, and behind them, weights not yet counted."""
-        runs = {way: self._runs(way) for way in Way}
-        keep = runs[Way.KEEP]
-        if keep is None:
-            raise ModelError("the model cannot be run")
-        ends = self._end(keep, 0), self._end(keep, -1)
-        made = [self._layer(i, runs) for i in self._stands_for]
-        named = [
-            replace(layer, name=path, gradients=tuple(_renamed(layer.gradients, layer.name, path)))
-            for layer, (path, _) in zip(made, self._layers, strict=True)
-        ]
-        return [ends[0], *named, ends[1]]
+        runs = {way: found for way in Way if (found := self._runs(way)) is not None}
+        made = {few: self._layer(few, runs) for few in dict.fromkeys(self._stands_for)}
+        named = []
+        for few, (path, _) in zip(self._stands_for, self._layers, strict=True):
+            layer = made[few]
+            named.append(replace(layer, name=path, gradients=tuple(_renamed(layer.gradients, layer.name, path))))
+        before, behind = self._ends(runs[Way.KEEP])
+        return [before, *named, behind]
 
     def _runs(self, way: Way) -> list[list[PartRun]] | None:
         """By size; None if no layer can run that way."""
-        model, layers = _short(self._model, self._layers, self._few)
-        self._paths = [path for path, _ in layers]
+        model, layers = self._short
         with _running(layers, way) as possible:
             if not possible:
                 return None
-            return [
-                run(model, layers, _ids(size), self._loss) for size in sizes(self._size.sequences, self._size.tokens)
-            ]
+            return [run(model, layers, _ids(size), self._loss) for size in sizes(self._size)]
 
-    def _layer(self, few: int, runs: Mapping[Way, list[list[PartRun]] | None]) -> Layer:
-        found = {way: [parts[few + 1] for parts in by_size] for way, by_size in runs.items() if by_size is not None}
+    def _layer(self, few: int, runs: Mapping[Way, list[list[PartRun]]]) -> Layer:
+        found = {way: [parts[few + 1] for parts in by_size] for way, by_size in runs.items()}
         curves = {way: curve(self._fit, parts) for way, parts in found.items()}
-        return _layer_of(self._paths[few], self._fit, found[Way.KEEP], curves, found.get(Way.ELEMENTWISE))
+        path = self._short[1][few][0]
+        return _layer_of(path, self._fit, found[Way.KEEP], curves, found.get(Way.ELEMENTWISE))
 
-    def _end(self, keep: list[list[PartRun]], part: int) -> Layer:
-        """What comes before the layers (0) or behind them (-1)."""
-        runs = [parts[part] for parts in keep]
-        found = curve(self._fit, runs)
+    def _ends(self, keep: list[list[PartRun]]) -> list[Layer]:
+        """What comes before the layers and behind them."""
+        more: list[PartRun] | None = None
         added = len(self._more) - len(self._few)
         if added:
             model, layers = _short(self._model, self._layers, self._more)
-            more = run(model, layers, _ids(self._size), self._loss)[part]
-            found = with_layers(self._fit, found, runs[0], more, len(self._layers) - len(self._few), added)
-        layer = _layer_of("", self._fit, runs, dict.fromkeys(Way, found), None)
-        return replace(layer, repeated=False)
+            more = run(model, layers, _ids(self._size), self._loss)
+        found = []
+        for part in (0, -1):
+            runs = [parts[part] for parts in keep]
+            held = curve(self._fit, runs)
+            if more is not None:
+                missing = (len(self._layers) - len(self._few)) / added
+                held = with_layers(self._fit, held, runs[0], more[part], missing)
+            layer = _layer_of("", self._fit, runs, dict.fromkeys(Way, held), None)
+            found.append(replace(layer, repeated=False))
+        return found
 
 
 def _renamed(names: Sequence[str], before: str, after: str) -> Iterator[str]:
