@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,7 +102,7 @@ def plan(
     from hostward.train.planning import forced_by_hand
 
     forced = forced_by_hand(workload, forced, place or [], keep or [], weights)
-    _answer(workload, machine, gpus, budgets, forced, phases, plot, json_file)
+    _answer(workload, machine, gpus, replace(budgets, phases=phases), forced, plot, json_file)
 
 
 def _answer(
@@ -110,7 +111,6 @@ def _answer(
     gpus: int,
     budgets: Budgets,
     forced: Forced,
-    phases: tuple[str, ...],
     plot: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -119,7 +119,7 @@ def _answer(
     from hostward.planning.plan_text import render
     from hostward.planning.shards import required_of
 
-    found = answer(Question(workload, machine, gpus, budgets, forced, phases), required_of(workload))
+    found = answer(Question(workload, machine, gpus, budgets, forced), required_of(workload))
     if plot is not None:
         from hostward.planning.plan_picture import draw
 
@@ -134,29 +134,30 @@ def _answer(
 def _of_recipe(
     recipe: str | None, overrides: list[str] | None, gpus: int, speeds: Speeds
 ) -> tuple[Workload, Forced, tuple[str, ...]]:
-    from hostward.planning.needs import STEPPING
+    from hostward.memory_model import RESUME, SAVE, TRAINING
     from hostward.planning.shards import sharded
     from hostward.rules import check
-    from hostward.train.planning import asked_of, recipe_workload
+    from hostward.train.planning import asked_of
+    from hostward.train.workload import recipe_workload
 
     from .main import DEFAULT_RECIPE, _configured
 
     name = recipe or DEFAULT_RECIPE
     configured = _configured(name, overrides)
     check(configured, world_size=1)
-    workload = sharded(recipe_workload(name, configured), gpus)
-    saves = ("save",) if configured.checkpoint.save is not None else ()
-    resumes = ("resume",) if configured.checkpoint.load is not None else ()
-    return workload, asked_of(configured, workload, speeds), (*STEPPING, *saves, *resumes)
+    workload = sharded(recipe_workload(configured, name=name), gpus)
+    saves = (SAVE,) if configured.checkpoint.save is not None else ()
+    resumes = (RESUME,) if configured.checkpoint.load is not None else ()
+    return workload, asked_of(configured, workload, speeds), (*TRAINING, *saves, *resumes)
 
 
 def _of_file(
     path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int
 ) -> tuple[Workload, Forced, tuple[str, ...]]:
+    from hostward.memory_model import TRAINING
     from hostward.planning.assignment import Forced
-    from hostward.planning.needs import STEPPING
     from hostward.planning.shards import sharded
-    from hostward.train.planning import configured_workload
+    from hostward.train.workload import config_workload
 
     size = micro_batch or 1
     total = batch or size * gpus
@@ -164,8 +165,10 @@ def _of_file(
         raise ConfigError(
             f"--batch {total} is no multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
         )
-    workload = configured_workload(path, sequence or 4096, size, total // size)
-    return sharded(workload, gpus), Forced(), STEPPING
+    workload = config_workload(
+        path, sequence_tokens=sequence or 4096, microbatch_sequences=size, microbatches=total // size
+    )
+    return sharded(workload, gpus), Forced(), TRAINING
 
 
 def _hardware(text: str | None) -> Hardware:

@@ -11,7 +11,7 @@ from hostward.workload import Workload
 
 from .assignment import Forced
 from .frontier import Candidate, Frontier
-from .needs import STEPPING, Budgets, Required
+from .needs import Budgets, Required, needed
 from .speeds import Speeds, speeds_of
 from .time_model import explain
 
@@ -31,8 +31,6 @@ class Question:
     gpus: int
     budgets: Budgets
     forced: Forced
-    phases: tuple[str, ...] = STEPPING
-    """Those that budgets cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def answer(question: Question, required: Required, *, smaller: Callable[[int], W
         ConfigError: the hardware file has no GPU, or SciPy is missing.
     """
     speeds = speeds_of(question.hardware, question.gpus)
-    frontier = Frontier(question.workload, speeds, required, question.forced, question.phases)
+    frontier = Frontier(question.workload, speeds, required, question.forced)
     chosen = frontier.best(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     why = explain(frontier.costs, nearest.choice, nearest.prediction) if chosen else []
@@ -113,8 +111,8 @@ def _changes(
     """The smallest raise of one budget that would make it fit, and the largest microbatch that does."""
     found = []
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
-        others = replace(question.budgets, **{f"{name}_bytes": None})
-        needs = [_of(c, name) for c in frontier.candidates if not others.over(c.needs)]
+        others = _without(question.budgets, name)
+        needs = [needed(c.needs, others.phases)[name] for c in frontier.candidates if not others.over(c.needs)]
         if needs:
             scale = 1 if name == "device" else question.gpus
             found.append(f"{option} {-(-min(needs) * scale // (GIB // 10)) / 10:.1f}GiB")
@@ -122,7 +120,7 @@ def _changes(
     while sequences > 1:
         sequences //= 2
         tried = smaller(sequences) if smaller else _with_sequences(question.workload, sequences)
-        again = Frontier(tried, frontier.costs.speeds, required, question.forced, question.phases)
+        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
         if again.best(question.budgets) is not None:
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
             break
@@ -134,9 +132,10 @@ def _changes(
     return found
 
 
-def _of(candidate: Candidate, name: str) -> int:
-    needs = candidate.needs
-    return {"device": needs.device_peak_bytes, "host": needs.host_bytes, "pinned": needs.pinned_bytes}[name]
+def _without(budgets: Budgets, name: str) -> Budgets:
+    if name == "device":
+        return replace(budgets, device_bytes=None)
+    return replace(budgets, host_bytes=None) if name == "host" else replace(budgets, pinned_bytes=None)
 
 
 def _with_sequences(workload: Workload, sequences: int) -> Workload:

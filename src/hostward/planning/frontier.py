@@ -7,7 +7,7 @@ these. So what fits in a budget also fits in a larger one, and a larger budget n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hostward.choice import Choice, Keep
@@ -18,7 +18,7 @@ from hostward.workload import Workload
 
 from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import Costs
-from .needs import STEPPING, Budgets, Required, limited
+from .needs import Budgets, Required
 from .speeds import Speeds, balanced_share
 from .time_model import Prediction, predict_of
 
@@ -35,9 +35,6 @@ class Candidate:
 
     choice: Choice
     needs: Needs
-    """Of the phases that budgets cover."""
-    everything: Needs
-    """Of all phases."""
     prediction: Prediction
 
     @property
@@ -52,7 +49,6 @@ class Frontier:
     Args:
         required: the memory model.
         forced: what is not to be chosen.
-        phases: those that budgets cover.
     """
 
     def __init__(
@@ -61,12 +57,10 @@ class Frontier:
         speeds: Speeds,
         required: Required,
         forced: Forced | None = None,
-        phases: Collection[str] = STEPPING,
     ) -> None:
         self.workload = workload
         self.costs = Costs(workload, speeds)
         self._required = required
-        self._phases = phases
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
         self.base = self._add(self._plain())
@@ -116,7 +110,7 @@ class Frontier:
                 # What the device saves by not stepping some state itself has never been seen in a measured step: no
                 # offloading is promised to be faster than none.
                 prediction = replace(prediction, step_s=max(prediction.step_s, self.base.prediction.step_s))
-            self._seen[choice] = Candidate(choice, limited(needs, self._phases), needs, prediction)
+            self._seen[choice] = Candidate(choice, needs, prediction)
         return self._seen[choice]
 
     def _climb(self, weights: frozenset[str]) -> None:

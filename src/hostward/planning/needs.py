@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hostward.choice import Choice
-from hostward.memory_model import Needs
+from hostward.memory_model import TRAINING, Needs
 from hostward.workload import Workload
 
-STEPPING = ("load", "first step", "steady step")
-"""The phases that every run goes through. Others (save, resume, sleep) are covered where a run asks."""
-
 Required = Callable[[Workload, Choice], Needs]
-"""What tells the needs of a choice: `hostward.memory_model.required`."""
+"""What tells the needs of a choice: `hostward.memory_model.required`, or one of `hostward.planning.shards`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Most bytes of one rank; None: no limit."""
+    """Most bytes of one rank; None: no limit. `phases` are those that must keep to them."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
+    phases: tuple[str, ...] = TRAINING
 
     def over(self, needs: Needs) -> dict[str, int]:
         """By how many bytes which budget is exceeded; empty where all are kept."""
-        pairs = {
-            "device": (needs.device_peak_bytes, self.device_bytes),
-            "host": (needs.host_bytes, self.host_bytes),
-            "pinned": (needs.pinned_bytes, self.pinned_bytes),
+        limits = {"device": self.device_bytes, "host": self.host_bytes, "pinned": self.pinned_bytes}
+        found = needed(needs, self.phases)
+        return {
+            name: found[name] - limit for name, limit in limits.items() if limit is not None and found[name] > limit
         }
-        return {name: need - limit for name, (need, limit) in pairs.items() if limit is not None and need > limit}
 
 
-def limited(needs: Needs, phases: Collection[str]) -> Needs:
-    """The phases that budgets cover."""
-    return Needs(tuple(phase for phase in needs.phases if phase.name in phases), needs.slots)
+def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
+    """The most of each kind of memory in these phases."""
+    chosen = [phase for phase in needs.phases if phase.name in phases]
+    return {
+        "device": max((phase.device_bytes for phase in chosen), default=0),
+        "host": max((phase.host_bytes for phase in chosen), default=0),
+        "pinned": max((phase.pinned_bytes for phase in chosen), default=0),
+    }

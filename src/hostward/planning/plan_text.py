@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from hostward.choice import Choice, Keep
-from hostward.memory_model import Needs
+from hostward.memory_model import TRAINING, Needs
 from hostward.plan import Placement
 from hostward.sizes import GIB, gib
 from hostward.workload import Workload
 
 from .answer import Answer, Question, verdict
-from .needs import limited
 
 _KEEPS = {
     Keep.KEEP: "keep",
@@ -34,7 +34,7 @@ def render(found: Answer) -> str:
     if found.chosen is None:
         blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
         blocks.append("The choice that comes nearest:")
-    blocks.append(_needs_table(shown.everything, question))
+    blocks.append(_needs_table(shown.needs, question))
     blocks.append(_owners(shown.needs))
     blocks.append(_placements(workload, shown.choice))
     blocks.append(_time(found))
@@ -81,8 +81,8 @@ def _needs_table(needs: Needs, question: Question) -> str:
         sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
         sizes += [phase.host_bytes * gpus] if gpus > 1 else []
         rows.append([phase.name, *(gib(size) for size in sizes)])
-        over = budgets.over(limited(needs, [phase.name]))
-        if over and phase.name not in question.phases:
+        over = replace(budgets, phases=(phase.name,)).over(needs)
+        if over and phase.name not in budgets.phases:
             outside.append(f"{phase.name} takes more {' and '.join(over)} memory than the limit; not every run does it")
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
@@ -92,8 +92,9 @@ def _needs_table(needs: Needs, question: Question) -> str:
 
 def _owners(needs: Needs) -> str:
     # Of phases that are equally full the later one, which is the one that lasts.
-    fullest = max(reversed(needs.phases), key=lambda phase: phase.device_bytes)
-    on_host = max(reversed(needs.phases), key=lambda phase: phase.host_bytes)
+    training = [phase for phase in reversed(needs.phases) if phase.name in TRAINING]
+    fullest = max(training, key=lambda phase: phase.device_bytes)
+    on_host = max(training, key=lambda phase: phase.host_bytes)
     lines = [f"device, {fullest.name}: {_list(fullest.device)}"]
     if on_host.host_bytes >= _SHOWN_BYTES:
         lines.append(f"host, {on_host.name}: {_list(on_host.host)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hostward.choice import Choice
 from hostward.errors import ConfigError
 from hostward.inventory import Inventory, cut_buckets
-from hostward.memory_model import Needs, PhaseNeeds, required
+from hostward.memory_model import FIRST_STEP, STEADY_STEP, Needs, PhaseNeeds, required
 from hostward.workload import Layer, Workload
 
 from .needs import Required
@@ -58,8 +59,8 @@ def required_of(workload: Workload) -> Required:
     # Besides the two, the gradient of one before it is scattered.
     gathered_bytes = outside + 3 * max(repeated, default=0)
 
-    def needs(asked: Workload, choice: object) -> Needs:
-        found = required(asked, choice)  # type: ignore[arg-type]
+    def needs(asked: Workload, choice: Choice) -> Needs:
+        found = required(asked, choice)
         phases = tuple(_gathering(phase, gathered_bytes) for phase in found.phases)
         return Needs(phases, found.slots)
 
@@ -67,6 +68,6 @@ def required_of(workload: Workload) -> Required:
 
 
 def _gathering(phase: PhaseNeeds, gathered_bytes: int) -> PhaseNeeds:
-    if not phase.name.endswith("step"):
+    if phase.name not in (FIRST_STEP, STEADY_STEP):
         return phase
     return replace(phase, device={**phase.device, GATHERED: gathered_bytes})

@@ -1,113 +1,22 @@
-"""From a recipe or a model's configuration file to a question for the planner. No weight is allocated."""
+"""What a recipe's options, and options of `hostward plan`, leave to the planner, and what not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 from hostward.choice import Keep
 from hostward.config import Config
-from hostward.engine.backend import TORCH_DTYPES
 from hostward.errors import ConfigError
-from hostward.inventory import Dtype
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.assignment import Forced
 from hostward.planning.speeds import Speeds, balanced_share
 from hostward.workload import Workload
 
-from .models import empty_model, pretrained_config, training_loss, transformers_config
-
-if TYPE_CHECKING:
-    import torch
-
 T = TypeVar("T", Placement, Keep)
 _ELEMENTWISE = {"layernorm", "mlp_act", "moe_act"}
-
-
-def recipe_workload(recipe: str, config: Config) -> Workload:
-    """The whole model of a recipe, on one GPU."""
-    from .tokenizer import load_tokenizer
-
-    path = config.model.hf_model_path
-    if path is None:
-        rows = config.model.vocab_size
-        if rows is None:
-            tokenizer = load_tokenizer(config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model)
-            rows = tokenizer.vocab_size if tokenizer is not None else None
-        described = transformers_config(config.model, vocab_size=rows)
-    else:
-        described = pretrained_config(config.model, path)
-    size = config.train.micro_batch_size
-    return _workload(
-        recipe,
-        described,
-        Dtype(config.model.params_dtype),
-        config.model.seq_length,
-        size,
-        -(-config.train.global_batch_size // size),
-        split=not config.optimizer.use_torch_optimizer_for_cpu_offload,
-    )
-
-
-def configured_workload(path: Path, sequence_tokens: int, microbatch_sequences: int, microbatches: int) -> Workload:
-    """The model of a transformers configuration, a file or a folder with `config.json`, in bf16.
-
-    Raises ConfigError where it cannot be read, or describes no causal language model.
-    """
-    from transformers import AutoConfig
-
-    try:
-        described = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--config {path} is no transformers configuration",
-            why=str(error).partition("\n")[0],
-            fix="name a config.json, or the folder of a model that has one",
-        ) from error
-    name = path.parent.name if path.name == "config.json" else path.stem
-    return _workload(
-        name or described.model_type, described, Dtype.BF16, sequence_tokens, microbatch_sequences, microbatches
-    )
-
-
-def _workload(
-    name: str,
-    described: Any,
-    dtype: Dtype,
-    sequence_tokens: int,
-    microbatch_sequences: int,
-    microbatches: int,
-    split: bool = True,
-) -> Workload:
-    import torch
-
-    from hostward.training.workload_of import workload_of
-
-    def loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        return training_loss(model, ids, ids)
-
-    described.use_cache = False
-    try:
-        with torch.device("meta"):
-            model = empty_model(described, TORCH_DTYPES[dtype])
-    except ValueError as error:
-        raise ConfigError(
-            f"{described.model_type!r} is no causal language model of transformers",
-            why=str(error).partition("\n")[0],
-            fix="name the configuration of a decoder",
-        ) from error
-    return workload_of(
-        model.train(),
-        sequence_tokens=sequence_tokens,
-        microbatch_sequences=microbatch_sequences,
-        microbatches=microbatches,
-        loss=loss,
-        name=name,
-        split_master=split,
-    )
 
 
 def asked_of(config: Config, workload: Workload, speeds: Speeds) -> Forced:
