@@ -126,7 +126,7 @@ def test_a_missing_bucket_and_a_renamed_layer_are_named() -> None:
         PlanFile.from_json(json.dumps(content)).choice(WORKLOAD)
     content = json.loads(PLAN.to_json())
     content["layers"][2]["layer"] = "layers.9"
-    with pytest.raises(ConfigError, match="layer 2 is layers.9 in the plan"):
+    with pytest.raises(ConfigError, match=r"layer 2 is layers\.9 in the plan"):
         PlanFile.from_json(json.dumps(content)).choice(WORKLOAD)
 
 
