@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .choice import Choice
 from .errors import ConfigError
 from .gradient_model import Gradients
-from .inventory import SPLIT_ELEMENTS, Dtype, MasterKind, master_kind
+from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
 from .lowering.optimizer import INBOXES, inbox_bytes
 from .lowering.staging import FEWEST
 from .plan import Placement, bucket_host_bytes
@@ -101,7 +101,7 @@ def required(workload: Workload, choice: Choice) -> Needs:
     step = StepModel(workload, choice, gradients)
     host = _host(workload, choice, gradients, step.parked_bytes)
     state = sum(
-        b.offsets[-1] * _state_bytes(b.dtype, b.kind) + 8 * len(b.ranges)
+        b.offsets[-1] * state_bytes_per_element(b.kind) + 8 * len(b.ranges)
         for b, p in zip(buckets, placements, strict=True)
         if p is Placement.DEVICE
     )
@@ -121,7 +121,7 @@ def required(workload: Workload, choice: Choice) -> Needs:
         Owner.STATE: host.get(Owner.STATE, 0) + state,
         Owner.WEIGHTS: host.get(Owner.WEIGHTS, 0) + step.resident_weight_bytes,
     }
-    settled = {k: v for k, v in host.items() if k is not Owner.ACTIVATIONS}
+    settled = {**host, Owner.ACTIVATIONS: 0.0}
     phases = (
         _phase(LOAD, loading, settled, settled),
         _phase(FIRST_STEP, first, host, host),
@@ -149,10 +149,6 @@ def _check(workload: Workload, choice: Choice) -> None:
     unknown = choice.offloaded_weights - {layer.name for layer in workload.repeated}
     if unknown:
         raise ConfigError(f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix)
-
-
-def _state_bytes(dtype: Dtype, kind: MasterKind) -> int:
-    return 8 + {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}[kind]
 
 
 def _partials(workload: Workload) -> int:

@@ -80,7 +80,7 @@ class Curve:
     """What a layer holds while it runs, moment by moment, what earlier layers keep left out.
 
     forward: its input and output included. kept: what stays of it until its backward begins. backward: what it has kept
-    included. Moments at which no more is held than at another one of the same pass are left out; the others are in order.
+    included. Moments that another one of the same pass surpasses in all regards are left out; the rest is in order.
     """
 
     forward: tuple[Moment, ...]

@@ -1,4 +1,4 @@
-"""Staging slots of streamed buckets: how large, how many, taken when, given back when. Decisions alone, as functions."""
+"""Staging slots of streamed buckets: how large, how many, taken and given back when. Decisions alone."""
 
 from __future__ import annotations
 

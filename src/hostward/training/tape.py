@@ -2,7 +2,8 @@
 
 A *tape* records every storage that operations make, when it is made and when it goes. Autograd runs as it always does,
 so what it saves, and when it lets go of it, is not modelled but observed. What the meta device does otherwise than a
-CUDA device is put right here: attention, sums of gradients, and values that Python reads.
+CUDA device is put right here: attention, sums of gradients, and values that Python reads. On another device the same is
+recorded of what really runs.
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ class Work:
         return Work(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
 
 
-class Tape(TorchDispatchMode):
-    """Records while it is entered. `label()` says to whom an operation belongs."""
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records while it is entered.
 
-    def __init__(self, outside: Sequence[torch.Tensor], label: Callable[[], str | None]) -> None:
-        """`outside`: tensors whose storages do not count: weights, buffers, inputs."""
-        super().__init__()
-        self._label = label
+    Args:
+        device: whose storages count.
+        outside: tensors whose storages do not: weights, buffers, inputs.
+        label: says to whom an operation belongs.
+    """
+
+    def __init__(self, device: torch.device, outside: Sequence[torch.Tensor], label: Callable[[], str | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._label = device, label
         self.attention = Attention(self)
         """To be entered where attention may run: in backward once more, since modes do not last into it."""
         self._experts = 1
@@ -83,7 +89,7 @@ class Tape(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.block_of or key in self.outside or tensor.device != _META:
+        if key in self.block_of or key in self.outside or tensor.device != self._device:
             return
         block = self.block_of[key] = Block(storage.nbytes(), self.position)
         self.blocks.append(block)
@@ -110,11 +116,11 @@ class Tape(TorchDispatchMode):
             return self._chosen(args[0])
         if func is not _ATEN.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return None
-        # Autograd adds gradients up in place where nobody else holds the first; on the meta device it never does.
+        # Autograd adds gradients up in place where nobody else holds the first; in a dispatch mode it never does.
         first, second = args
         alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype is second.dtype
         unshared = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= _UNSHARED
-        return first if alike and unshared else None
+        return first.add_(second) if alike and unshared else None
 
     def _chosen(self, mask: torch.Tensor) -> torch.Tensor:
         """Where a mask of experts is true, if tokens are spread evenly. [experts + 1]: which experts have any, the last
@@ -156,19 +162,19 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _mm(args: Sequence[Any]) -> float:
-    return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+    return float(2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
 
 
 def _bmm(args: Sequence[Any]) -> float:
-    return 2.0 * math.prod(args[0].shape) * args[1].shape[2]
+    return float(2 * math.prod(args[0].shape) * args[1].shape[2])
 
 
 def _grouped(args: Sequence[Any]) -> float:
     """Rows by experts: each row meets one matrix; in the gradient of matrices, rows are summed over."""
     a, b = args[0], args[1]
     if a.dim() == 2 and b.dim() == 2:
-        return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
-    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+        return float(2 * a.shape[0] * a.shape[1] * b.shape[1])
+    return float(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
 _PRODUCTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {

@@ -51,7 +51,8 @@ class PartRun:
 
 
 def run(model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss) -> list[PartRun]:
-    """The parts in order of use in forward; model and ids lie on the meta device, and no parameter has a gradient.
+    """The parts in order of use in forward; model and ids lie on one device, meta as a rule, and no parameter has a
+    gradient.
 
     Raises:
         ModelError: the model needs values; or its layers are not called once each, in this order.
@@ -60,10 +61,10 @@ def run(model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss) -
     try:
         recorder.record(loss)
         return recorder.parts()
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
         raise ModelError(
             f"what a {type(model).__name__} allocates cannot be found without running it",
-            why=str(error).partition("\n")[0],
+            why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             fix="plan for a model whose forward does not depend on values of tensors",
         ) from error
     finally:
@@ -82,7 +83,7 @@ class _Recorder:
         self._saved: list[tuple[int, str, Block]] = []
         self._end = 0
         outside = [*model.parameters(), *model.buffers(), ids]
-        self._tape = Tape(outside, lambda: self._stack[-1] if self._stack else None)
+        self._tape = Tape(ids.device, outside, lambda: self._stack[-1] if self._stack else None)
 
     def record(self, loss: Loss) -> None:
         """Raises ModelError for layers that are not called once each."""
@@ -108,10 +109,10 @@ class _Recorder:
             if not path and torch._C._current_graph_task_id() == -1:
                 self._begin((args, kwargs))
             self._stack.append(path)
-            self._tape.attention.__enter__()
+            self._tape.attention.__enter__()  # type: ignore[no-untyped-call]
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._tape.attention.__exit__(None, None, None)
+            self._tape.attention.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._stack.pop()
             if not path and number == len(self._layers) - 1 and torch._C._current_graph_task_id() == -1:
                 self._begin(output)

@@ -120,7 +120,12 @@ class _Traced:
         with _running(layers, way) as possible:
             if not possible:
                 return None
-            return [run(model, layers, _ids(size), self._loss) for size in sizes(self._size)]
+            try:
+                return [run(model, layers, _ids(size), self._loss) for size in sizes(self._size)]
+            except ModelError:
+                if way is Way.ELEMENTWISE:
+                    return None  # its modules are not what their names promise, and training cannot recompute them
+                raise
 
     def _layer(self, few: int, runs: Mapping[Way, list[list[PartRun]]]) -> Layer:
         found = {way: [parts[few + 1] for parts in by_size] for way, by_size in runs.items()}
@@ -172,8 +177,10 @@ def _running(layers: Layers, way: Way) -> Iterator[bool]:
     try:
         yield way is not Way.ELEMENTWISE or bool(elementwise)
     finally:
-        for undone in (*regions, *elementwise):
-            undone.undo()
+        for region in regions:
+            region.undo()
+        for held in elementwise:
+            held.undo()
 
 
 def _kinds(model: torch.nn.Module, layers: Layers) -> list[object]:
@@ -254,19 +261,41 @@ def _layer_of(
 
 def _saved(fit: Fit, runs: Sequence[PartRun], elementwise: Sequence[PartRun] | None) -> Iterator[Saved]:
     """What is left where norms and activations run again comes apart from what they make again."""
-    names = dict.fromkeys(name for r in runs for name in r.saved)
-    if elementwise is not None:
-        names |= dict.fromkeys(name for r in elementwise for name in r.saved)
-    for name in names:
-        whole = [r.saved.get(name, 0) for r in runs]
-        rest = whole if elementwise is None else [r.saved.get(name, 0) for r in elementwise]
+    whole = _by_name(runs)
+    rest = whole if elementwise is None else _moved(whole, _by_name(elementwise))
+    for name, held in whole.items():
+        left = rest.get(name, [0] * len(held))
         flops = fit.rates([r.work[name].flops if name in r.work else 0.0 for r in runs])
         traffic = fit.rates([r.work[name].traffic_bytes if name in r.work else 0.0 for r in runs])
-        again = [a - b for a, b in zip(whole, rest, strict=True)]
-        if any(rest):
-            yield Saved(name, fit.rates(rest), False, flops, _NOTHING if any(again) else traffic)
+        again = [a - b for a, b in zip(held, left, strict=True)]
+        if any(left):
+            yield Saved(name, fit.rates(left), False, flops, _NOTHING if any(again) else traffic)
         if any(again):
             yield Saved(name, fit.rates(again), True, _NOTHING, traffic)
+
+
+def _by_name(runs: Sequence[PartRun]) -> dict[str, list[int]]:
+    """Saved bytes by name and size."""
+    return {name: [r.saved.get(name, 0) for r in runs] for name in dict.fromkeys(n for r in runs for n in r.saved)}
+
+
+def _moved(whole: Mapping[str, list[int]], rest: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """`rest`, with what a part saves for others that run again under the names of these: no name has more than in
+    `whole`.
+    """
+    sizes_of = range(len(next(iter(whole.values()), ())))
+    more = [sum(max(0, left[i] - whole.get(name, left)[i]) for name, left in rest.items()) for i in sizes_of]
+    more = [n + sum(left[i] for name, left in rest.items() if name not in whole) for i, n in enumerate(more)]
+    found = {
+        name: [min(left[i], held[i]) for i in sizes_of] for name, held in whole.items() if (left := rest.get(name))
+    }
+    for name, held in reversed(list(whole.items())):
+        left = found.setdefault(name, [0] * len(held))
+        for i in sizes_of:
+            taken = min(more[i], held[i] - left[i])
+            left[i] += taken
+            more[i] -= taken
+    return found
 
 
 def _in_order(model: torch.nn.Module, layers: Layers, parts: Sequence[Layer]) -> Iterator[Layer]:
