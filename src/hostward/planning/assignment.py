@@ -143,11 +143,14 @@ class Programme:
         return [k for k in Keep if k not in ELEMENTWISE or cost.elementwise_bytes]
 
     def _one_recomputation(self) -> None:
-        """Whole layers or their elementwise parts run again, not both in one model."""
+        """Elementwise parts run again in the first layers, and nothing else with it: neither whole layers run again,
+        nor layers leave as they are.
+        """
         whole = self._variable(1.0, integral=True)
         count = sum(len(members) for members in self.layer_kinds)
-        free = [k for members, k in zip(self.layer_kinds, self.kept, strict=True) if len(k) > 1 and members]
-        self.rows.at_most({**{k[o]: 1.0 for k in free for o in RECOMPUTED if o in k}, whole: -count}, 0.0)
+        free = [k for k in self.kept if len(k) > 1]
+        others = (*RECOMPUTED, Keep.OFFLOAD)
+        self.rows.at_most({**{k[o]: 1.0 for k in free for o in others if o in k}, whole: -count}, 0.0)
         self.rows.at_most({**{k[o]: 1.0 for k in free for o in ELEMENTWISE if o in k}, whole: count}, count)
 
     def _last_stay(self) -> None:

@@ -17,7 +17,7 @@ from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable,
 from hostward.inventory import Inventory, cut_buckets
 from hostward.lowering.optimizer import inbox_bytes
 from hostward.plan import PlacedBucket, Placement, Plan
-from hostward.planner import checked_fraction, place_fraction, summed_on_host
+from hostward.planner import summed_on_host
 from hostward.schedule import Schedule
 
 from .arrival import Arrivals
@@ -86,6 +86,7 @@ class AdamW(Saving):
         staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
             and two buckets besides.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
+        plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
         module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
             is then watched, so that loading equal weights leaves the masters as they are.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
@@ -120,13 +121,14 @@ class AdamW(Saving):
         grad_dtype: torch.dtype | None = None,
         staging_bytes: int | None = None,
         host_threads: int | None = None,
+        plan: object = None,
         module: torch.nn.Module | None = None,
         backend: Backend | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.offload_fraction = checked_fraction(offload_fraction)
         self.max_grad_norm = checked_norm(max_grad_norm)
-        self._mix = Mix(checked_streamed(streamed_fraction, use_torch_optimizer))
+        self._mix = Mix(offload_fraction, checked_streamed(streamed_fraction, use_torch_optimizer), plan, gradients)
+        self.offload_fraction = self._mix.offload_fraction
         self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
@@ -208,9 +210,7 @@ class AdamW(Saving):
             first_index=len(self._states),
             split_master=not self._use_torch_optimizer,
         )
-        plan = place_fraction(
-            buckets, self.offload_fraction, self._mix.streamed_share(backend, buckets, self.offload_fraction)
-        )
+        plan = self._mix.place(backend, Inventory(facts, buckets))
         placements = [b.placement for b in plan.buckets]
         summed = summed_on_host(buckets, placements) if self._sums_on_host else frozenset()
         summed_names = {r.name for b in summed for r in buckets[b].ranges}
