@@ -70,16 +70,25 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     json_file: JsonFile = None,
     trace_file: TraceFile = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Where everything goes, from `hostward plan --json`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start even if it does not fit by the memory model.")] = False,
 ) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
     config = _configured(recipe, overrides)
     _require_writable("--json", json_file)
     _require_replaceable(trace_file, json_file)
+    planned = None
+    if plan_file is not None:
+        from hostward.planning.plan_file import load
+
+        planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
     from hostward.train import loop
     from hostward.train.report import render
 
-    run = loop.prepare(recipe, config)
+    run = loop.prepare(recipe, config, plan=planned, force=force)
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     loop.train(run, progress=_progress, metered=loop.METERED_ITERATIONS if timed else 0)
     report = loop.report(run)

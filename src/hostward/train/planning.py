@@ -19,8 +19,8 @@ T = TypeVar("T", Placement, Keep)
 _ELEMENTWISE = {"layernorm", "mlp_act", "moe_act"}
 
 
-def asked_of(config: Config, workload: Workload, speeds: Speeds) -> Forced:
-    """What the options of a recipe say themselves; all else is the planner's to choose."""
+def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:
+    """What a recipe's options say themselves; all else is the planner's to choose. `speeds` divide an "auto" mix."""
     options, model = config.optimizer, config.model
     placements: dict[int, Placement] = {}
     if options.optimizer_cpu_offload or options.offload_optimizer_states:
@@ -28,8 +28,9 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds) -> Forced:
 
         asked = shares(config)
         share = asked.streamed_fraction
-        streamed = balanced_share(speeds, workload) if isinstance(share, str) else share
-        plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, streamed)
+        if isinstance(share, str):
+            share = 0.0 if speeds is None else balanced_share(speeds, workload)
+        plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
         placements = {i: row.placement for i, row in enumerate(plan.buckets)}
     count = len(workload.repeated)
     leaving = model.cpu_offloading_num_layers if model.cpu_offloading and model.cpu_offloading_activations else 0

@@ -1,6 +1,4 @@
-"""Where the optimizer's state goes: by a plan, or a share of it off the device, of which as much is streamed as asked or
-as rates measured on this machine say.
-"""
+"""Where the optimizer's state goes: by a plan, or a share of it, and a share of that streamed, asked or by rates."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from hostward.choice import Keep
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, ModelError
 from hostward.planning.plan_file import PlanFile
 
 from .recompute import Recompute
+from .recompute_names import find_parts
 
 ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
 _LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
@@ -31,9 +32,27 @@ class PlannedLayers:
     parts: int
     whole: frozenset[int]
 
-    @property
-    def recompute(self) -> Recompute | None:
-        return Recompute(ELEMENTWISE, num_layers=self.parts) if self.parts else None
+    def recompute(self, layers: Sequence[torch.nn.Module]) -> Recompute | None:
+        """The norms and activations that these layers have. Raises ConfigError where the plan wants them, and there are
+        none.
+        """
+        if not self.parts:
+            return None
+        names = [name for name in ELEMENTWISE if _has(layers, name)]
+        if not names:
+            raise ConfigError(
+                "the plan recomputes norms and activations, and no layer of the model has any that can be",
+                fix="make a plan of this model: hostward plan --json FILE",
+            )
+        return Recompute(names, num_layers=self.parts)
+
+
+def _has(layers: Sequence[torch.nn.Module], name: str) -> bool:
+    try:
+        find_parts(layers, (name,))
+    except (ConfigError, ModelError):
+        return False
+    return True
 
 
 def layers_of(plan: PlanFile) -> PlannedLayers:
@@ -66,18 +85,22 @@ def _first(yes: Sequence[bool], what: str) -> int:
     return count
 
 
-def recompute_whole(layers: Sequence[torch.nn.Module], chosen: frozenset[int]) -> None:
+def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int]) -> None:
     """Put transformers' own checkpoint around these layers, and take it from the others.
 
     Raises ConfigError for layers that have none.
     """
-    for number, layer in enumerate(layers):
-        switched: Any = layer
-        if hasattr(layer, "gradient_checkpointing"):
-            switched.gradient_checkpointing = number in chosen
-        elif number in chosen:
-            raise ConfigError(
-                f"the plan recomputes layer {number}, and a {type(layer).__name__} cannot be told to",
-                why="it is no layer of transformers",
-                fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it",
-            )
+    causal: Any = model
+    # transformers 5.22 has renamed it.
+    enable = getattr(causal, "activation_checkpointing_enable", None)
+    enable = enable or getattr(causal, "gradient_checkpointing_enable", None)
+    if chosen and (enable is None or not all(hasattr(layer, "gradient_checkpointing") for layer in layers)):
+        raise ConfigError(
+            f"the plan recomputes {len(chosen)} layers of a {type(model).__name__}, which cannot be told to",
+            why="it is no model of transformers",
+            fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it",
+        )
+    if chosen and enable is not None:
+        enable({"use_reentrant": False})
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number in chosen  # type: ignore[assignment]
