@@ -47,15 +47,20 @@ class Gradients:
             for r in bucket.ranges:
                 self._buckets_of.setdefault(r.name, []).append(b)
         self._bytes_of = {p.name: p.numel * self._itemsize(p.name, p.dtype) for p in workload.inventory.parameters}
+        self._names_of = [tuple(dict.fromkeys(r.name for r in bucket.ranges)) for bucket in buckets]
         self._added_bytes = {
             p.name: p.numel * (p.dtype.itemsize_bytes + (4 if p.dtype is not Dtype.FP32 else 0))
             for p in workload.inventory.parameters
+            if self._stays(p.name)
         }
-        self._names_of = [tuple(dict.fromkeys(r.name for r in bucket.ranges)) for bucket in buckets]
 
     def _itemsize(self, name: str, dtype: Dtype) -> int:
         leaves = all(b in self.summed for b in self._buckets_of.get(name, ()))
         return 4 if self._in_fp32 and not (self.summed and leaves) else dtype.itemsize_bytes
+
+    def _stays(self, name: str) -> bool:
+        """Whether a gradient is on the device until the step."""
+        return not set(self._buckets_of.get(name, ())) <= self._leaving
 
     def landed_itemsize_bytes(self, bucket: Bucket) -> int:
         """Of a gradient on the host."""
@@ -64,7 +69,7 @@ class Gradients:
     @property
     def staying_bytes(self) -> int:
         """Of those that stay on the device until the step."""
-        return sum(n for name, n in self._bytes_of.items() if not set(self._buckets_of.get(name, ())) <= self._leaving)
+        return sum(n for name, n in self._bytes_of.items() if self._stays(name))
 
     @property
     def before_bytes(self) -> int:
@@ -85,7 +90,7 @@ class Gradients:
         for layer in reversed(self._workload.layers):
             found = []
             for name in layer.gradients:
-                there = self.accumulate and not set(self._buckets_of.get(name, ())) <= self._leaving
+                there = self.accumulate and self._stays(name)
                 held += 0 if there else self._bytes_of.get(name, 0)
                 completed = []
                 for b in dict.fromkeys(self._buckets_of.get(name, ())):
