@@ -9,16 +9,16 @@ engine carries out: gradients leave as `hostward.lowering.optimizer` says, saved
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .choice import Choice
 from .errors import ConfigError
-from .gradient_model import Gradients
+from .gradient_model import Facts, Gradients
 from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
 from .lowering.optimizer import INBOXES, inbox_bytes
 from .lowering.staging import FEWEST
-from .plan import Placement, bucket_host_bytes
+from .plan import Placement
 from .step_model import Owner, StepModel
 from .workload import Workload
 
@@ -95,42 +95,88 @@ def required(workload: Workload, choice: Choice) -> Needs:
     Raises:
         ConfigError: a choice that is not of this workload.
     """
-    _check(workload, choice)
-    buckets, placements = workload.inventory.buckets, choice.placements
-    gradients = Gradients(workload, choice)
-    step = StepModel(workload, choice, gradients)
-    host = _host(workload, choice, gradients, step.parked_bytes)
-    state = sum(
-        b.offsets[-1] * state_bytes_per_element(b.kind) + 8 * len(b.ranges)
-        for b, p in zip(buckets, placements, strict=True)
-        if p is Placement.DEVICE
-    )
-    rest = {
-        Owner.STATE: state,
-        Owner.WORKSPACE: CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + _partials(workload),
-    }
-    slots = step.slots()
-    first, steady = (
-        {**rest, **step.peak(count, unstage_at)}
-        for count, unstage_at in ((min(FEWEST, slots.most), None), (slots.count, slots.unstage_at))
-    )
-    idle = {**rest, Owner.WEIGHTS: step.resident_weight_bytes}
-    loading = {Owner.WEIGHTS: workload.weight_bytes, Owner.STATE: state, Owner.WORKSPACE: _partials(workload)}
-    asleep = {
-        **host,
-        Owner.STATE: host.get(Owner.STATE, 0) + state,
-        Owner.WEIGHTS: host.get(Owner.WEIGHTS, 0) + step.resident_weight_bytes,
-    }
-    settled = {**host, Owner.ACTIVATIONS: 0.0}
-    phases = (
-        _phase(LOAD, loading, settled, settled),
-        _phase(FIRST_STEP, first, host, host),
-        _phase(STEADY_STEP, steady, host, host),
-        _phase(SAVE, idle, {**host, Owner.COPIES: _saved_copies(workload, choice)}, host),
-        _phase(RESUME, loading, {**settled, Owner.COPIES: _loaded_copies(workload)}, settled),
-        _phase(SLEEP, {}, asleep, asleep),
-    )
-    return Needs(phases, slots.count)
+    return MemoryModel(workload).required(choice)
+
+
+class MemoryModel:
+    """`required` for many choices of one workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._facts = Facts(workload)
+        parameters = workload.inventory.parameters
+        self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
+        """Host bytes of a whole state beside the one that is being filled."""
+        masters = sum(p.numel for p in parameters if master_kind(p.dtype) is not MasterKind.WEIGHT)
+        self._written_bytes = 4 * masters + 4 * max((p.numel for p in parameters), default=0)
+        """Of masters, and of one tensor at a time on its way to a file."""
+        chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
+        self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
+
+    def required(self, choice: Choice) -> Needs:
+        """Raises ConfigError for a choice that is not of this workload."""
+        _check(self._workload, choice)
+        gradients = Gradients(self._facts, choice)
+        step = StepModel(self._facts, choice, gradients)
+        host = self._host(choice, gradients, step.parked_bytes)
+        buckets = self._workload.inventory.buckets
+        state = sum(
+            self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
+            for b, placement in enumerate(choice.placements)
+            if placement is Placement.DEVICE
+        )
+        workspaces = CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
+        rest: dict[Owner, float] = {Owner.STATE: state, Owner.WORKSPACE: workspaces}
+        slots = step.slots()
+        first: dict[Owner, float] = {**rest, **step.peak(min(FEWEST, slots.most), None)}
+        steady: dict[Owner, float] = {**rest, **step.peak(slots.count, slots.unstage_at)}
+        resident = step.resident_weight_bytes
+        loading = {**rest, Owner.WEIGHTS: self._workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
+        asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
+        settled = {**host, Owner.ACTIVATIONS: 0.0}
+        phases = (
+            _phase(LOAD, loading, settled, settled),
+            _phase(FIRST_STEP, first, host, host),
+            _phase(STEADY_STEP, steady, host, host),
+            _phase(SAVE, {**rest, Owner.WEIGHTS: resident}, {**host, Owner.COPIES: self._saved_copies(choice)}, host),
+            _phase(RESUME, loading, {**settled, Owner.COPIES: self._loaded_bytes}, settled),
+            _phase(SLEEP, {}, asleep, asleep),
+        )
+        return Needs(phases, slots.count)
+
+    def _host(self, choice: Choice, gradients: Gradients, parked_bytes: float) -> dict[Owner, float]:
+        """Host bytes of a step, all of them page-locked."""
+        buckets, padded = self._workload.inventory.buckets, self._facts.padded
+        state = weights = landing = 0.0
+        for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
+            if placement.offloaded:
+                state += elements * state_bytes_per_element(bucket.kind)
+            if placement is Placement.HOST:
+                state += 8 * len(bucket.ranges)
+                weights += elements * bucket.dtype.itemsize_bytes
+                landing += elements * gradients.landed_itemsize_bytes(bucket)
+        if gradients.summed:
+            inboxes = inbox_bytes([buckets[b] for b in gradients.summed]) // INBOXES
+            landing += inboxes * min(INBOXES, len(gradients.summed)) + self._partial_bytes
+        weights += sum(la.frozen_weight_bytes for la in self._workload.repeated if la.name in choice.offloaded_weights)
+        lanes = 2 if Placement.STREAMED in choice.placements else 1
+        return {
+            Owner.STATE: state,
+            Owner.WEIGHTS: weights,
+            Owner.GRADIENTS: landing,
+            Owner.ACTIVATIONS: parked_bytes,
+            Owner.WORKSPACE: lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES,
+        }
+
+    def _saved_copies(self, choice: Choice) -> int:
+        """Host bytes beside the state while `hostward train` saves: what is written, and moments that do not lie on the
+        host in one piece.
+        """
+        total = self._written_bytes
+        for name, parameter in self._facts.parameters.items():
+            held = {choice.placements[b] for b in self._facts.buckets_of[name]}
+            total += 8 * parameter.numel if len(held) > 1 or Placement.DEVICE in held else 0
+        return total
 
 
 def _phase(
@@ -149,58 +195,3 @@ def _check(workload: Workload, choice: Choice) -> None:
     unknown = choice.offloaded_weights - {layer.name for layer in workload.repeated}
     if unknown:
         raise ConfigError(f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix)
-
-
-def _partials(workload: Workload) -> int:
-    """Device bytes of the norm's partial sums."""
-    ranges = (r for b in workload.inventory.buckets for r in b.ranges)
-    return _PARTIAL_BYTES * sum(-(-r.numel // SPLIT_ELEMENTS) for r in ranges)
-
-
-def _host(workload: Workload, choice: Choice, gradients: Gradients, parked_bytes: float) -> dict[Owner, float]:
-    """Host bytes of a step, all of them page-locked."""
-    found = {Owner.STATE: 0.0, Owner.WEIGHTS: 0.0, Owner.GRADIENTS: 0.0}
-    for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
-        landed = gradients.landed_itemsize_bytes(bucket)
-        total = bucket_host_bytes(bucket, placement, landed)
-        landing = bucket.offsets[-1] * landed if placement is Placement.HOST else 0
-        source = bucket.offsets[-1] * bucket.dtype.itemsize_bytes if placement is Placement.HOST else 0
-        found[Owner.STATE] += total - landing - source
-        found[Owner.WEIGHTS] += source
-        found[Owner.GRADIENTS] += landing
-    summed = [workload.inventory.buckets[b] for b in sorted(gradients.summed)]
-    if summed:
-        inboxes = inbox_bytes(summed) // INBOXES * min(INBOXES, len(summed))
-        found[Owner.GRADIENTS] += inboxes + _partials(workload)
-    for layer in workload.repeated:
-        if layer.name in choice.offloaded_weights:
-            found[Owner.WEIGHTS] += layer.frozen_weight_bytes
-    lanes = 2 if Placement.STREAMED in choice.placements else 1
-    workspace = lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES
-    return found | {Owner.ACTIVATIONS: parked_bytes, Owner.WORKSPACE: workspace}
-
-
-def _saved_copies(workload: Workload, choice: Choice) -> int:
-    """Host bytes beside the state while `hostward train` saves: masters of 16-bit weights, moments that do not lie on
-    the host in one piece, and one tensor at a time on its way to the file.
-    """
-    away: dict[str, set[Placement]] = {}
-    for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
-        for r in bucket.ranges:
-            away.setdefault(r.name, set()).add(placement)
-    total = 0
-    for p in workload.inventory.parameters:
-        total += 0 if master_kind(p.dtype) is MasterKind.WEIGHT else 4 * p.numel
-        in_one_piece = len(away.get(p.name, ())) == 1 and Placement.DEVICE not in away[p.name]
-        total += 0 if in_one_piece else 8 * p.numel
-    return total + 4 * max((p.numel for p in workload.inventory.parameters), default=0)
-
-
-def _loaded_copies(workload: Workload) -> int:
-    """Host bytes of a whole state beside the one that is being filled."""
-    return sum(_sizes(workload))
-
-
-def _sizes(workload: Workload) -> Iterable[int]:
-    for p in workload.inventory.parameters:
-        yield p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12)

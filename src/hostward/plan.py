@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .errors import ConfigError
-from .inventory import Bucket, host_bytes_per_element, state_bytes_per_element
+from .inventory import Bucket
 
 
 class Placement(StrEnum):
@@ -25,14 +25,6 @@ class Placement(StrEnum):
     def offloaded(self) -> bool:
         """Whether the state lives on the host."""
         return self is not Placement.DEVICE
-
-
-def bucket_host_bytes(bucket: Bucket, placement: Placement, gradient_itemsize_bytes: int) -> int:
-    """Host bytes of a bucket, padding, step counts and the landing place of its gradient included."""
-    if placement is Placement.HOST:
-        per_element = host_bytes_per_element(bucket.dtype, bucket.kind) + gradient_itemsize_bytes
-        return bucket.offsets[-1] * per_element + 8 * len(bucket.ranges)
-    return bucket.offsets[-1] * state_bytes_per_element(bucket.kind) if placement is Placement.STREAMED else 0
 
 
 @dataclass(frozen=True, slots=True)

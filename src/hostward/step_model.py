@@ -8,10 +8,10 @@ from enum import StrEnum
 from functools import cached_property
 
 from .choice import Choice, Keep
-from .gradient_model import Gradients, Made
+from .gradient_model import Facts, Gradients, Made
 from .lowering.staging import Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
 from .plan import Placement
-from .workload import Curve, Layer, Moment, PerToken, Way, Workload
+from .workload import Curve, Layer, Moment, PerToken, Way
 
 _WAYS = {
     Keep.KEEP: Way.KEEP,
@@ -77,8 +77,9 @@ class _Timeline:
 class StepModel:
     """One step in steady state: the last microbatch, with what earlier ones have left."""
 
-    def __init__(self, workload: Workload, choice: Choice, gradients: Gradients) -> None:
-        self._workload, self._choice, self._gradients = workload, choice, gradients
+    def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
+        workload = self._workload = facts.workload
+        self._gradients = gradients
         self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
         layers = workload.layers
         self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
@@ -88,6 +89,8 @@ class StepModel:
         for i, keep in zip(self._numbers, choice.activations, strict=True):
             keeps[i] = keep
         self._curves = [_curve_of(layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
+        self._bytes_at: dict[int, float] = {}
+        """By the moment's object: layers of a kind share theirs."""
         kept = [self._at(curve.kept) for curve in self._curves]
         self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
         self._away = [keep in _AWAY for keep in keeps]
@@ -101,13 +104,16 @@ class StepModel:
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
-        streamed = [b for b, p in zip(buckets, choice.placements, strict=True) if p is Placement.STREAMED]
-        self._slot_bytes = slot_bytes([streamed_bytes(b) for b in streamed])
+        streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
+        self._slot_bytes = slot_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
         self._most = most_slots(len(streamed), self._slot_bytes, choice.staging_bytes)
-        self._stage_at = late_bucket([b.numel for b in buckets])
+        self._stage_at = late_bucket(facts.numels)
 
     def _at(self, moment: Moment) -> float:
-        return moment.of(self._tokens, self._length)
+        found = self._bytes_at.get(id(moment))
+        if found is None:
+            found = self._bytes_at[id(moment)] = moment.of(self._tokens, self._length)
+        return found
 
     @property
     def resident_weight_bytes(self) -> int:
@@ -126,13 +132,12 @@ class StepModel:
 
     def _forward(self, timeline: _Timeline) -> None:
         layers = self._workload.layers
-        waiting = dict(self._gradients.used_in_forward())
-        others = self._gradients.before_bytes
+        waiting = {} if self._gradients.accumulate else self._gradients.used_in_forward()
+        held = self._gradients.before_bytes + sum(waiting.values())
         kept = 0.0
         for i, layer in enumerate(layers):
             timeline.use(layer.name)
-            waiting.pop(layer.name, None)
-            held = others + (sum(waiting.values()) if not self._gradients.accumulate else 0)
+            held -= waiting.pop(layer.name, 0)
             base = kept + self._leaving(i)
             self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, i + 1))
             kept += self._kept[i]
@@ -162,13 +167,17 @@ class StepModel:
         done = 0
         # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
         reloaded = self._parked[i] if self._recomputed[i] else 0.0
-        for moment in (*self._curves[i].backward, Moment(_NOTHING, 0.0, len(made))):
+        for moment in self._curves[i].backward:
             while done < min(moment.gradients, len(made)):
                 for bucket in made[done].completed:
                     timeline.gradient(bucket)
                 done += 1
             gone = reloaded if moment.gradients else 0.0
             self._sample(timeline, i, (moment,), base - gone, after, weights)
+        for at in range(done, len(made)):
+            for bucket in made[at].completed:
+                timeline.gradient(bucket)
+        timeline.samples.append(Sample(weights, after[-1], base))
 
     def _sample(
         self, timeline: _Timeline, i: int, moments: Sequence[Moment], base: float, held: Sequence[int], weights: float
@@ -210,16 +219,16 @@ class StepModel:
         return SlotCount(settled.count, self._most, settled.unstage_at)
 
     def _spans(self) -> list[Span]:
-        samples, points = self._timeline.samples, self._timeline.points
+        samples, points = [s.bytes for s in self._timeline.samples], self._timeline.points
         ends = [*(at for at, _, _ in points[1:]), len(samples)]
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
             # What is there at a point is there in its span, even if no moment falls into it.
-            peak = max(s.bytes for s in samples[min(start, len(samples) - 1) : max(end, start + 1)])
+            peak = max(samples[min(start, len(samples) - 1) : max(end, start + 1)])
             found.append(Span(layer, bucket, 0, round(peak)))
         return found
 
-    def peak(self, slots: int, unstage_at: str | None) -> Mapping[str, float]:
+    def peak(self, slots: int, unstage_at: str | None) -> Mapping[Owner, float]:
         """By owner, at the moment at which the device holds the most.
 
         Args:

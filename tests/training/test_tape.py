@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hostward.errors import ModelError
 from hostward.training.layers import find_layers
 from hostward.training.recompute import Region, Regions
+from hostward.training.tape import Tape
 from hostward.training.tape_runs import PartRun, run
 
 transformers = pytest.importorskip("transformers")
@@ -182,3 +183,30 @@ def test_layers_that_are_called_twice_are_refused() -> None:
         model = Twice()
     with pytest.raises(ModelError, match="not called once each"):
         run(model, find_layers(model), tokens("meta"), lambda m, ids: m(ids))
+
+
+def sum_of_branches(x: torch.Tensor, shared: bool) -> torch.Tensor:
+    """A tensor that two operations read; `shared`: autograd hands the same gradient to both, as to a residual."""
+    y = x * 1.0
+    return (y + y * 3.0 if shared else y * 2.0 + y * 3.0).sum()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_are_added_up_in_place_where_autograd_does(shared: bool) -> None:
+    x = torch.ones(1024, requires_grad=True)
+    loss = sum_of_branches(x, shared)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    names = [event.name for event in profile.events()]
+    assert ("aten::add_" in names, "aten::add" in names) == (not shared, shared)
+
+    x = torch.ones(1024, requires_grad=True, device="meta")
+    tape = Tape(x.device, [x], lambda: None)
+    with tape:
+        loss = sum_of_branches(x, shared)
+        before = len(tape.blocks)
+        loss.backward()
+    made = [block.nbytes for block in tape.blocks[before:] if block.nbytes > 4]
+    # The gradient of each product, of the first one's input, and the sum where it is a tensor of its own.
+    assert len(made) == 3
+    assert x.grad is not None

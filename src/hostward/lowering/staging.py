@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hostward.inventory import Bucket, MasterKind, align
+from hostward.inventory import MasterKind, align
 
 FEWEST = 2
 """One slot is read or written while the other is stepped."""
@@ -36,10 +36,11 @@ class Settled:
     unstage_at: str | None
 
 
-def streamed_bytes(bucket: Bucket) -> tuple[int, ...]:
-    """What travels when the bucket is streamed: exp_avg, exp_avg_sq, and the remainder or master if there is one."""
-    low = _LOW_BYTES[bucket.kind]
-    return tuple(bucket.offsets[-1] * size for size in (4, 4, low) if size)
+def streamed_bytes(kind: MasterKind, padded: int) -> tuple[int, ...]:
+    """What travels when a bucket of so many elements is streamed: exp_avg, exp_avg_sq, and the remainder or master if
+    there is one.
+    """
+    return tuple(padded * size for size in (4, 4, _LOW_BYTES[kind]) if size)
 
 
 def slot_bytes(parts: Sequence[Sequence[int]]) -> int:

@@ -20,8 +20,8 @@ import torch
 
 from hostward.engine.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
 from hostward.errors import ModelError
-from hostward.inventory import Bucket, MasterKind, Range
-from hostward.plan import Placement, bucket_host_bytes
+from hostward.inventory import Bucket, MasterKind, Range, host_bytes_per_element, state_bytes_per_element
+from hostward.plan import Placement
 
 _MASTER_NAN = 0x7FC00000
 
@@ -78,8 +78,14 @@ def landing_dtypes(
 
 def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradients: Sequence[torch.dtype]) -> int:
     """All host bytes of these buckets, padding and landing places included; `gradients` holds their dtypes."""
-    given = zip(buckets, placements, gradients, strict=True)
-    return sum(bucket_host_bytes(b, placement, dtype.itemsize) for b, placement, dtype in given)
+    total = 0
+    for b, placement, dtype in zip(buckets, placements, gradients, strict=True):
+        if placement is Placement.HOST:
+            per_element = host_bytes_per_element(b.dtype, b.kind) + dtype.itemsize
+            total += b.offsets[-1] * per_element + 8 * len(b.ranges)
+        elif placement is Placement.STREAMED:
+            total += b.offsets[-1] * state_bytes_per_element(b.kind)
+    return total
 
 
 def allocate_states(

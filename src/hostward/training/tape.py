@@ -114,6 +114,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if func is _ATEN.nonzero.default and args[0].device == _META:
             return self._chosen(args[0])
+        if func is _ATEN._grouped_mm.default and args[0].device == _META:
+            return _grouped_out(*args[:3])
         if func is not _ATEN.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return None
         # Autograd adds gradients up in place where nobody else holds the first; in a dispatch mode it never does.
@@ -175,6 +177,13 @@ def _grouped(args: Sequence[Any]) -> float:
     if a.dim() == 2 and b.dim() == 2:
         return float(2 * a.shape[0] * a.shape[1] * b.shape[1])
     return float(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+def _grouped_out(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+    """The output, in any dtype: on the meta device torch takes bf16 alone. `ends` of the groups, [groups]."""
+    if a.dim() == 2 and b.dim() == 2 and ends is not None:
+        return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 _PRODUCTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
