@@ -29,8 +29,8 @@ from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
 from hostward.train.models import build_model
-from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.refusal import asked_choice, refuse
+from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
 
