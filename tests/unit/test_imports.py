@@ -25,6 +25,8 @@ LAYERS = (
         "strict_json",
         "replace_file",
         "run_report",
+        "text_files",
+        "sizes",
         "config",
         "rules",
         "rule_table",
@@ -33,8 +35,9 @@ LAYERS = (
         "overrides",
         "options_doc",
     ),
-    ("plan", "planner"),
-    ("schedule", "ordering", "lowering"),
+    ("plan", "planner", "workload", "choice"),
+    ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
+    ("planning",),
     ("engine", "host", "kernels"),
     ("inspect",),
     ("training",),
@@ -58,7 +61,7 @@ def top_name(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-TORCH_FREE = [p for p in FILES if top_name(p) != "__init__" and LEVELS[top_name(p)] <= LEVELS["lowering"]]
+TORCH_FREE = [p for p in FILES if top_name(p) != "__init__" and LEVELS[top_name(p)] <= LEVELS["planning"]]
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -10,8 +10,9 @@ import torch
 
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
+from hostward.lowering.staging import FEWEST
 from hostward.plan import Placement
-from hostward.training.slots import FEWEST, Slots
+from hostward.training.slots import Slots
 
 SLOT = 1024
 

@@ -1,7 +1,7 @@
-"""`hostward train | report | verify | recipes | doctor | bench`, and what happens when they fail.
+"""`hostward train | report | verify | plan | recipes | doctor | bench`, and what happens when they fail.
 
-Exit codes: 0 success, 1 a claim failed (verify), 2 bad input, 130 interrupted, 141 nobody reads the output,
-143 terminated.
+Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 nobody reads the
+output, 143 terminated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 from hostward.run_report import finite
 
-from . import machine, progress, report_command, run_files
+from . import machine, plan, progress, report_command, run_files
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -80,11 +80,20 @@ def train(
             help="The run's folder, for report.json and trace.json; checkpoint.save by default.",
         ),
     ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Where everything goes, from `hostward plan --json`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start even if it does not fit by the memory model.")] = False,
 ) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
     config = _configured(recipe, overrides)
     _require_writable("--json", json_file)
     _require_replaceable(trace_file, json_file)
+    planned = None
+    if plan_file is not None:
+        from hostward.planning.plan_file import load
+
+        planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
     from hostward.train import loop, scalars
     from hostward.train.report import render
@@ -94,7 +103,7 @@ def train(
         run_files.require_folder("--run-dir", run_dir)
         if tensorboard_dir is not None:
             scalars.require_tensorboard(tensorboard_dir)
-    run = loop.prepare(recipe, config)
+    run = loop.prepare(recipe, config, plan=planned, force=force)
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     with ExitStack() as stack:
@@ -181,6 +190,7 @@ def recipes() -> None:
 
 
 app.command("report")(_deferred(report_command.report))
+app.command()(_deferred(plan.plan))
 app.command()(_deferred(machine.doctor))
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("machine")(_deferred(machine.bench_machine))

@@ -21,6 +21,7 @@ from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
 from hostward.errors import ConfigError, DataError, DeviceError
 from hostward.inventory import Dtype
+from hostward.planning.plan_file import PlanFile
 from hostward.rules import check, idle_switches
 from hostward.run_report import Estimate, FrontierPoint, OffloadReport
 from hostward.training.attachment import Attachment
@@ -31,8 +32,9 @@ from .activations import attach_activations, recompute_layers
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import build_model, training_loss
-from .placing import make_optimizer, staying_gradients
+from .placing import make_optimizer, staying_gradients, with_plan
 from .readback import Readback
+from .refusal import require_fit, require_same_model
 from .report import SLOTS, measured
 from .sampling import BACKWARD, FORWARD, MemorySampler
 from .schedule_lr import learning_rate
@@ -143,8 +145,12 @@ def deterministic(enabled: bool) -> Any:
         torch.use_deterministic_algorithms(before)
 
 
-def prepare(recipe: str, config: Config) -> Run:
+def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force: bool = False) -> Run:
     """Check the options, read the data, build model and optimizer, and load the checkpoint asked for.
+
+    Args:
+        plan: where everything goes, instead of the options.
+        force: start even if it does not fit by the memory model, or the plan is for another GPU.
 
     Raises:
         HostwardError: of the kind that names the cause; everything that can be refused before the weights are
@@ -154,11 +160,19 @@ def prepare(recipe: str, config: Config) -> Run:
     for told in idle_switches(config):
         log.warning("%s", told)
     device = choose_device(config.train.device)
+    if plan is not None:
+        config = with_plan(config, plan)
+        if device.type == "cuda" and not force:
+            plan.require_machine(torch.cuda.get_device_name(device))
     resume_from = resume.checkpoint_to_load(config)
     dataset = _dataset(config)
     if resume_from is not None and not config.checkpoint.finetune:
         resume.require_same_samples(config, dataset, resume_from)
     require_memory(config, device, dataset.vocab_size)
+    if plan is not None:
+        require_same_model(plan, config, dataset.vocab_size)
+    if not force:
+        require_fit(recipe, config, device, dataset.vocab_size, plan)
     resume.require_writable(config)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
@@ -169,13 +183,13 @@ def prepare(recipe: str, config: Config) -> Run:
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     model = build_model(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
     _require_vocabulary(model, dataset)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, plan)
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
-    recompute_layers(model, config)
+    recompute_layers(model, config, plan)
     run = Run(recipe, config, device, dataset, model, optimizer, scaler)
     if resume_from is not None:
         resume.load(run, resume_from)
-    run.attachment = attach_activations(model, optimizer, config)  # it takes weights over as they are
+    run.attachment = attach_activations(model, optimizer, config, plan)  # it takes weights over as they are
     run.begin_at(run.iteration)
     return run
 

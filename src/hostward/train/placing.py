@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
 
 from hostward.config import Config
+from hostward.errors import ConfigError
 from hostward.inventory import Inventory
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.plan import Placement, Plan
 from hostward.planner import summed_on_host
+from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import serial
 from hostward.training.optimizer import AdamW
 
@@ -70,15 +73,42 @@ def accumulates_in_fp32(config: Config) -> bool:
     return accumulates(config) or sums_on_host(config)
 
 
-def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
-    """The optimizer that the options describe."""
+def with_plan(config: Config, plan: PlanFile) -> Config:
+    """The options of a run with a plan: what they say of placements is what the plan says.
+
+    Raises ConfigError where options place something themselves.
+    """
+    own = {
+        "optimizer.optimizer_cpu_offload": config.optimizer.optimizer_cpu_offload,
+        "optimizer.offload_optimizer_states": config.optimizer.offload_optimizer_states,
+        "model.cpu_offloading": config.model.cpu_offloading,
+        "model.fine_grained_activation_offloading": config.model.fine_grained_activation_offloading,
+        "model.recompute_granularity": config.model.recompute_granularity is not None,
+    }
+    for option, used in own.items():
+        if used:
+            raise ConfigError(
+                f"--plan and {option}",
+                why="the plan says where everything goes",
+                fix=f"leave {option} out, or make the plan with it: hostward plan {option}=... --json FILE",
+            )
+    found = copy.deepcopy(config)
+    found.optimizer.optimizer_cpu_offload = plan.asked_fraction > 0
+    found.optimizer.optimizer_offload_fraction = plan.asked_fraction
+    found.optimizer.gradients = "host" if plan.gradients_on_host else "device"
+    return found
+
+
+def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> AdamW:
+    """The optimizer that the options describe; `plan` says where its state goes instead."""
     options, asked = config.optimizer, shares(config)
     return AdamW(
         model,
         lr=options.lr,
         **resume.group_settings(config),
         max_grad_norm=options.clip_grad,
-        offload_fraction=asked.offload_fraction,
+        offload_fraction=asked.offload_fraction if plan is None else 0.0,
+        plan=plan,
         streamed_fraction=asked.streamed_fraction,
         overlap=options.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=options.pin_cpu_grads,

@@ -11,7 +11,7 @@ import torch
 from hostward.engine.backend import Ledger, Tier
 from hostward.hardware import resident_bytes
 from hostward.run_report import OwnerSamples, StepMemory
-from hostward.training.gradients import MovedGradient, Where
+from hostward.training.placeholder import MovedGradient, Where
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MOMENTS = {FORWARD: 1 / 3, BACKWARD: 2 / 3, STEP: 1.0}
