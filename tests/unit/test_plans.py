@@ -2,7 +2,7 @@
 
 Needs SciPy, as planning does. tests/golden/write.py writes the golden texts anew.
 
-Seen red: every candidate taken as fitting, forced activations dropped in the even choices, more units than slots.
+Seen red: every candidate taken as fitting, forced activations dropped in the even choices.
 """
 
 from __future__ import annotations
