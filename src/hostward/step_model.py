@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from .choice import Choice, Keep
 from .gradient_model import Facts, Gradients, Made
@@ -83,7 +84,7 @@ class StepModel:
         self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
         layers = workload.layers
         self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
-        self._visits = [sum(number < i for number in self._numbers) for i in range(len(layers))]
+        self._visits = [0, *accumulate(int(layer.repeated) for layer in layers)][:-1]
         """By layer, how many of the list's come before."""
         keeps: list[Keep | None] = [None] * len(layers)
         for i, keep in zip(self._numbers, choice.activations, strict=True):
@@ -251,7 +252,9 @@ class StepModel:
 
 
 def _curve_of(layer: Layer, keep: Keep | None) -> Curve:
-    """How a layer runs. Without curves, from what is known in sum."""
+    """How a layer runs: one without norms and activations that can run again keeps all. Without curves, from what is
+    known in sum.
+    """
     way = Way.KEEP if keep is None else _WAYS[keep]
     if layer.curves:
         return layer.curves.get(way) or layer.curves[Way.KEEP]

@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _META = torch.device("meta")
 _ATEN: Any = torch.ops.aten
-_UNSHARED = 2
-"""Uses of a storage that one tensor has, seen from a dispatch mode: the tensor, and the object that Python made."""
 
 
 @dataclass(slots=True)
@@ -61,6 +59,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention = Attention(self)
         """To be entered where attention may run: in backward once more, since modes do not last into it."""
         self._experts = 1
+        self._unshared_uses = _uses(torch.empty(1, device=_META))
+        """Of a storage that one tensor has: the tensor's own, and that of the object which Python made to ask."""
         self.outside = {t.untyped_storage()._cdata for t in outside}
         self._held = [t.untyped_storage() for t in outside]
         self.blocks: list[Block] = []
@@ -121,7 +121,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Autograd adds gradients up in place where nobody else holds the first; in a dispatch mode it never does.
         first, second = args
         alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype is second.dtype
-        unshared = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= _UNSHARED
+        unshared = _uses(first) <= self._unshared_uses
         return first.add_(second) if alike and unshared else None
 
     def _chosen(self, mask: torch.Tensor) -> torch.Tensor:
@@ -133,6 +133,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.arange(self._experts, device="cpu").unsqueeze(1)
         rows = max(1, mask.numel() // self._experts)
         return torch.empty(rows, mask.dim(), dtype=torch.int64, device=_META)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
