@@ -1,6 +1,6 @@
 """`offload_fraction="auto"`: the least share that keeps to `device_memory`.
 
-Seen red: gradients left out, the share rounded down by a bucket.
+Seen red: gradients left out, staging slots and rounding left out.
 """
 
 from __future__ import annotations

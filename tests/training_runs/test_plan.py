@@ -1,8 +1,6 @@
 """`hostward plan` as a command: what it prints and writes, its exit codes, bad input. Nothing is allocated.
 
 Needs SciPy, as planning does.
-
-Seen red: exit 0 where nothing fits, a plan written although nothing fits, --config taken beside a recipe.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training with a plan: `hostward train --plan`, `AdamW(plan=...)`, `attach(plan=...)`, and refusal before allocation.
 
-Seen red: placements of the plan not handed on, gradients left on the device, a plan's layers counted from the last.
+Seen red: a plan of another model refused only after the weights were allocated.
 """
 
 from __future__ import annotations

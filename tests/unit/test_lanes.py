@@ -1,6 +1,6 @@
 """Lanes of work: order, waits, shared speed, quiet starts.
 
-Seen red: waits ignored, a lane that starts two pieces at once, speeds that stay as they were at a piece's start.
+Seen red: waits ignored, a lane that starts two pieces at once, speeds that nothing slows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plan as a file: read back, edited, compared, refused.
 
-Seen red: a placement that is no word accepted, buckets compared by number alone, a digest that leaves dtypes out.
+Seen red: a placement that is no word accepted, buckets compared by size alone, a digest that leaves dtypes out.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Needs SciPy, as planning does. tests/golden/write.py writes the golden texts anew.
 
-Seen red: a candidate taken without its needs, forced placements dropped in the even choices, a frontier that depends on
-the budget, the layers' order reversed.
+Seen red: every candidate taken as fitting, forced activations dropped in the even choices.
 """
 
 from __future__ import annotations

@@ -13,7 +13,15 @@ from hostward.sizes import gib, size_bytes
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("40GiB", 40 << 30), ("512 MB", 512_000_000), ("1.5TiB", 3 << 39), ("7B", 7), (" 2KiB ", 2048), ("0GiB", 0)],
+    [
+        ("40GiB", 40 << 30),
+        ("512 MB", 512_000_000),
+        ("1.5TiB", 3 << 39),
+        ("7B", 7),
+        ("3GB", 3_000_000_000),
+        (" 2KiB ", 2048),
+        ("0GiB", 0),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert size_bytes(text, "--device-memory") == size

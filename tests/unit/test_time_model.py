@@ -1,7 +1,6 @@
 """Predicted step times: against measured steps, and in the directions that physics demands.
 
-Seen red: gradients that leave without being waited for, uploads that no layer waits for, one step played instead of
-two, recomputation without its forward.
+Seen red: uploads that no layer waits for, one step played instead of two, recomputation without its forward.
 """
 
 from __future__ import annotations
