@@ -29,7 +29,7 @@ from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
 from hostward.train.models import build_model
-from hostward.train.refusal import asked_choice, refuse
+from hostward.train.refusal import asked_choice, estimate, refuse
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
@@ -52,6 +52,21 @@ def plan(of: Workload, choice: Choice) -> PlanFile:
 @pytest.fixture(scope="module")
 def small() -> Workload:
     return workload()
+
+
+def test_what_is_predicted_of_a_run(small: Workload) -> None:
+    """Seconds are the plan's, else those of a known GPU, else unknown; bytes are those of the memory model."""
+    choice, hardware = Choice((Placement.HOST,) * len(small.inventory.buckets), (Keep.KEEP, Keep.KEEP)), profile("h200")
+    needs, seconds = required(small, choice), predict(small, choice, speeds_of(hardware))
+    by_profile = estimate(small, choice, needs, None, hardware)
+    assert (by_profile.step_s, by_profile.exposed_s) == (seconds.step_s, seconds.exposed_s)
+    assert by_profile.device_peak_bytes == needs.device_peak_bytes > 0
+    assert (by_profile.host_bytes, by_profile.pinned_bytes) == (needs.host_bytes, needs.pinned_bytes)
+    unknown = estimate(small, choice, needs, None, None)
+    assert (unknown.step_s, unknown.exposed_s) == (None, None)
+    made = plan(small, choice)
+    edited = replace(made, predicted=replace(made.predicted, step_s=7.0))
+    assert estimate(small, choice, needs, edited, hardware).step_s == 7.0
 
 
 def mixed(of: Workload, keeps: tuple[Keep, ...], weights: frozenset[str] = frozenset()) -> Choice:

@@ -38,6 +38,7 @@ from .refusal import require_fit, require_same_model
 from .report import SLOTS, measured
 from .sampling import BACKWARD, FORWARD, MemorySampler
 from .schedule_lr import learning_rate
+from .watermark import Watermark
 
 log = logging.getLogger("hostward")
 
@@ -80,6 +81,7 @@ class Run:
     learning_rates: list[float] = field(default_factory=list)
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
+    watermark: Watermark = field(default_factory=Watermark)
     sampler: MemorySampler = field(init=False)
     readback: Readback = field(init=False)
     clock_s: float = 0.0
@@ -171,8 +173,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     require_memory(config, device, dataset.vocab_size)
     if plan is not None:
         require_same_model(plan, config, dataset.vocab_size)
-    if not force:
-        require_fit(recipe, config, device, dataset.vocab_size, plan)
+    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan)
     resume.require_writable(config)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
@@ -186,7 +187,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     optimizer = make_optimizer(model, config, plan)
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config, plan)
-    run = Run(recipe, config, device, dataset, model, optimizer, scaler)
+    run = Run(recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted)
     if resume_from is not None:
         resume.load(run, resume_from)
     run.attachment = attach_activations(model, optimizer, config, plan)  # it takes weights over as they are
@@ -236,6 +237,7 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
     interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
     while run.iteration < until:
         train_iteration(run)
+        run.watermark.look(run.iteration)
         due = interval is not None and run.iteration % interval == 0 and run.iteration < config.train.train_iters
         collect(run, progress, everything=due)
         if due:

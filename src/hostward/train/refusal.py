@@ -11,12 +11,15 @@ from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
 from hostward.errors import MemoryLimitError, ModelError
 from hostward.hardware import host_memory
+from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype
 from hostward.memory_model import Needs, required
 from hostward.plan import Placement
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile
-from hostward.planning.speeds import Speeds
+from hostward.planning.speeds import Speeds, speeds_of
+from hostward.planning.time_model import predict
+from hostward.run_report import Estimate
 from hostward.sizes import gib
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
@@ -36,8 +39,9 @@ _CURE = "hostward plan with the same options says what would fit; --force starts
 
 def require_fit(
     recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None
-) -> Needs | None:
+) -> Estimate | None:
     """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model.
+    Seconds are the plan's, or those of the shipped profile of this GPU.
 
     Raises:
         MemoryLimitError: it does not fit what is free on the device and on the host.
@@ -56,7 +60,20 @@ def require_fit(
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
     needs = required(workload, choice)
     refuse(needs, Budgets(free_bytes, host_memory().available_bytes))
-    return needs
+    return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
+
+
+def estimate(
+    workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None
+) -> Estimate:
+    """What is predicted of a run; its seconds are unknown without a plan and without a profile of the GPU."""
+    step_s = exposed_s = None
+    if plan is not None:
+        step_s, exposed_s = plan.predicted.step_s, plan.predicted.exposed_s
+    elif hardware is not None:
+        found = predict(workload, choice, speeds_of(hardware))
+        step_s, exposed_s = found.step_s, found.exposed_s
+    return Estimate(needs.device_peak_bytes, needs.host_bytes, needs.pinned_bytes, step_s, exposed_s)
 
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int) -> None:

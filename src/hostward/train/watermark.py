@@ -1,0 +1,37 @@
+"""A word before the host's memory runs out: the kernel, when it kills, says none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hostward.hardware import host_memory, resident_bytes
+from hostward.sizes import gib
+
+log = logging.getLogger("hostward")
+
+LEVELS = (0.95, 0.98)
+"""Shares of the memory in use at which something is said, once each."""
+
+
+class Watermark:
+    """Looks at the memory that this process may use. `root` is where `proc` and `sys` are looked up."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._left = list(LEVELS)
+
+    def look(self, iteration: int) -> None:
+        """Warn if a level has been reached since the last look."""
+        memory = host_memory(self._root)
+        used = 1 - memory.available_bytes / memory.total_bytes
+        reached = [level for level in self._left if used >= level]
+        if reached:
+            self._left = [level for level in self._left if level not in reached]
+            log.warning(
+                "iteration %d: %.0f %% of the host's memory is in use (%s GiB left of %s by %s; this process has %s). "
+                "At the limit the kernel kills with signal 9. Lower optimizer.optimizer_offload_fraction or the data "
+                "loader's share, or give the process more memory; `hostward plan` says what the run needs",
+                iteration, 100 * used, gib(memory.available_bytes), gib(memory.total_bytes), memory.limited_by,
+                gib(resident_bytes(self._root)),
+            )  # fmt: skip

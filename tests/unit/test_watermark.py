@@ -1,0 +1,43 @@
+"""T11: memory of the host that runs out is told before the kernel kills."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from hostward.train.watermark import Watermark
+
+KIB_PER_GIB = 1024 * 1024
+
+
+def machine(root: Path, available_gib: float, total_gib: int = 100) -> None:
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: {total_gib * KIB_PER_GIB} kB\nMemAvailable: {int(available_gib * KIB_PER_GIB)} kB\n"
+    )
+    (root / "proc/self/status").write_text(f"VmRSS:\t{80 * KIB_PER_GIB} kB\n")
+
+
+def test_t11_each_level_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watermark = Watermark(tmp_path)
+    told = []
+    with caplog.at_level(logging.WARNING, logger="hostward"):
+        for iteration, available_gib in enumerate((50, 6, 5, 4, 30, 4, 1.5, 1)):
+            machine(tmp_path, available_gib)
+            watermark.look(iteration)
+            told.append(len(caplog.messages))
+    assert told == [0, 0, 1, 1, 1, 1, 2, 2]
+    first = caplog.messages[0]
+    assert "iteration 2: 95 % of the host's memory is in use" in first
+    assert "5.0 GiB left of 100.0 by the machine; this process has 80.0" in first
+
+
+def test_t11_both_levels_at_once_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine(tmp_path, 0.5)
+    watermark = Watermark(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="hostward"):
+        watermark.look(0)
+        watermark.look(1)
+    assert len(caplog.messages) == 1
