@@ -7,10 +7,9 @@ A gradient that has been taken leaves a placeholder in `.grad`. Any use of it ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch._compile import _disable_dynamo
@@ -18,7 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import ModelError
-from hostward.inspect import Tracked
+from hostward.inspect import Tracked, is_plain, local_of
+
+from .moved_gradient import MovedGradient as MovedGradient
+from .moved_gradient import Where as Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,16 @@ class Gradient:
         """Raises ModelError for a gradient that is not a dense floating tensor on the parameter's device."""
         grad = parameter.grad
         problem = None
-        if grad is None:
+        whole, grad = grad, None if grad is None else local_of(grad)
+        if grad is None or whole is None:
             problem = "has no gradient"
+        elif is_plain(parameter) != (grad is whole):
+            problem = f"has a gradient that is a {type(whole).__name__}"
         elif grad.layout is not torch.strided:
             problem = f"has a gradient with layout {grad.layout}"
         elif grad.dtype not in DTYPES:
             problem = f"has a gradient of dtype {grad.dtype}"
-        elif grad.device != parameter.device or grad.shape != parameter.shape:
+        elif grad.device != parameter.device or grad.shape != local_of(parameter).shape:
             problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
         if problem or grad is None:
             raise ModelError(
@@ -49,106 +54,6 @@ class Gradient:
             )
         flat = grad.detach() if grad.requires_grad else grad
         return cls(name, flat.ravel())
-
-
-class Where(StrEnum):
-    """What became of a gradient that is no longer in `.grad`."""
-
-    TAKEN = "taken"
-    """The optimizer has it and will step with it."""
-    USED = "used"
-    """A step was made with it; the next backward starts anew."""
-    LOST = "lost"
-    """The backward that made it did not end."""
-
-
-_TOLD = {
-    Where.TAKEN: "the optimizer took it during backward, and its bytes may be on the host by now",
-    Where.USED: "the last step used it up",
-    Where.LOST: "the backward pass that made it was interrupted",
-}
-_FIXES = {
-    Where.TAKEN: "clip by max_grad_norm of the optimizer and read optimizer.grad_norm; to look at gradients, leave "
-    "optimizer.accumulate(last=True) out",
-    Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
-    Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
-}
-
-
-class MovedGradient(torch.Tensor):
-    """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
-
-    parameter_name: str
-    became: Where
-    unscaled: Callable[[torch.Tensor, torch.Tensor], None]
-
-    @staticmethod
-    def __new__(
-        cls, name: str, like: torch.Tensor, dtype: torch.dtype, unscaled: Callable[[torch.Tensor, torch.Tensor], None]
-    ) -> MovedGradient:
-        made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.parameter_name, made.became, made.unscaled = name, Where.TAKEN, unscaled
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        moved = [a for a in _flat(args) if isinstance(a, MovedGradient)]
-        name = func.overloadpacket.__name__
-        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.became is Where.TAKEN for m in moved):
-            # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
-            moved[0].unscaled(args[1], args[2])
-            return None
-        if name in ("zero_", "_foreach_zero_") and all(m.became is not Where.TAKEN for m in moved):
-            return args[0] if name == "zero_" else None
-        if name == "_to_copy" and moved[0].became is Where.USED:
-            return moved[0]._like(kwargs or {})
-        raise moved[0]._error(name)
-
-    def _like(self, options: Mapping[str, Any]) -> MovedGradient:
-        """For `module.to(...)`, which casts gradients along with weights: there is none to cast, and no harm in it."""
-        made: MovedGradient = torch.Tensor._make_wrapper_subclass(
-            type(self),
-            self.shape,
-            dtype=options.get("dtype") or self.dtype,
-            device=options.get("device") or self.device,
-        )
-        made.parameter_name, made.became, made.unscaled = self.parameter_name, self.became, self.unscaled
-        return made
-
-    def _error(self, use: str) -> ModelError:
-        return ModelError(
-            f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
-            why=_TOLD[self.became],
-            fix=_FIXES[self.became],
-        )
-
-    # What torch does in Python or on raw memory, without asking the dispatcher.
-
-    def share_memory_(self) -> NoReturn:
-        raise self._error("share_memory_")
-
-    def numpy(self, **_: object) -> NoReturn:
-        raise self._error("numpy")
-
-    def tolist(self) -> NoReturn:
-        raise self._error("tolist")
-
-    def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise self._error("__array__")
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise self._error("pickle")
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"MovedGradient({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
-
-
-def _flat(args: Sequence[Any]) -> list[Any]:
-    return [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]
 
 
 class Taker(Protocol):
@@ -211,7 +116,8 @@ class Handover:
         p, this = t.parameter, self._this
         if t.name not in self._hooked and p.requires_grad and p.is_leaf:
             self._hooked.add(t.name)
-            self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
+            if not t.sharded:  # autograd does not know the part: FSDP2 tells
+                self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
             self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -241,7 +147,7 @@ class Handover:
         elif moved.became is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
             self.taken.discard(t.name)
-            t.parameter.grad = self._taker.give_back(t.name).view(t.parameter.shape)
+            t.parameter.grad = t.like(self._taker.give_back(t.name).view(t.local.shape))
         else:
             t.parameter.grad = None
 
@@ -349,7 +255,7 @@ class GradientsClearedError(ModelError):
 
 
 def _raise_lost(name: str) -> None:
-    raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=_TOLD[Where.LOST], fix=_FIXES[Where.LOST])
+    raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=Where.LOST.told, fix=Where.LOST.fix)
 
 
 def _capturing(parameter: torch.Tensor) -> bool:

@@ -150,7 +150,7 @@ class StepIssuer(FetchedWeights):
             self._begin()
         flat = self._held[gradient.name] = gradient.flat
         summed = self._totals.summed
-        for b, i, span in self._parts[gradient.name]:
+        for b, i, span in self._parts.get(gradient.name, ()):
             if b in summed and b in self._reported:
                 if b in self._in_flight:
                     self._in_flight.remove(b)  # of the microbatch before
@@ -165,7 +165,7 @@ class StepIssuer(FetchedWeights):
 
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError if forward never reported its use."""
-        missed = (self.pending | self._unreported) & self._layers_of[name] if self.pending or self._unreported else ()
+        missed = (self.pending | self._unreported) & self._layers_of.get(name, set())
         if missed:
             raise OrderingError(
                 f"parameter {name!r} of layer {min(missed)!r} was used before its new value had arrived",
@@ -182,13 +182,14 @@ class StepIssuer(FetchedWeights):
         if name is None:
             waiting = [b for b in self._totals.summed if self._fresh[b]]
         else:
-            waiting = [b for b, i, _ in self._parts[name] if b in self._totals.summed and i in self._fresh[b]]
+            parts = self._parts.get(name, ())
+            waiting = [b for b, i, _ in parts if b in self._totals.summed and i in self._fresh[b]]
         for b in sorted(waiting, reverse=True):
             self._gradient_point(b, last=last)
 
     def give_back(self, name: str) -> torch.Tensor:
         """Return a taken gradient, flat, because more will be added to it; `take` will be called for it again."""
-        parameter, parts = self._tracked[name].parameter, self._parts[name]
+        parameter, parts = self._tracked[name].local, self._parts.get(name, ())
         held = self._held.pop(name, None)
         # Autograd adds in place: not while a copy still reads.
         waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if b in self._reported]

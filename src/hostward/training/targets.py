@@ -45,7 +45,7 @@ class Targets:
         """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
         self._flat.clear()
         for name in names:
-            weight = self._tracked[name].parameter
+            weight = self._tracked[name].local
             if name in self._elsewhere:
                 continue
             if weight.data_ptr() != self._addresses[name] or not weight.is_contiguous():
@@ -55,7 +55,7 @@ class Targets:
     def scatter(self) -> None:
         """Copy flat weights back into parameters that are not contiguous. They have arrived."""
         for name, flat in self._flat.items():
-            parameter = self._tracked[name].parameter
+            parameter = self._tracked[name].local
             data, shaped = parameter.data, flat.view(parameter.shape)
             reads = [buffer for buffer, _ in self._pieces[name]]
             writes = [self._backend.adopt(data, "weights")]
@@ -64,7 +64,7 @@ class Targets:
         self._backend.mark("offload/scatter", Lane.COMPUTE).issue()  # nobody waits for these weights later
 
     def _bind(self, name: str) -> None:
-        data = self._tracked[name].parameter.data
+        data = self._tracked[name].local.data
         flat = data.contiguous().view(-1)
         if not data.is_contiguous():
             self._flat[name] = flat

@@ -32,7 +32,7 @@ class WeightWatch:
         self._tracked = list(tracked)
         self._structure = Structure(root, tracked)
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
-        self._known: dict[str, tuple[int, int]] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
         self._before_load: dict[str, int] = {}
         self._moving: Collection[str] = ()
         self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
@@ -60,9 +60,10 @@ class WeightWatch:
         """Whether the contents of a weight are still the optimizer's own."""
         return self._known[t.name] == self._seen(t)
 
-    def _seen(self, t: Tracked) -> tuple[int, int]:
-        moves = t.name in self._moving
-        return t.parameter._version, t.parameter.untyped_storage()._cdata if moves else t.parameter.data_ptr()
+    def _seen(self, t: Tracked) -> tuple[int, ...]:
+        local = t.local
+        where = local.untyped_storage()._cdata if t.name in self._moving else local.data_ptr()
+        return t.parameter._version, local._version, where
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
@@ -77,7 +78,7 @@ class WeightWatch:
             self._arrive()
         if self.knows(t):
             with self._present(t.name):
-                self._before_load[t.name] = bit_sum(t.parameter.data)
+                self._before_load[t.name] = bit_sum(t.local.data)
 
     def changed(self) -> list[Tracked]:
         """Weights written by others since they were last remembered.
@@ -96,7 +97,7 @@ class WeightWatch:
                 raise self._changed_kind(t)
             if not self.knows(t):
                 before = self._before_load.get(t.name)
-                if before is not None and before == bit_sum(parameter.data):
+                if before is not None and before == bit_sum(t.local.data):
                     self.remember([t])
                 else:
                     found.append(t)

@@ -1,0 +1,119 @@
+"""What stands in `.grad` for a gradient that the optimizer has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import torch
+
+from hostward.errors import ModelError
+
+
+class Where(StrEnum):
+    """What became of a gradient that is no longer in `.grad`."""
+
+    TAKEN = "taken"
+    """The optimizer has it and will step with it."""
+    USED = "used"
+    """A step was made with it; the next backward starts anew."""
+    LOST = "lost"
+    """The backward that made it did not end."""
+
+    @property
+    def told(self) -> str:
+        return _TOLD[self]
+
+    @property
+    def fix(self) -> str:
+        return _FIXES[self]
+
+
+_TOLD = {
+    Where.TAKEN: "the optimizer took it during backward, and its bytes may be on the host by now",
+    Where.USED: "the last step used it up",
+    Where.LOST: "the backward pass that made it was interrupted",
+}
+_FIXES = {
+    Where.TAKEN: "clip by max_grad_norm of the optimizer and read optimizer.grad_norm; to look at gradients, leave "
+    "optimizer.accumulate(last=True) out",
+    Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
+    Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
+}
+
+
+class MovedGradient(torch.Tensor):
+    """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
+
+    parameter_name: str
+    became: Where
+    unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+
+    @staticmethod
+    def __new__(
+        cls, name: str, like: torch.Tensor, dtype: torch.dtype, unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> MovedGradient:
+        made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
+        made.parameter_name, made.became, made.unscaled = name, Where.TAKEN, unscaled
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        moved = [a for a in _flat(args) if isinstance(a, MovedGradient)]
+        name = func.overloadpacket.__name__
+        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.became is Where.TAKEN for m in moved):
+            # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
+            moved[0].unscaled(args[1], args[2])
+            return None
+        if name in ("zero_", "_foreach_zero_") and all(m.became is not Where.TAKEN for m in moved):
+            return args[0] if name == "zero_" else None
+        if name == "_to_copy" and moved[0].became is Where.USED:
+            return moved[0]._like(kwargs or {})
+        raise moved[0]._error(name)
+
+    def _like(self, options: Mapping[str, Any]) -> MovedGradient:
+        """For `module.to(...)`, which casts gradients along with weights: there is none to cast, and no harm in it."""
+        made: MovedGradient = torch.Tensor._make_wrapper_subclass(
+            type(self),
+            self.shape,
+            dtype=options.get("dtype") or self.dtype,
+            device=options.get("device") or self.device,
+        )
+        made.parameter_name, made.became, made.unscaled = self.parameter_name, self.became, self.unscaled
+        return made
+
+    def _error(self, use: str) -> ModelError:
+        return ModelError(
+            f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
+            why=self.became.told,
+            fix=self.became.fix,
+        )
+
+    # What torch does in Python or on raw memory, without asking the dispatcher.
+
+    def share_memory_(self) -> NoReturn:
+        raise self._error("share_memory_")
+
+    def numpy(self, **_: object) -> NoReturn:
+        raise self._error("numpy")
+
+    def tolist(self) -> NoReturn:
+        raise self._error("tolist")
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise self._error("__array__")
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise self._error("pickle")
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"MovedGradient({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]

@@ -1,0 +1,168 @@
+"""What each rank does: a sharded network trained in whatever way a test asks for. Results are digests of bits."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import hostward
+from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.schedule import Lane
+
+MIXES: Mapping[str, Mapping[str, float]] = {
+    "device": {"offload_fraction": 0.0},
+    "host": {"offload_fraction": 1.0, "streamed_fraction": 0.0},
+    "streamed": {"offload_fraction": 1.0, "streamed_fraction": 1.0},
+    "mixed": {"offload_fraction": 0.5, "streamed_fraction": 0.5},
+}
+ORDERS = {
+    "eager": Order(eager=True),
+    "late": Order(late=frozenset(lane for lane in Lane if lane is not Lane.COMPUTE)),
+    "random": Order(seed=3),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDTH = 33
+"""Odd, so that borders between ranks lie within chunks of the norm."""
+
+
+@functools.cache
+def mesh_of(name: str) -> DeviceMesh:
+    """A mesh over all four ranks, or the rank's own row of one."""
+    if name == "four":
+        return init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (4, 1) if name == "alone" else (2, 2), mesh_dim_names=("copy", "shard"))
+    return grid if name == "hybrid" else grid["shard"]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 5 * WIDTH)
+        self.down = torch.nn.Linear(5 * WIDTH, WIDTH)
+        self.three = torch.nn.Parameter(torch.randn(3, WIDTH))  # a fourth rank has none of it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) * self.three.sum(0).tanh()
+        return out
+
+
+class Net(torch.nn.Module):
+    """Tokens to logits. The root owns the embedding, a scale of one element, and what follows the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.full((1,), 0.7))
+        self.embed = torch.nn.Embedding(2000, WIDTH)  # in one process above one bucket
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(WIDTH, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x).clone()  # FSDP2 warns of an output that is a view
+        return out
+
+
+def sharded(
+    mesh: str = "four",
+    dtype: str = "fp32",
+    *,
+    policy: bool = False,
+    prefetch: bool = False,
+    **options: Any,
+) -> Net:
+    """The network after fully_shard, block by block. `policy`: compute and reduce in bf16."""
+    model = Net().to(DTYPES[dtype])
+    if policy:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of(mesh), **options)
+    fully_shard(model, mesh=mesh_of(mesh), **options)
+    if prefetch:
+        blocks: list[Any] = list(model.blocks)
+        model.set_modules_to_forward_prefetch(blocks[:2])  # type: ignore[operator]
+        for block, later in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([later])
+    return model
+
+
+def adamw(model: torch.nn.Module, mix: str = "device", order: str = "eager", **options: Any) -> hostward.AdamW:
+    backend = SimulatedBackend(threads=1, order=ORDERS[order])
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "max_grad_norm": 0.05, **MIXES[mix], **options}
+    return hostward.AdamW(model, weight_decay=0.1, backend=backend, **settings)
+
+
+def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    """Other tokens on every rank."""
+    generator = torch.Generator().manual_seed(10 * seed + torch.distributed.get_rank())
+    logits = model(torch.randint(0, 2000, (4, 3), generator=generator)).float()
+    loss: torch.Tensor = (logits - 1.0).square().mean()
+    return loss
+
+
+def backward(model: Net, optimizer: hostward.AdamW, step: int, microbatches: int, sync: bool, context: bool) -> None:
+    for i in range(microbatches):
+        last = i == microbatches - 1
+        model.set_requires_gradient_sync(sync or last)  # type: ignore[operator]
+        model.set_is_last_backward(last)  # type: ignore[operator]
+        with optimizer.accumulate(last=last) if context else nullcontext():
+            (loss_of(model, 100 * step + i) / microbatches).backward()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    raw = local.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()  # numpy locks the storage
+    return f"{tuple(local.shape)} {hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+def snapshot(model: torch.nn.Module, optimizer: hostward.AdamW) -> dict[str, str]:
+    """Digests of this rank's weights and state, by "role name"."""
+    optimizer.wait()
+    found = {f"weight {name}": digest(p) for name, p in model.named_parameters()}
+    for name, entry in optimizer.state_dict()["state"].items():
+        found |= {
+            f"{role} {name}": digest(value.view(-1) if role == "step" else value) for role, value in entry.items()
+        }
+    return found
+
+
+def train(
+    mix: str = "device",
+    order: str = "eager",
+    *,
+    steps: int = 3,
+    microbatches: int = 1,
+    sync: bool = True,
+    context: bool = True,
+    network: Mapping[str, Any] | None = None,
+    activations: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Weights, state, norms and losses after some steps, and where buckets were."""
+    model = sharded(**(network or {}))
+    optimizer = adamw(model, mix, order, **options)
+    if activations:
+        hostward.offload_activations(model)
+    told = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, optimizer, step, microbatches, sync, context)
+        optimizer.step()
+        told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped))
+    with torch.no_grad():
+        told.append(loss_of(model, 7).item().hex())
+    model.reshard()  # type: ignore[operator]
+    placements = sorted({bucket.placement.value for bucket in optimizer.plan.buckets})
+    return {"bits": snapshot(model, optimizer), "told": told, "placements": placements}

@@ -1,0 +1,68 @@
+"""FSDP2: at every placement the bits are those of everything on the device, on four processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from world import World
+
+OFFLOADED = {"host": ["host"], "streamed": ["streamed"], "mixed": ["device", "host", "streamed"]}
+
+
+def trained(world: World, mix: str, **options: Any) -> list[Any]:
+    return world.run("sharded_cases.train", mix=mix, **options)
+
+
+def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine["told"] == reference["told"]
+        assert [name for name, bits in mine["bits"].items() if bits != reference["bits"][name]] == []
+        assert mine["bits"].keys() == reference["bits"].keys()
+
+
+@pytest.fixture(scope="module")
+def on_device(world: World) -> Any:
+    """What training on the device gives, by options."""
+    return functools.cache(lambda **options: trained(world, "device", **options))
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_every_placement_gives_the_same_bits(world: World, on_device: Any, mix: str, order: str) -> None:
+    found = trained(world, mix, order=order)
+    assert_same_bits(found, on_device())
+    assert found[0]["placements"] == OFFLOADED[mix]
+    assert len({str(rank["told"][:3]) for rank in found}) == 1  # norms are the same everywhere
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulated with every reduction": {"microbatches": 3},
+    "accumulated without": {"microbatches": 3, "sync": False},
+    "gradients taken at the step": {"microbatches": 3, "context": False},
+    "mixed precision": {"network": {"policy": True}, "microbatches": 2},
+    "bf16 parameters": {"network": {"dtype": "bf16"}},
+    "not resharded after forward": {"network": {"reshard_after_forward": False}},
+    "resharded to two ranks": {"network": {"reshard_after_forward": 2}},
+    "hybrid": {"network": {"mesh": "hybrid"}, "microbatches": 3},
+    "two ranks": {"network": {"mesh": "pairs"}},
+    "one rank": {"network": {"mesh": "alone"}},
+    "explicit prefetch": {"network": {"prefetch": True}},
+    "activations": {"activations": True, "microbatches": 2},
+    "no overlap": {"overlap": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_to_train_gives_the_same_bits(world: World, on_device: Any, case: str) -> None:
+    options = CASES[case]
+    expected = trained(world, "device", **options)
+    found = trained(world, "mixed", order="late", **options)
+    assert_same_bits(found, expected)
+
+
+def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
+    expected = trained(world, "device", microbatches=3)
+    found = trained(world, "host", order="late", microbatches=3, gradients="host")
+    assert_same_bits(found, expected)
