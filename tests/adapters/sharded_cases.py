@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import hostward
+from hostward.adapters import fsdp2
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.schedule import Lane
 
@@ -166,3 +167,49 @@ def train(
     model.reshard()  # type: ignore[operator]
     placements = sorted({bucket.placement.value for bucket in optimizer.plan.buckets})
     return {"bits": snapshot(model, optimizer), "told": told, "placements": placements}
+
+
+def gradient_of(name: str, shape: torch.Size, step: int) -> torch.Tensor:
+    """The whole gradient of a parameter; of the embedding most rows are zero."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 100 + step)
+    made = torch.randn(shape, generator=generator)
+    made *= torch.exp2(torch.randint(-12, 3, shape, generator=generator).float())
+    return made
+
+
+def given(
+    mix: str = "device",
+    *,
+    steps: int = 3,
+    network: Mapping[str, Any] | None = None,
+    bad: int | None = None,
+    loaded: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Norms, whole weights and whole state after steps with given gradients. `network`: None: it is not sharded. `bad`:
+    the step in which the last rank has a gradient that is not finite.
+    """
+    model: Any = Net() if network is None else sharded(**network)
+    optimizer = adamw(model, mix, **options)
+    told = []
+    for step in range(steps):
+        for name, p in model.named_parameters():
+            whole = gradient_of(name, p.shape, step)
+            if step == bad and name == "embed.weight":
+                whole[-1, -1] = float("inf")
+            p.grad = whole if network is None else fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p)
+        optimizer.step()
+        told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped))
+    optimizer.wait()
+    found = {f"weight {name}": digest(whole_of(p)) for name, p in model.named_parameters()}
+    for name, entry in optimizer.state_dict()["state"].items():
+        found |= {f"{role} {name}": digest(whole_of(value).view(-1)) for role, value in entry.items()}
+    return {
+        "told": told,
+        "bits": found,
+        "counts": {n: int(e["step"]) for n, e in optimizer.state_dict()["state"].items()},
+    }
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
