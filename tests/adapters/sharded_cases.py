@@ -113,9 +113,11 @@ def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
     return loss
 
 
-def backward(model: Net, optimizer: hostward.AdamW, step: int, microbatches: int, sync: bool, context: bool) -> None:
+def backward(
+    model: Net, optimizer: hostward.AdamW, step: int, microbatches: int, sync: bool, context: bool, always_last: bool
+) -> None:
     for i in range(microbatches):
-        last = i == microbatches - 1
+        last = always_last or i == microbatches - 1
         model.set_requires_gradient_sync(sync or last)  # type: ignore[operator]
         model.set_is_last_backward(last)  # type: ignore[operator]
         with optimizer.accumulate(last=last) if context else nullcontext():
@@ -147,19 +149,34 @@ def train(
     microbatches: int = 1,
     sync: bool = True,
     context: bool = True,
+    always_last: bool = False,
+    clear: bool = True,
+    evaluate: bool = False,
     network: Mapping[str, Any] | None = None,
     activations: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Weights, state, norms and losses after some steps, and where buckets were."""
+    """Weights, state, norms and losses after some steps, and where buckets were.
+
+    Args:
+        sync: FSDP2 reduces gradients in every microbatch, not in the last alone.
+        context: gradients are taken in backward.
+        always_last: every microbatch says that it is the last one.
+        clear: gradients are cleared before each step.
+        evaluate: the model is evaluated between backward and step.
+    """
     model = sharded(**(network or {}))
     optimizer = adamw(model, mix, order, **options)
     if activations:
         hostward.offload_activations(model)
     told = []
     for step in range(steps):
-        optimizer.zero_grad()
-        backward(model, optimizer, step, microbatches, sync, context)
+        if clear:
+            optimizer.zero_grad()
+        backward(model, optimizer, step, microbatches, sync, context, always_last)
+        if evaluate:
+            with torch.no_grad():  # FSDP2 leaves the root's parameters whole after it
+                told.append(loss_of(model, 8).item().hex())
         optimizer.step()
         told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped))
     with torch.no_grad():

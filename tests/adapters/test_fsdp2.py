@@ -49,6 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks": {"network": {"mesh": "pairs"}},
     "one rank": {"network": {"mesh": "alone"}},
     "explicit prefetch": {"network": {"prefetch": True}},
+    "every microbatch is the last": {"microbatches": 2, "always_last": True},
+    "gradients never cleared": {"clear": False, "microbatches": 2},
+    "evaluated before the step": {"evaluate": True},
     "activations": {"activations": True, "microbatches": 2},
     "no overlap": {"overlap": False},
 }
@@ -60,6 +63,14 @@ def test_every_way_to_train_gives_the_same_bits(world: World, on_device: Any, ca
     expected = trained(world, "device", **options)
     found = trained(world, "mixed", order="late", **options)
     assert_same_bits(found, expected)
+
+
+def test_what_is_said_of_microbatches_changes_no_bit(world: World, on_device: Any) -> None:
+    expected = on_device(microbatches=2)
+    assert_same_bits(on_device(microbatches=2, always_last=True), expected)
+    assert_same_bits(on_device(microbatches=2, clear=False), expected)
+    evaluated = on_device(microbatches=2, evaluate=True)
+    assert [rank["bits"] for rank in evaluated] == [rank["bits"] for rank in expected]
 
 
 def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
