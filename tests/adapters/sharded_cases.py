@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import hostward
 from hostward.adapters import fsdp2
+from hostward.engine.across import NOT_FINITE
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.schedule import Lane
 
@@ -197,27 +199,39 @@ def gradient_of(name: str, shape: torch.Size, step: int) -> torch.Tensor:
 def given(
     mix: str = "device",
     *,
-    steps: int = 3,
+    steps: Sequence[int] = (0, 1, 2),
     network: Mapping[str, Any] | None = None,
     bad: int | None = None,
-    loaded: bool = False,
+    load: str = "",
+    save: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Norms, whole weights and whole state after steps with given gradients. `network`: None: it is not sharded. `bad`:
-    the step in which the last rank has a gradient that is not finite.
+    """Norms, whole weights and whole state after steps with given gradients.
+
+    Args:
+        network: None: it is not sharded.
+        bad: the step in which the last rank has a gradient that is not finite.
+        load, save: folders of distributed checkpoints, before and after.
     """
     model: Any = Net() if network is None else sharded(**network)
     optimizer = adamw(model, mix, **options)
+    if load:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=load)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     told = []
-    for step in range(steps):
+    for step in steps:
         for name, p in model.named_parameters():
             whole = gradient_of(name, p.shape, step)
             if step == bad and name == "embed.weight":
                 whole[-1, -1] = float("inf")
             p.grad = whole if network is None else fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p)
         optimizer.step()
-        told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped))
+        told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped, total_of(optimizer)))
     optimizer.wait()
+    if save:
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=save)
     found = {f"weight {name}": digest(whole_of(p)) for name, p in model.named_parameters()}
     for name, entry in optimizer.state_dict()["state"].items():
         found |= {f"{role} {name}": digest(whole_of(value).view(-1)) for role, value in entry.items()}
@@ -228,5 +242,40 @@ def given(
     }
 
 
+def total_of(optimizer: hostward.AdamW) -> tuple[int, int]:
+    """Sum of squares of the last step and its exponent, before rounding hides a difference."""
+    optimizer.wait()
+    partials, across = optimizer._memory.partials, optimizer._memory.across
+    if across is not None:
+        (high, low), top, _ = across.totals(partials, None)
+        return (int(high) * 2**31 + int(low), int(top)) if top != NOT_FINITE else (0, int(top))
+    sums, exponents = partials.sums.data, partials.exponents.data
+    highest = exponents.max()
+    if highest == NOT_FINITE:
+        return 0, int(highest)
+    return int((sums >> (2 * (highest - exponents)).clamp(0, 63)).sum()), int(highest)
+
+
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def resumed(mix: str, other: str, **network: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Bits after three steps: in one go, and in a new process's objects from the second on, at another placement."""
+    model = sharded(**network)
+    optimizer = adamw(model, mix, "late")
+    saved: tuple[Any, Any] = {}, {}
+    for step in range(3):
+        if step == 2:
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            saved = weights, optimizer.state_dict()
+        backward(model, optimizer, step, 1, True, True, False)
+        optimizer.step()
+    expected = snapshot(model, optimizer)
+    again = sharded(**network)
+    later = adamw(again, other, "late")
+    later.load_state_dict(saved[1])
+    again.load_state_dict(saved[0])
+    backward(again, later, 2, 1, True, True, False)
+    later.step()
+    return expected, snapshot(again, later)

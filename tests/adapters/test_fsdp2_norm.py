@@ -20,6 +20,6 @@ def test_norm_and_steps_of_given_gradients_are_those_of_one_process(world: World
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: World) -> None:
     expected = given("device", bad=1)
     found = world.run("sharded_cases.given", mix="mixed", network={}, bad=1)
-    assert [skipped for _, skipped in found[0]["told"]] == [False, True, False]
+    assert [skipped for _, skipped, _ in found[0]["told"]] == [False, True, False]
     assert set(found[0]["counts"].values()) == {2}  # of parts without elements too
     assert found == [expected] * 4
