@@ -33,6 +33,7 @@ ORDERS = {
     "random": Order(seed=3),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EVERYTHING = hostward.Activations(min_bytes=1)
 WIDTH = 33
 """Odd, so that borders between ranks lie within chunks of the norm."""
 
@@ -169,9 +170,8 @@ def train(
     """
     model = sharded(**(network or {}))
     optimizer = adamw(model, mix, order, **options)
-    if activations:
-        hostward.offload_activations(model)
-    told = []
+    run = hostward.attach(model, optimizer, activations=EVERYTHING) if activations else None
+    told: list[Any] = []
     for step in range(steps):
         if clear:
             optimizer.zero_grad()
@@ -185,7 +185,19 @@ def train(
         told.append(loss_of(model, 7).item().hex())
     model.reshard()  # type: ignore[operator]
     placements = sorted({bucket.placement.value for bucket in optimizer.plan.buckets})
-    return {"bits": snapshot(model, optimizer), "told": told, "placements": placements}
+    moved = 0 if run is None else run.report().offloaded_bytes
+    return {"bits": snapshot(model, optimizer), "told": told, "placements": placements, "moved_bytes": moved}
+
+
+def moved_without_sharding() -> int:
+    """Bytes of activations that leave in the same training of a network that is not sharded."""
+    model = Net()
+    with hostward.attach(model, activations=EVERYTHING, backend=SimulatedBackend(threads=1)) as run:
+        for step in range(3):
+            loss_of(model, 100 * step).backward()
+        with torch.no_grad():
+            loss_of(model, 7)
+        return run.report().offloaded_bytes
 
 
 def gradient_of(name: str, shape: torch.Size, step: int) -> torch.Tensor:
@@ -279,3 +291,37 @@ def resumed(mix: str, other: str, **network: Any) -> tuple[dict[str, str], dict[
     backward(again, later, 2, 1, True, True, False)
     later.step()
     return expected, snapshot(again, later)
+
+
+def scaled(mix: str = "device", *, context: bool = True, network: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Training with a gradient scaler; in the second step a loss of the last rank alone overflows."""
+    model = sharded(**(network or {}))
+    optimizer = adamw(model, mix)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    told = []
+    for step in range(4):
+        optimizer.zero_grad()
+        with optimizer.accumulate(last=True) if context else nullcontext():
+            loss = scaler.scale(loss_of(model, step))
+            (loss * float("inf") if step == 1 and torch.distributed.get_rank() == 3 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped, scaler.get_scale()))
+    return {"bits": snapshot(model, optimizer), "told": told}
+
+
+def loaded_whole(mesh: str) -> dict[str, str]:
+    """Weights and state, whole, after a load of what one process has saved."""
+    model, alone = sharded(mesh=mesh), Net()
+    optimizer, before = adamw(model, "mixed"), adamw(alone, "host")
+    loss = alone(torch.arange(12).view(4, 3)).square().mean()
+    loss.backward()
+    before.step()
+    optimizer.load_state_dict(before.state_dict())
+    found = {}
+    for name, entry in before.state_dict()["state"].items():
+        loaded = optimizer.state_dict()["state"][name]
+        found |= {
+            f"{role} {name}": "" if torch.equal(whole_of(loaded[role]), entry[role]) else "differs" for role in entry
+        }
+    return found

@@ -52,7 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
     "every microbatch is the last": {"microbatches": 2, "always_last": True},
     "gradients never cleared": {"clear": False, "microbatches": 2},
     "evaluated before the step": {"evaluate": True},
-    "activations": {"activations": True, "microbatches": 2},
     "no overlap": {"overlap": False},
 }
 
@@ -77,3 +76,12 @@ def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
     expected = trained(world, "device", microbatches=3)
     found = trained(world, "host", order="late", microbatches=3, gradients="host")
     assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("network", [{}, {"reshard_after_forward": False}, {"mesh": "hybrid"}], ids=str)
+def test_activations_leave_and_gathered_weights_do_not(world: World, on_device: Any, network: dict[str, Any]) -> None:
+    expected = trained(world, "device", network=network)
+    found = trained(world, "mixed", order="late", network=network, activations=True)
+    assert_same_bits(found, expected)
+    assert [rank["moved_bytes"] for rank in found] == world.run("sharded_cases.moved_without_sharding")
+    assert found[0]["moved_bytes"] > 0

@@ -23,3 +23,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: 
     assert [skipped for _, skipped, _ in found[0]["told"]] == [False, True, False]
     assert set(found[0]["counts"].values()) == {2}  # of parts without elements too
     assert found == [expected] * 4
+
+
+@pytest.mark.parametrize("context", [True, False], ids=["taken in backward", "taken at the step"])
+def test_a_gradient_scaler_sees_the_same_on_every_rank(world: World, context: bool) -> None:
+    expected = world.run("sharded_cases.scaled", context=False)
+    found = world.run("sharded_cases.scaled", mix="mixed", context=context)
+    assert found == expected
+    assert [skipped for _, skipped, _ in found[0]["told"]] == [False, True, False, False]
+    assert [scale for _, _, scale in found[0]["told"]] == [1024.0, 512.0, 512.0, 1024.0]
+    assert len({str(rank["told"]) for rank in found}) == 1

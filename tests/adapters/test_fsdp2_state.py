@@ -23,3 +23,9 @@ def test_a_distributed_checkpoint_loads_at_any_number_of_ranks(world: World, tmp
     expected = given("device")
     assert [rank["bits"] for rank in found] == [expected["bits"]] * 4
     assert [rank["told"] for rank in found] == [expected["told"][2:]] * 4
+
+
+@pytest.mark.parametrize("mesh", ["four", "hybrid"])
+def test_a_state_of_one_process_loads_into_shards(world: World, mesh: str) -> None:
+    for found in world.run("sharded_cases.loaded_whole", mesh=mesh):
+        assert set(found.values()) == {""}

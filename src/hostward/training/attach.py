@@ -14,6 +14,7 @@ import torch
 from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
 from hostward.errors import ConfigError
+from hostward.inspect import groups_of
 
 from .attachment import Activations, Attachment
 from .control import Control
@@ -64,6 +65,9 @@ def attach(
             attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled
             layers with `recompute`. MemoryLimitError: the host has no room for copies of weights.
     """
+    sharding = groups_of(model)
+    if sharding is not None:
+        sharding.reshard()  # what FSDP2 has gathered passes for a plain parameter, until FSDP2 lets go of it
     how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
