@@ -325,3 +325,40 @@ def loaded_whole(mesh: str) -> dict[str, str]:
             f"{role} {name}": "" if torch.equal(whole_of(loaded[role]), entry[role]) else "differs" for role in entry
         }
     return found
+
+
+class Tiny(torch.nn.Module):
+    """Of these parameters the last of four ranks has no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.three = torch.nn.Parameter(torch.randn(3, WIDTH))
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (x @ self.three.t()) * self.scale
+        return out
+
+
+def tiny(mix: str = "device", order: str = "late") -> dict[str, Any]:
+    """Training of a model of which one rank has nothing; a parameter is added, also of three rows, after two steps."""
+    model: Any = Tiny()
+    model.later = torch.nn.Linear(WIDTH, 3, bias=False)
+    fully_shard(model.later, mesh=mesh_of("four"))
+    fully_shard(model, mesh=mesh_of("four"))
+    first = [(name, p) for name, p in model.named_parameters() if not name.startswith("later")]
+    optimizer = adamw(first, mix, order, module=model)  # type: ignore[arg-type]
+    told = []
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [("later.weight", model.later.weight)]})
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, WIDTH, generator=generator) + torch.distributed.get_rank()
+        with optimizer.accumulate(last=True):
+            out = model(x) if step < 2 else model(x) + model.later(x)
+            out.square().mean().backward()
+        optimizer.step()
+        told.append(optimizer.grad_norm.hex())
+    counts = {name: int(entry["step"]) for name, entry in optimizer.state_dict()["state"].items()}
+    return {"bits": snapshot(model, optimizer), "told": told, "counts": counts}

@@ -85,3 +85,11 @@ def test_activations_leave_and_gathered_weights_do_not(world: World, on_device: 
     assert_same_bits(found, expected)
     assert [rank["moved_bytes"] for rank in found] == world.run("sharded_cases.moved_without_sharding")
     assert found[0]["moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_a_rank_that_has_nothing_takes_part_in_every_step(world: World, mix: str) -> None:
+    expected = world.run("sharded_cases.tiny")
+    found = world.run("sharded_cases.tiny", mix=mix)
+    assert_same_bits(found, expected)
+    assert found[3]["counts"] == found[0]["counts"] == {"three": 4, "scale": 4, "later.weight": 2}

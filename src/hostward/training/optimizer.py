@@ -146,7 +146,7 @@ class AdamW(Saving):
         self._arrivals: Arrivals | None = None
         self._handover: Handover
         self._sharded: Sharded | None = None
-        self._empty_parts: EmptyParts
+        self._empty_parts: EmptyParts | None = None
         self._issuer: StepIssuer
         self._building = True
         self._places = Places(params if isinstance(params, torch.nn.Module) else module)
@@ -283,7 +283,7 @@ class AdamW(Saving):
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
-        self._empty_parts = EmptyParts(backend, self._tracked)
+        self._empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
         self._access.empty_counts = self._empty_parts.counts()
         if groups is not None:
             self._sharded = Sharded(groups, self._tracked, layers, self._issuer, self._handover)
@@ -371,7 +371,8 @@ class AdamW(Saving):
                     self._handover.hand_over(t, gradient)
             stepped = [g.name for g in gradients] if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
-            self._empty_parts.step(stepped, self._memory.device_scalars.skip)
+            if self._empty_parts is not None:
+                self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)
             if stays or self._arrivals is None:

@@ -81,11 +81,14 @@ class EmptyParts:
     Other ranks count them beside their state. Here nothing steps, and yet a saved state has one count for all ranks.
     """
 
-    def __init__(self, backend: Backend, tracked: Sequence[Tracked]) -> None:
-        names = [t.name for t in tracked if t.sharded and not t.local.numel() and t.parameter.numel()]
-        counts = backend.allocate(Tier.DEVICE, [1] * len(names), torch.int64, "step counts") if names else []
+    def __init__(self, backend: Backend, tracked: Sequence[Tracked], before: EmptyParts | None) -> None:
+        """`before`: those that there were before parameters were added."""
         self._backend = backend
-        self._counts = dict(zip(names, counts, strict=True))
+        self._counts: dict[str, Buffer] = {} if before is None else dict(before._counts)
+        empty = [t.name for t in tracked if t.sharded and not t.local.numel() and t.parameter.numel()]
+        names = [name for name in empty if name not in self._counts]
+        counts = backend.allocate(Tier.DEVICE, [1] * len(names), torch.int64, "step counts") if names else []
+        self._counts |= dict(zip(names, counts, strict=True))
 
     def counts(self) -> Mapping[str, torch.Tensor]:
         return {name: count.data for name, count in self._counts.items()}
