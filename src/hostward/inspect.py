@@ -92,6 +92,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return fsdp2.part_of(tensor)
 
 
+def placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are divided over the same ranks in the same way, or neither is."""
+    if is_plain(one) or is_plain(other):
+        return is_plain(one) == is_plain(other)
+    from .adapters import fsdp2
+
+    return fsdp2.is_sharded(one) and fsdp2.is_sharded(other) and fsdp2.same_placement(one, other)
+
+
 def _is_sharded(tensor: torch.Tensor) -> bool:
     # A class that nobody has imported has no objects, and importing it takes longer than torch itself may.
     if "torch.distributed.tensor" not in sys.modules:

@@ -9,6 +9,7 @@ import torch
 from sharded_cases import Net, adamw, loss_of, mesh_of, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import hostward
@@ -103,3 +104,11 @@ def _states_of_torch_streamed() -> None:
 
 def _a_checkpoint_of_one_process() -> None:
     checkpoint.save(Path("never made"), 1, tensors=sharded().state_dict(), plain={})
+
+
+def _a_gradient_not_reduced() -> None:
+    model: Any = sharded()
+    optimizer = adamw(model)
+    for p in model.parameters():
+        p.grad = DTensor.from_local(torch.ones(p.shape), p.device_mesh, [Partial()], run_check=False)
+    optimizer.step()

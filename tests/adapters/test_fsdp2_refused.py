@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from world import World
+
+from hostward.adapters import fsdp2
+from hostward.errors import ModelError
 
 REFUSED = {
     "both_offload": "ConfigError: FSDP2's CPUOffloadPolicy together with hostward.AdamW",
@@ -18,6 +23,7 @@ REFUSED = {
     "state_of_another_mesh": "CheckpointError: the saved state of parameter 'scale' is divided over ranks in another",
     "weights_offloaded": "ModelError: weight 'blocks.0.three' is a DTensor",
     "states_of_torch_streamed": "ModelError: a parameter (1,) is a DTensor",
+    "a_gradient_not_reduced": "ModelError: parameter 'scale' has a gradient that is a DTensor, not placed as",
     "a_checkpoint_of_one_process": "CheckpointError: cannot save 'scale'",
 }
 
@@ -27,3 +33,8 @@ def test_it_is_refused_on_every_rank(world: World, what: str) -> None:
     for told in world.run("refusals.told", what=what):
         assert told.startswith(REFUSED[what])
         assert "  fix: " in told
+
+
+def test_a_torch_whose_fsdp2_is_built_in_another_way_is_named() -> None:
+    with pytest.raises(ModelError, match=r"FSDP2 of torch .* is not known.*\n.*no wait_for_unshard, post_backward"):
+        fsdp2._require_known(SimpleNamespace(unshard=None))

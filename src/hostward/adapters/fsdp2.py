@@ -26,6 +26,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.inventory import SPLIT_ELEMENTS
 
+KNOWN_VERSIONS = "2.11 to 2.13"
+_USED_OF_GROUPS = (
+    "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "mesh_info",
+    "offload_policy", "comm_ctx", "reduce_grads", "all_reduce_grads", "_training_state", "_all_gather_result",
+)  # fmt: skip
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
@@ -185,11 +191,14 @@ class Groups:
     """The parameter groups of all modules in `root` that `fully_shard` was called on; none for other models."""
 
     def __init__(self, root: torch.nn.Module | None) -> None:
+        """Raises ModelError for a version of FSDP2 that is not known."""
         found: dict[int, Any] = {}
         for module in () if root is None else root.modules():
             state: Any = _get_module_fsdp_state(module)
             if state is not None:
                 found |= {id(group): group for group in _groups_of(state)}
+        for group in found.values():
+            _require_known(group)
         self._groups = list(found.values())
         self._removals: list[Callable[[], None]] = []
 
@@ -253,6 +262,17 @@ class Groups:
 def _groups_of(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # one group by another name up to torch 2.11
     return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
+
+
+def _require_known(group: Any) -> None:
+    """Raises ModelError for a torch whose FSDP2 is built in another way."""
+    missing = [name for name in _USED_OF_GROUPS if not hasattr(group, name)]
+    if missing:
+        raise ModelError(
+            f"FSDP2 of torch {torch.__version__} is not known to hostward",
+            why=f"its parameter groups have no {', '.join(missing)}",
+            fix=f"use torch {KNOWN_VERSIONS}",
+        )
 
 
 class _Told:

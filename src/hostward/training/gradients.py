@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import ModelError
-from hostward.inspect import Tracked, is_plain, local_of
+from hostward.inspect import Tracked, local_of, placed_alike
 
 from .moved_gradient import MovedGradient as MovedGradient
 from .moved_gradient import Where as Where
@@ -38,8 +38,8 @@ class Gradient:
         whole, grad = grad, None if grad is None else local_of(grad)
         if grad is None or whole is None:
             problem = "has no gradient"
-        elif is_plain(parameter) != (grad is whole):
-            problem = f"has a gradient that is a {type(whole).__name__}"
+        elif not placed_alike(whole, parameter):
+            problem = f"has a gradient that is a {type(whole).__name__}, not placed as the parameter is"
         elif grad.layout is not torch.strided:
             problem = f"has a gradient with layout {grad.layout}"
         elif grad.dtype not in DTYPES:

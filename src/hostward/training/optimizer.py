@@ -63,7 +63,8 @@ class AdamW(Saving):
 
     Args:
         params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
-            "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device.
+            "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device. A model may be sharded
+            by FSDP2, before the optimizer is made.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every
             step.
         max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
