@@ -10,6 +10,7 @@ makes up a row by plus signs (`offload:7+elementwise`, `offload:10+last:14`):
     keep           everything stays
     checkpoint     each layer keeps its input and is recomputed (block:M: the first M layers; last:M: the last M)
     elementwise    norms and activations are recomputed within layers: recompute=("layernorm", "mlp_act")
+    act, norms:M   of these, activations alone; norms in the first M layers alone
     offload:N      the first N layers' saved tensors leave (offload2:N: with double buffering)
     save_on_cpu    torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
 
@@ -46,8 +47,12 @@ from machine import describe
 
 GIB = 1 << 30
 BATCHES = 4
-_PART = re.compile(r"keep|checkpoint|elementwise|save_on_cpu|(block|last|offload2?):\d+")
-_ROWS = "keep, checkpoint, block:M, last:M, elementwise, offload:N, offload2:N, save_on_cpu, or several with +"
+_PART = re.compile(r"keep|checkpoint|elementwise|act|save_on_cpu|(block|last|norms|offload2?):\d+")
+_COUNTED = {"block": "first", "last": "last", "norms": "norms"}
+_ROWS = (
+    "keep, checkpoint, block:M, last:M, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
+    "or several with +"
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,18 @@ class Row:
     double_buffering: bool = False
     save_on_cpu: bool = False
     elementwise: bool = False
+    act: bool = False
+    norms: int = 0
     checkpoint: bool = False
     first: int = 0
     last: int = 0
+
+    def recomputed(self, layers: int) -> dict[str, int]:
+        """What is recomputed within layers, and in how many; none of it in the last, checkpointed ones."""
+        open_layers = layers - self.last
+        counts = {"layernorm": open_layers if self.elementwise else self.norms}
+        counts["mlp_act"] = open_layers if self.elementwise or self.act else 0
+        return {name: count for name, count in counts.items() if count}
 
     def checkpoints(self, number: int, layers: int) -> bool:
         """Whether a layer is recomputed from its input."""
@@ -76,8 +90,8 @@ def row_of(text: str) -> Row:
         kind, _, count = part.partition(":")
         if kind in ("offload", "offload2"):
             found |= {"offloaded": int(count), "double_buffering": kind == "offload2"}
-        elif kind in ("block", "last"):
-            found["first" if kind == "block" else "last"] = int(count)
+        elif kind in _COUNTED:
+            found[_COUNTED[kind]] = int(count)
         elif kind != "keep":
             found[kind] = True
     return Row(**found)
@@ -91,13 +105,12 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = row.checkpoints(number, len(layers))
     run = None
-    if row.offloaded or row.elementwise:
+    if row.offloaded or row.recomputed(len(layers)):
         import hostward
 
         how = hostward.Activations(num_layers=row.offloaded, double_buffering=row.double_buffering)
-        within = hostward.Recompute(("layernorm", "mlp_act"), num_layers=max(1, len(layers) - row.last))
         run = hostward.attach(
-            model, activations=how if row.offloaded else None, recompute=within if row.elementwise else None
+            model, activations=how if row.offloaded else None, recompute=row.recomputed(len(layers)) or None
         )
     generator = torch.Generator().manual_seed(SEED + 1)
     size = (arguments.tokens // arguments.seq, arguments.seq)
@@ -114,7 +127,7 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         return loss.detach()
 
     # Some kernels, of the embedding's backward and of cuDNN's attention among others, add up in any order otherwise.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warnings alone, flash attention adds in any order
     torch.backends.cuda.enable_cudnn_sdp(False)
     started = time.perf_counter()
     loss = iterate(0)
@@ -130,15 +143,17 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     weights_bytes = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times_s = []
+    times_s, issue_s = [], []
     for number in range(arguments.steps):
         started = time.perf_counter()
         iterate(number)
+        issue_s.append(time.perf_counter() - started)
         synchronise(device)
         times_s.append(time.perf_counter() - started)
     found: dict[str, Any] = {
         "step_s": statistics.median(times_s),
         "step_s_all": times_s,
+        "issue_s": statistics.median(issue_s),
         "first_step_s": first_s,
         "loss": loss.item(),
         "gradient_bits": bits,
@@ -182,7 +197,7 @@ def child(arguments: argparse.Namespace, text: str, limit_s: float) -> dict[str,
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     base = next((r for r in rows if r["status"] == "ok"), None)
-    print(f"{'row':28} {'ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  same gradients")
+    print(f"{'row':28} {'ms':>9} {'issue ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  same gradients")
     for r in rows:
         if r["status"] != "ok" or base is None:
             print(f"{r['row']:28} {r['status']}: {r.get('why', '')[-120:]}")
@@ -190,7 +205,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         same = "yes" if r["gradient_bits"] == base["gradient_bits"] else "NO"
         peak, host = r.get("device_peak_bytes", 0) / GIB, r.get("host_bytes", 0) / GIB
         ratio = r["step_s"] / base["step_s"]
-        print(f"{r['row']:28} {r['step_s'] * 1e3:9.1f} {ratio:7.3f} {peak:9.2f} {host:9.2f}  {same}")
+        times = f"{r['step_s'] * 1e3:9.1f} {r['issue_s'] * 1e3:9.1f} {ratio:7.3f}"
+        print(f"{r['row']:28} {times} {peak:9.2f} {host:9.2f}  {same}")
 
 
 def main() -> None:

@@ -109,6 +109,7 @@ def measure_path(name: str, numel: int, device: torch.device, rounds: int) -> di
         offload_fraction=options.fraction,
         streamed_fraction=options.streamed,
         overlap=options.overlap,
+        host_threads=options.threads,
     )
     setup_s = time.perf_counter() - started
     weights = list(model.parameters())

@@ -15,6 +15,7 @@ shows. Rows are separated by commas:
     mixS:F            the same with share S of it streamed
     serial-...        any of these without overlap (overlap=False)
     host:1+weights    the weights of all layers but the last are on the host as well, and come when they are used
+    ...@N             N threads in the host step, instead of as many as hostward chooses
 
 Clipping at 1.0 is on in every row with an optimizer. The model is a Llama of transformers with bf16 weights and
 checkpointed layers: 1.7b has 24 layers, hidden size 2048, FFN 8192, vocabulary 32,000 (1.74 G parameters); 8b has the

@@ -54,17 +54,19 @@ SHAPES = {
 @dataclass(frozen=True)
 class RowOptions:
     """How hostward is set up for a row: share of the state that leaves the device, share of that which is streamed,
-    whether the layers' weights leave as well.
+    whether the layers' weights leave as well, threads of the host step (None: hostward's own choice).
     """
 
     fraction: float
     streamed: float | str
     overlap: bool
     weights: bool
+    threads: int | None
 
 
 _ROW = re.compile(
     r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)(?P<weights>\+weights)?"
+    r"(?:@(?P<threads>\d+))?"
 )
 
 
@@ -75,11 +77,14 @@ def row_options(text: str) -> RowOptions | None:
     match = _ROW.fullmatch(text)
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
-            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., ..+weights"
+            f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., "
+            "..+weights, ..@THREADS"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
-    return RowOptions(float(match["fraction"]), streamed, match["serial"] is None, match["weights"] is not None)
+    threads = int(match["threads"]) if match["threads"] else None
+    serial, weights = match["serial"] is not None, match["weights"] is not None
+    return RowOptions(float(match["fraction"]), streamed, not serial, weights, threads)
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,7 @@ class Hostward:
             offload_fraction=options.fraction,
             streamed_fraction=options.streamed,
             overlap=options.overlap,
+            host_threads=options.threads,
             **ADAMW,
         )
         if options.weights:

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 3
+#define HOSTWARD_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -185,12 +185,21 @@ typedef struct {
   int32_t reserved;
 } hostward_issue_failure;
 
-/* Enqueues the commands of all lists in order, each on streams[lane], with `context` current on this thread (0: with
- * whatever is). Returns 0, or 1 with *failure telling the first that failed; those behind it are not enqueued. No other
- * pointer may be null. An unknown kind fails with CUDA_ERROR_INVALID_VALUE (1). Parameters of kernels are copied before
- * this returns; what they and the other commands point to belongs to the caller until the streams have come by. */
-HOSTWARD_API int hostward_issue(const hostward_driver* driver, void* context, void* const* streams,
-                                const hostward_command_list* lists, int64_t n_lists, hostward_issue_failure* failure);
+/* What hostward_issue takes: made once for lists that are enqueued again and again. */
+typedef struct {
+  const hostward_driver* driver;
+  void* context; /* current on this thread while commands are enqueued; 0: whatever is */
+  void* const* streams;
+  const hostward_command_list* lists;
+  int64_t n_lists;
+  hostward_issue_failure failure; /* written if the call fails */
+} hostward_issue_call;
+
+/* Enqueues the commands of all lists in order, each on streams[lane]. Returns 0, or 1 with call->failure telling the
+ * first that failed; those behind it are not enqueued. No pointer but `context` may be null. An unknown kind fails with
+ * CUDA_ERROR_INVALID_VALUE (1). Parameters of kernels are copied before this returns; what they and the other commands
+ * point to belongs to the caller until the streams have come by. */
+HOSTWARD_API int hostward_issue(hostward_issue_call* call);
 
 /* Asks for the pages of [memory, memory + bytes), which is page-aligned and not touched yet, to come from NUMA node
  * `node` while that has some; -1 leaves it to the system. Returns 0 or the errno of the refusal, which changes nothing.

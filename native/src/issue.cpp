@@ -50,14 +50,14 @@ int issue_one(const hostward_driver& driver, void* stream, const hostward_comman
 }
 
 // Issues everything; on a failure says where and with which result.
-bool issue_all(const hostward_driver& driver, void* const* streams, const hostward_command_list* lists, int64_t n_lists,
-               hostward_issue_failure* failure) {
-  for (int64_t k = 0; k < n_lists; ++k) {
-    for (int64_t i = 0; i < lists[k].n; ++i) {
-      const hostward_command& command = lists[k].commands[i];
-      const int result = issue_one(driver, streams[command.lane], command);
+bool issue_all(hostward_issue_call& call) {
+  for (int64_t k = 0; k < call.n_lists; ++k) {
+    const hostward_command_list& list = call.lists[k];
+    for (int64_t i = 0; i < list.n; ++i) {
+      const hostward_command& command = list.commands[i];
+      const int result = issue_one(*call.driver, call.streams[command.lane], command);
       if (result != 0) {
-        *failure = {k, i, result, 0};
+        call.failure = {k, i, result, 0};
         return false;
       }
     }
@@ -68,20 +68,20 @@ bool issue_all(const hostward_driver& driver, void* const* streams, const hostwa
 }  // namespace
 }  // namespace hostward
 
-int hostward_issue(const hostward_driver* driver, void* context, void* const* streams,
-                   const hostward_command_list* lists, int64_t n_lists, hostward_issue_failure* failure) {
+int hostward_issue(hostward_issue_call* call) {
+  const hostward_driver& driver = *call->driver;
   // The thread may be one that has used another device last, or none.
-  void* before = context;
-  if (context != nullptr) {
-    int result = reinterpret_cast<hostward::ContextGetCurrent>(driver->context_get_current)(&before);
-    if (result == 0 && before != context)
-      result = reinterpret_cast<hostward::ContextSetCurrent>(driver->context_set_current)(context);
+  void* before = call->context;
+  if (call->context != nullptr) {
+    int result = reinterpret_cast<hostward::ContextGetCurrent>(driver.context_get_current)(&before);
+    if (result == 0 && before != call->context)
+      result = reinterpret_cast<hostward::ContextSetCurrent>(driver.context_set_current)(call->context);
     if (result != 0) {
-      *failure = {-1, 0, result, 0};
+      call->failure = {-1, 0, result, 0};
       return 1;
     }
   }
-  const bool all = hostward::issue_all(*driver, streams, lists, n_lists, failure);
-  if (before != context) reinterpret_cast<hostward::ContextSetCurrent>(driver->context_set_current)(before);
+  const bool all = hostward::issue_all(*call);
+  if (before != call->context) reinterpret_cast<hostward::ContextSetCurrent>(driver.context_set_current)(before);
   return all ? 0 : 1;
 }

@@ -198,13 +198,12 @@ void launches(const hostward_driver& driver) {
   hostward_launch launch = {&function, parameters, 3, 128, 5, 0};
   const hostward_command command = {HOSTWARD_COMMAND_KERNEL, 0, address(&launch), 0, 0};
   const hostward_command_list list = {&command, 1};
-  hostward_issue_failure failure = {};
-  expect(hostward_issue(&driver, nullptr, streams, &list, 1, &failure) == 0, "a kernel is launched");
+  hostward_issue_call call = {&driver, nullptr, streams, &list, 1, {}};
+  expect(hostward_issue(&call) == 0, "a kernel is launched");
   expect(lane == (1LL << 40) + 2 && function == 3 * 128 + 5, "with its parameters, blocks, threads and shared bytes");
   narrow = 3;
   launch.programs = 0;
-  expect(hostward_issue(&driver, nullptr, streams, &list, 1, &failure) == 1 && failure.code == 1,
-         "launches are read late");
+  expect(hostward_issue(&call) == 1 && call.failure.code == 1, "launches are read late");
 }
 
 template <class Enqueue>
@@ -233,8 +232,12 @@ void issue() {
       {HOSTWARD_COMMAND_RECORD, 1, address(&events[1]), 0, 0},
   };
   const hostward_command_list lists[2] = {{commands, 4}, {commands + 4, 2}};
-  hostward_issue_failure failure = {};
-  const auto enqueue = [&](void* context) { return hostward_issue(&driver, context, streams, lists, 2, &failure); };
+  hostward_issue_call call = {&driver, nullptr, streams, lists, 2, {}};
+  const hostward_issue_failure& failure = call.failure;
+  const auto enqueue = [&](void* context) {
+    call.context = context;
+    return hostward_issue(&call);
+  };
   expect(enqueue(nullptr) == 0, "all commands are issued");
   expect(lanes[0] == 4 && lanes[1] == 30 && events[0] == 3 && events[1] == 5 && called == 2,
          "each on its stream, in order");

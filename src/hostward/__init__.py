@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .training.attachment import Activations, Attachment
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
-    from .training.recompute import Recompute
     from .training.weight_offload import Weights
 
 __version__ = "0.1.0"
@@ -26,7 +25,6 @@ __all__ = [
     "AdamW",
     "Attachment",
     "HostwardError",
-    "Recompute",
     "StreamedStates",
     "Weights",
     "__version__",
@@ -42,7 +40,6 @@ _HOMES = {
     "attach": "hostward.training.attach",
     "offload_activations": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
-    "Recompute": "hostward.training.recompute",
     "Weights": "hostward.training.weight_offload",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",

@@ -20,12 +20,9 @@ from hostward.errors import ConfigError, UnknownNameError
 T = TypeVar("T")
 
 DTYPE_ALIASES = {
-    "float32": "fp32",
-    "torch.float32": "fp32",
-    "bfloat16": "bf16",
-    "torch.bfloat16": "bf16",
-    "float16": "fp16",
-    "torch.float16": "fp16",
+    prefix + word: short
+    for word, short in {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.items()
+    for prefix in ("", "torch.")
 }
 
 
@@ -285,9 +282,10 @@ class CheckpointConfig(Options):
 
 @dataclass(slots=True)
 class LoggerConfig(Options):
-    """Progress on the terminal."""
+    """Progress on the terminal, and as scalars."""
 
-    log_interval: int = option(10, "Iterations between progress lines.")
+    log_interval: int = option(10, "Iterations between progress lines; a line on a terminal is always the newest.")
+    tensorboard_dir: str | None = option(None, "Folder that TensorBoard scalars are written to. None: none are.")
 
 
 @dataclass(slots=True)

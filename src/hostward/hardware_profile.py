@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +11,7 @@ from pathlib import Path
 from . import strict_json
 from .errors import ConfigError
 from .hardware import Rates
+from .text_files import read_text, write_text
 
 VERSION = 1
 _FOLDER = Path(__file__).parent / "profiles"
@@ -110,6 +109,10 @@ class Hardware:
     """Copies in both directions of all GPUs of a full machine in sum."""
     sources: Mapping[str, str]
     """Where numbers of a shipped profile come from, by field."""
+    matmul_share: float | None = None
+    """Rate of a model's matrix products over `gpu.bf16_matmul_flops_per_s`. May be missing, as the next."""
+    traffic_share: float | None = None
+    """Rate of a model's other operations in device memory over `gpu.memory_peak_bytes_per_s`."""
 
     @property
     def rates(self) -> Rates | None:
@@ -159,6 +162,8 @@ def _check(hardware: Hardware) -> None:
         "busy_duplex_bytes_per_s": hardware.busy_duplex_bytes_per_s,
         "node_host_parameters_per_s": hardware.node_host_parameters_per_s,
         "node_duplex_bytes_per_s": hardware.node_duplex_bytes_per_s,
+        "matmul_share": hardware.matmul_share,
+        "traffic_share": hardware.traffic_share,
         **{f"links[{i}].h2d_bytes_per_s": link.h2d_bytes_per_s for i, link in enumerate(hardware.links)},
         **{f"links[{i}].d2h_bytes_per_s": link.d2h_bytes_per_s for i, link in enumerate(hardware.links)},
         **{f"links[{i}].duplex_bytes_per_s": link.duplex_bytes_per_s for i, link in enumerate(hardware.links)},
@@ -181,30 +186,12 @@ def _other_version(text: str) -> str:
 
 def load(path: Path) -> Hardware:
     """Raises ConfigError where the file cannot be read or is no hardware file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{path} cannot be read", why=why, fix=_WRITE_ONE) from error
-    return Hardware.from_json(text, str(path))
+    return Hardware.from_json(read_text(path, _WRITE_ONE), str(path))
 
 
 def save(hardware: Hardware, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(hardware.to_json())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
-        ) from error
+    write_text(path, hardware.to_json())
 
 
 def profile(name: str) -> Hardware:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,17 +31,18 @@ class Tracked:
     """Its dotted path in the plain module, where that is known."""
     first: int = 0
     """Where the part that this process has begins in the whole parameter."""
+    sharded: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A step asks for every parameter.
+        object.__setattr__(self, "sharded", local_of(self.parameter) is not self.parameter)
 
     @property
     def local(self) -> torch.Tensor:
         """The elements that this process has, in a plain tensor with their version counter: the parameter itself, or
         its part here if it is sharded.
         """
-        return local_of(self.parameter)
-
-    @property
-    def sharded(self) -> bool:
-        return self.local is not self.parameter
+        return local_of(self.parameter) if self.sharded else self.parameter
 
     def part_of(self, saved: torch.Tensor) -> torch.Tensor:
         """What this process has of a saved value of the whole parameter. Raises CheckpointError for one that is divided

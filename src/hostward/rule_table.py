@@ -219,6 +219,10 @@ DIFFERENCES: Mapping[str, str] = {
         "They have to be set: fused attention saves nothing that its recomputation would spare."
     ),
     "fine_grained_offloading_max_inflight_offloads counts by name of module": "It counts all groups of a layer.",
+    "cuda_graph_impl=full_iteration captures iterations, with cpu_offloading as well": (
+        "`hostward train` captures nothing. In a loop of one's own torch.cuda.graph captures forward and backward, "
+        "offloaded activations included (training/cpu-offloading.md)."
+    ),
     "There is no optimizer.gradients": (
         "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."
     ),

@@ -24,6 +24,8 @@ from .errors import ConfigError
 class Lane(StrEnum):
     """An in-order queue of operations. Lanes run side by side unless an event joins them."""
 
+    __hash__ = str.__hash__  # that of enumerations runs in Python, at every look into a table by lane
+
     COMPUTE = "compute"
     """Kernels of forward, backward and the device step."""
     D2H = "d2h"

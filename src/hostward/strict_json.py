@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], text: str) -> T:
-    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`.
+    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`; Any
+    is taken as it is.
 
-    Numbers are finite, and none is negative.
+    Numbers are finite, and none is negative. A field with a default may be missing.
 
     Raises:
         ValueError: no JSON, a key that is unknown, missing or there twice, or a value that is not of its type; the
@@ -55,14 +56,17 @@ def _fields(cls: type, content: Any, place: str) -> dict[str, Any]:
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)
             raise ValueError(f"key {place}{key[:80]!r} is unknown" + (f"; did you mean {near[0]!r}?" if near else ""))
-    missing = [key for key in hints if key not in content]
+    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+    missing = [key for key in hints if key not in content and key not in optional]
     if missing:
         raise ValueError(f"key {place}{missing[0]!r} is missing")
-    return {key: _value(hint, content[key], f"{place}{key}") for key, hint in hints.items()}
+    return {key: _value(hint, content[key], f"{place}{key}") for key, hint in hints.items() if key in content}
 
 
 def _value(hint: Any, value: Any, place: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin in (types.UnionType, Union):
         inner = next(a for a in arguments if a is not types.NoneType)
         return None if value is None else _value(inner, value, place)

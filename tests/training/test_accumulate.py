@@ -21,7 +21,7 @@ from optimizer_cases import DTYPES, adamw, assert_equal, snapshot
 from torch.utils.checkpoint import checkpoint
 
 from hostward.engine.simulated import Order
-from hostward.training.gradients import MovedGradient
+from hostward.training.placeholder import MovedGradient
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 Backward = Callable[[Net, int, int], None]

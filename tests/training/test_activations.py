@@ -465,20 +465,6 @@ def test_a_model_that_was_moved_is_an_error() -> None:
         model.to("meta")(torch.zeros(2, 16, device="meta"))
 
 
-class Capturing(SimulatedBackend):
-    def capturing(self) -> bool:
-        return True
-
-
-def test_t44_a_capture_is_refused() -> None:
-    model = Pair()
-    with (
-        hostward.offload_activations(model, min_bytes=64, backend=Capturing(threads=1)),
-        pytest.raises(ModelError, match="inside the capture of a CUDA graph"),
-    ):
-        model(torch.zeros(2, 16))
-
-
 class SideStreams(SimulatedBackend):
     """The caller's stream is what the test says."""
 

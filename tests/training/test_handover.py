@@ -21,7 +21,7 @@ from optimizer_cases import Model, adamw, assert_equal, set_gradients, snapshot
 import hostward
 from hostward.engine.simulated import Order
 from hostward.errors import ModelError
-from hostward.training.gradients import MovedGradient
+from hostward.training.placeholder import MovedGradient
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 ORDERS = {"eager": None, "late": Order(seed=5, late=LATE[0])}

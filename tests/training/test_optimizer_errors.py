@@ -246,3 +246,26 @@ def test_t44_a_step_is_not_captured() -> None:
     with pytest.raises(ModelError, match="while a CUDA graph is captured"):
         optimizer.step()
     assert_equal(snapshot(model, optimizer), before)
+
+
+class CapturingLater(SimulatedBackend):
+    """As the test says."""
+
+    captures = False
+
+    def capturing(self) -> bool:
+        return self.captures
+
+
+def test_t44_weights_that_are_on_their_way_are_not_captured() -> None:
+    model, backend = mlp(), CapturingLater(threads=1)
+    optimizer = hostward.AdamW(model, offload_fraction=1.0, backend=backend)
+    mlp_loss(model, 0).backward()
+    optimizer.step()
+    backend.captures = True
+    with pytest.raises(ModelError, match="are still to arrive, and a CUDA graph is captured"):
+        mlp_loss(model, 1)
+    backend.captures = False
+    optimizer.arrive()
+    backend.captures = True
+    mlp_loss(model, 1)

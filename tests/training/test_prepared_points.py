@@ -1,7 +1,8 @@
 """Works of a point are gathered once, and again for another choice of ranges; the order is that of the schedule.
 
 Seen red: a gathered point kept for another choice, for another set of buckets without gradients, after buffers had
-changed; one choice kept instead of several.
+changed; one choice kept instead of several; points of a run in reverse; a release before its own run's gradient points;
+gradients of a bucket that is not whole left behind; those that a bucket still holds dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import torch
 from networks import loss_of, make
 from optimizer_cases import MIXED, NEVER, Model, adamw, assert_equal, backend, set_gradients, snapshot
 
-from hostward.engine.backend import Batch, Work
+import hostward
+from hostward.engine.backend import Batch, Event, Work
 from hostward.engine.simulated import SimulatedBackend
-from hostward.lowering.optimizer import STEP
+from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT, STEP, gradient_point, release_point, use_point
+from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op
 from hostward.training.binding import Bindings
+from hostward.training.step import StepIssuer
+from hostward.training.taking import TOGETHER
 
 
 class Batches(SimulatedBackend):
@@ -63,8 +68,7 @@ def test_a_step_like_an_earlier_one_looks_nothing_up(looked_up: list[str]) -> No
         counts.append(len(looked_up))
     assert counts[0] > counts[3] > 0
     # What is staged before a choice is known goes by the last step's: it follows one step later.
-    assert counts[1] == counts[4] == 3
-    assert (counts[2], counts[5], counts[6]) == (0, 0, 0)
+    assert [counts[i] for i in (1, 2, 4, 5, 6)] == [0, 0, 3, 0, 0]
 
 
 def test_microbatches_that_are_added_up_look_nothing_up_in_the_second_step(looked_up: list[str]) -> None:
@@ -95,6 +99,74 @@ def test_works_are_put_together_in_the_order_of_the_schedule() -> None:
     at = asked.index(expected[0])
     assert asked[at + 1] == expected[1]
     assert {work.lane for work in lanes.works[at + 1]} >= {Lane.HOST, Lane.UPDATE, Lane.H2D, Lane.D2H}
+
+
+def done_of(optimizer: hostward.AdamW, points: Sequence[str]) -> list[Event]:
+    """What is recorded at these points, in the order of the schedule."""
+    ops = [op for point in points for op in optimizer.schedule.points.get(point, ()) if op.kind is not Kind.MODEL]
+    return [optimizer._issuer._bindings.events[op.name] for op in ops]
+
+
+def test_points_that_come_together_are_put_together_in_order() -> None:
+    model, lanes = Model(), Batches()
+    optimizer = adamw(model, backend=lanes, offload_fraction=1.0)
+    set_gradients(model, 0)
+    optimizer.step()
+    asked = [[work.done for work in works] for works in lanes.works]
+    placements = [b.placement for b in optimizer.plan.buckets]
+    run = range(min(TOGETHER, len(placements)))
+    assert asked[0] == done_of(optimizer, [gradient_point(b) for b in run])
+    host = [b for b in run if placements[b] is Placement.HOST][:-GRADIENTS_IN_FLIGHT]
+    assert len(host) > 1
+    assert asked[1] == done_of(optimizer, [release_point(b) for b in host])
+    lanes.works.clear()
+    layers = sorted(optimizer._issuer.pending, key=list(optimizer._issuer._uses).index)
+    optimizer.arrive()
+    assert len(layers) > 1
+    assert [work.done for work in lanes.works[-1]] == done_of(optimizer, [use_point(layer) for layer in layers])
+
+
+@pytest.mark.parametrize("skip", [[], ["layers.2.weight", NEVER]])
+def test_gradients_taken_together_give_the_bits_of_one_by_one(
+    skip: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> Mapping[str, object]:
+        model = Model()
+        optimizer = adamw(model, backend=backend(), **MIXED)
+        for step in range(3):
+            set_gradients(model, step, skip=skip)
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    together = run()
+
+    def one_by_one(self: StepIssuer, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            self.take(name, gradient)
+
+    monkeypatch.setattr(StepIssuer, "take_all", one_by_one)
+    assert_equal(together, run())  # type: ignore[arg-type]
+
+
+def test_a_bucket_that_was_given_a_gradient_back_is_not_released_with_others() -> None:
+    model = Model()
+    optimizer = adamw(model, backend=backend(), offload_fraction=1.0)
+    issuer = optimizer._issuer
+    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if p.numel() and name != NEVER}
+    (head,), (layer,) = ([b for b, *_ in issuer._parts[name]] for name in ("head.weight", "layers.0.bias"))
+    for name in sorted(gradients, key=lambda name: name.startswith("layers.0")):
+        issuer.take(name, gradients[name])
+    assert layer in issuer._in_flight
+    while issuer._in_flight[0] != layer:
+        issuer._in_flight.popleft()
+    issuer._in_flight.extend([layer] * GRADIENTS_IN_FLIGHT)
+    issuer.give_back("layers.0.bias")
+    issuer.give_back("head.weight")
+    issuer.take_all({"head.weight": gradients["head.weight"]})
+    assert head in issuer._reported
+    held = [buffer.data.numel() for buffer in issuer._gradients[layer]]
+    assert sorted(held) == sorted([0, *(gradients[f"layers.0.{part}"].numel() for part in ("weight", "scale"))])
 
 
 def test_choices_that_come_and_go_give_the_bits_of_the_device_alone() -> None:

@@ -127,9 +127,12 @@ def test_a_layer_saves_at_most_33_times_its_width(ffn: int, keeps: int, elementw
 
 def test_the_first_layers_alone() -> None:
     model = transformer("Llama")
-    with hostward.attach(model, recompute=hostward.Recompute(("mlp_act",), num_layers=3)) as run:
+    with hostward.attach(model, recompute={"mlp_act": 3}) as run:
         assert run.recomputed == [f"model.layers.{i}.mlp" for i in range(3)]
         assert same(trained(model), trained(transformer("Llama")))
+    with hostward.attach(model, recompute={"layernorm": 1, "mlp_act": None}) as run:
+        norms = [f"model.layers.0.{name}_layernorm" for name in ("input", "post_attention")]
+        assert sorted(run.recomputed) == sorted([*norms, *(f"model.layers.{i}.mlp" for i in range(4))])
 
 
 def test_several_microbatches() -> None:

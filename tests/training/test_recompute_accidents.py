@@ -291,8 +291,8 @@ def test_experts_one_by_one_have_no_activation_to_recompute() -> None:
 
 def test_numbers_of_layers() -> None:
     for count in (0, 5):
-        with pytest.raises(ConfigError, match=f"recompute in {count} of 4 layers"):
-            hostward.attach(transformer("Llama"), recompute=hostward.Recompute(ELEMENTWISE, num_layers=count))
+        with pytest.raises(ConfigError, match=f"recompute of layernorm in {count} of 4 layers"):
+            hostward.attach(transformer("Llama"), recompute=dict.fromkeys(ELEMENTWISE, count))
 
 
 def test_offloading_of_what_is_inside_of_recomputed_modules_is_refused() -> None:
@@ -306,7 +306,7 @@ def test_offloading_of_what_is_inside_of_recomputed_modules_is_refused() -> None
     with pytest.raises(ConfigError, match="Cannot offload qkv_linear while recomputing"):
         both(("self_attn",), "qkv_linear")
     both(("mlp",), "mlp", "core_attn")
-    both(hostward.Recompute(("mlp",), num_layers=2), "mlp.act_fn")
+    both({"mlp": 2}, "mlp.act_fn")
 
 
 def test_paths_of_other_networks() -> None:
@@ -315,3 +315,16 @@ def test_paths_of_other_networks() -> None:
     model = Encoder()
     with attach(model, "self_attn", "norm[12]", "linear1"):
         assert same(trained(model), expected)
+
+
+def test_t44_in_a_capture_what_may_draw_random_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generators cannot be asked for their state there. Norms and gated activations draw nothing."""
+    model = transformer("Llama")
+    monkeypatch.setattr("hostward.training.recompute._capturing", lambda _: True)
+    with attach(model):
+        loss_of(model, 0)
+    with (
+        attach(model, "mlp"),
+        pytest.raises(ModelError, match="LlamaMLP that is recomputed inside the capture of a CUDA"),
+    ):
+        loss_of(model, 0)

@@ -25,7 +25,7 @@ from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, ModelError
 from hostward.lowering.optimizer import INBOXES
-from hostward.training.gradients import MovedGradient, Where
+from hostward.training.placeholder import MovedGradient, Where
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 ORDERS = (None, Order(seed=1, late=LATE[0]), Order(seed=2, late=LATE[1]), LATEST)

@@ -36,6 +36,7 @@ class FakeBackend:
         self.turn = 1
         self.meter: Any = None
         self.timed_events = 0
+        self.in_capture = False
         self.kept: defaultdict[int, list[object]] = defaultdict(list)
         self._events = 0x1000
         self.timings = Timings(self._timed_event, self._elapsed_ms)
@@ -66,6 +67,9 @@ class FakeBackend:
 
     def follow_compute(self) -> None:
         pass
+
+    def capturing(self) -> bool:
+        return self.in_capture
 
     @contextlib.contextmanager
     def current(self, _: Lane) -> Iterator[None]:

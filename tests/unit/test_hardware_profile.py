@@ -192,5 +192,5 @@ def test_profiles_are_found_by_the_name_of_the_gpu() -> None:
 
 def test_rates_for_the_mix_need_all_four() -> None:
     full = profile("h200")
-    assert full.rates == Rates(5.07e9, 88e9, 2.13e9, 83e9)
+    assert full.rates == Rates(5.5e9, 88e9, 4.9e9, 83e9)
     assert dataclasses.replace(full, busy_duplex_bytes_per_s=None).rates is None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hostward.engine.backend import Event, Tier
 from hostward.engine.host_arena import Block, HostArena
 from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.errors import MemoryLimitError
+from hostward.errors import MemoryLimitError, ModelError
 
 KIB = 1024
 
@@ -128,3 +128,30 @@ def test_closed_it_holds_nothing() -> None:
     assert memory._backend.ledger.by_owner(Tier.HOST) == {}
     memory.take(KIB)
     assert memory.slab_bytes == KIB
+
+
+def test_h25_what_is_handed_over_stays_as_it_is_and_grows_no_more() -> None:
+    memory = arena(limit_bytes=12 * KIB)
+    for size_bytes in (4 * KIB, 2 * KIB):
+        memory.give(memory.take(size_bytes), Event())
+    graph = memory.hand_over()
+    assert (graph.slab_bytes, memory.slab_bytes) == (6 * KIB, 0)
+    blocks = [graph.take(n) for n in (4 * KIB, 2 * KIB)]
+    assert [block.after for block in blocks] == [None, None]
+    with pytest.raises(ModelError, match="6,144 bytes of host memory do not suffice for a CUDA graph"):
+        graph.take(KIB)
+    mine = memory.take(6 * KIB)
+    slabs = [block.buffer.data.untyped_storage().data_ptr() for block in (*blocks, mine)]
+    assert len(set(slabs)) == len(slabs) == 3
+    with pytest.raises(MemoryLimitError, match="13,312 bytes of host memory needed"):
+        memory.take(KIB)
+    for block in blocks:
+        graph.give(block, None)
+    for _ in range(20):
+        graph.rest()
+        memory.rest()
+    assert graph.slab_bytes == 6 * KIB
+    graph.close()
+    memory.give(mine, None)
+    memory.close()
+    assert memory._backend.ledger.by_owner(Tier.HOST) == {}

@@ -23,6 +23,10 @@ LAYERS = (
         "hardware",
         "hardware_profile",
         "strict_json",
+        "replace_file",
+        "run_report",
+        "text_files",
+        "sizes",
         "config",
         "rules",
         "rule_table",
@@ -31,14 +35,15 @@ LAYERS = (
         "overrides",
         "options_doc",
     ),
-    ("plan", "planner"),
-    ("schedule", "ordering", "lowering"),
+    ("plan", "planner", "workload", "choice"),
+    ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
+    ("planning",),
     ("engine", "host", "kernels"),
     ("inspect", "adapters.fsdp2"),
     ("training",),
     ("checkpoint", "checkpoint_files", "checkpoint_manifest", "convert", "adapters"),
     ("recipes", "train", "machine"),
-    ("doctor",),
+    ("doctor", "pages"),
     ("cli",),
     ("__main__",),
 )
@@ -58,7 +63,7 @@ def top_name(path: Path) -> str:
     return ".".join(parts[:2]) if ".".join(parts[:2]) in LEVELS else parts[0]
 
 
-TORCH_FREE = [p for p in FILES if top_name(p) != "__init__" and LEVELS[top_name(p)] <= LEVELS["lowering"]]
+TORCH_FREE = [p for p in FILES if top_name(p) != "__init__" and LEVELS[top_name(p)] <= LEVELS["planning"]]
 
 
 def imported_modules(path: Path) -> set[str]:

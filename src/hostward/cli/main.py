@@ -1,14 +1,13 @@
-"""`hostward train | verify | recipes | doctor | bench`, and what happens when they fail.
+"""`hostward train | report | verify | plan | recipes | doctor | bench`, and what happens when they fail.
 
-Exit codes: 0 success, 1 a claim failed (verify), 2 bad input, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 nobody reads the
+output, 143 terminated.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
-import math
 import os
 import shlex
 import sys
@@ -16,17 +15,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.run_report import finite
 
-from . import machine
+from . import machine, plan, progress, report_command, run_files
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+TERMINATED = 143
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
 
@@ -56,9 +58,9 @@ DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
 def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:
     """Let typer parse the words and hand the command back, to be run outside: typer turns Ctrl-C into an exit code."""
 
-    @functools.wraps(command)
+    @wraps(command)
     def chosen(*arguments: P.args, **options: P.kwargs) -> Callable[[], None]:
-        return functools.partial(command, *arguments, **options)
+        return partial(command, *arguments, **options)
 
     return chosen
 
@@ -70,26 +72,65 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     json_file: JsonFile = None,
     trace_file: TraceFile = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            metavar="FOLDER",
+            help="The run's folder, for report.json and trace.json; checkpoint.save by default.",
+        ),
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Where everything goes, from `hostward plan --json`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start even if it does not fit by the memory model.")] = False,
 ) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
     config = _configured(recipe, overrides)
     _require_writable("--json", json_file)
     _require_replaceable(trace_file, json_file)
+    planned = None
+    if plan_file is not None:
+        from hostward.planning.plan_file import load
+
+        planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
-    from hostward.train import loop
+    from hostward.train import loop, scalars
     from hostward.train.report import render
 
-    run = loop.prepare(recipe, config)
+    first_rank, tensorboard_dir = _is_first_rank(), config.logger.tensorboard_dir
+    if first_rank:
+        run_files.require_folder("--run-dir", run_dir)
+        if tensorboard_dir is not None:
+            scalars.require_tensorboard(tensorboard_dir)
+    run = loop.prepare(recipe, config, plan=planned, force=force)
+    folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
-    loop.train(run, progress=_progress, metered=loop.METERED_ITERATIONS if timed else 0)
-    report = loop.report(run)
-    if not _is_first_rank():
+    with ExitStack() as stack:
+        stack.enter_context(run_files.terminable())
+        files = stack.enter_context(run_files.RunFiles(run, folder, _circumstances))
+        tell: list[Callable[[Any], None]] = [files.going_on] if first_rank else []
+        if first_rank:
+            tell.append(stack.enter_context(progress.Progress(sys.stderr)).show)
+        if first_rank and tensorboard_dir is not None:
+            tell.append(stack.enter_context(scalars.Scalars(scalars.open_writer(tensorboard_dir))).write)
+        metered = loop.METERED_ITERATIONS if timed else 0
+        loop.train(run, progress=partial(_tell, tell), metered=metered)
+    report = files.report
+    if not first_rank or report is None:
         return
     with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
         if trace_file is not None and run.trace is not None:
             stack.callback(run.trace.write, trace_file)
-        stack.callback(_write, json_file, report.to_dict())
+        stack.callback(_write_json, json_file, report.to_json())
         _print(render(report))
+        if folder is not None:
+            typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
+
+
+def _tell(those: Sequence[Callable[[Any], None]], run: Any) -> None:
+    for each in those:
+        each(run)
 
 
 @app.command()
@@ -148,6 +189,8 @@ def recipes() -> None:
         typer.echo(name)
 
 
+app.command("report")(_deferred(report_command.report))
+app.command()(_deferred(plan.plan))
 app.command()(_deferred(machine.doctor))
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("machine")(_deferred(machine.bench_machine))
@@ -174,6 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("interrupted; checkpoints that were complete are intact", file=sys.stderr)
         return INTERRUPTED
+    except run_files.Terminated:
+        if debug:
+            raise
+        print("terminated; checkpoints that were complete are intact", file=sys.stderr)
+        return TERMINATED
     except BrokenPipeError:
         # Nobody reads on, as in `hostward train | head`. The interpreter would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -262,20 +310,6 @@ def _unwritable(option: str, file: Path, error: OSError) -> ConfigError:
     )
 
 
-def _progress(run: Any) -> None:
-    """The newest iteration whose numbers have arrived; later ones may be on their way already."""
-    interval, iteration = run.config.logger.log_interval, run.first_iteration + len(run.losses)
-    if _is_first_rank() and (iteration == 1 or iteration % interval == 0):
-        logging.getLogger("hostward").info(
-            "iteration %d/%d  loss %.6f  grad norm %.4f  %.3f s",
-            iteration,
-            run.config.train.train_iters,
-            run.losses[-1],
-            run.grad_norms[-1],
-            run.iteration_s[-1],
-        )
-
-
 def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -289,15 +323,26 @@ def _print(tables: Sequence[Any]) -> None:
 
 
 def _write(json_file: Path | None, content: dict[str, Any]) -> None:
-    """The report as JSON, with what it takes to read it later: date, command and versions."""
+    """A report as JSON, with what it takes to read it later: date, command and versions."""
+    _write_json(json_file, json.dumps(finite({**_circumstances(), **content}), indent=1, allow_nan=False) + "\n")
+
+
+def _write_json(json_file: Path | None, text: str) -> None:
     if json_file is None:
         return
+    try:
+        json_file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable("--json", json_file, error) from error
+
+
+def _circumstances() -> dict[str, Any]:
     import platform
     from datetime import UTC, datetime
 
     from hostward import __version__
 
-    circumstances = {
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["hostward", *_command.get()]),
         "versions": {
@@ -306,11 +351,6 @@ def _write(json_file: Path | None, content: dict[str, Any]) -> None:
             **_versions("torch", "transformers", "numpy"),
         },
     }
-    text = json.dumps(_finite({**circumstances, **content}), indent=1, allow_nan=False)
-    try:
-        json_file.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise _unwritable("--json", json_file, error) from error
 
 
 def _versions(*packages: str) -> dict[str, str]:
@@ -322,12 +362,3 @@ def _versions(*packages: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def _finite(content: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -87,8 +87,8 @@ class Event:
 class Work(ABC):
     """One operation, bound to its buffers once and issued any number of times.
 
-    What lies at a buffer's `data` is looked up when the work is issued: buffers over gradients get another tensor in
-    every step.
+    What lies at a device buffer's `data` is looked up when the work is issued: buffers over gradients get another
+    tensor in every step. Host memory stays where it is for as long as there are works over it.
     """
 
     __slots__ = ("done", "lane", "name")
@@ -106,7 +106,7 @@ class Work(ABC):
 class Batch:
     """Works that are issued together, in this order: `issue` does what issuing one after the other does."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[Work | Batch]) -> None:
         self._works = tuple(works)
 
     def issue(self) -> None:
@@ -179,7 +179,7 @@ class Backend(ABC):
 
     @abstractmethod
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        """Let `buffer` stand for another tensor, which the compute lane has made."""
+        """Let `buffer` stand for another contiguous tensor, of any shape, which the compute lane has made."""
 
     @abstractmethod
     def copy(
@@ -323,7 +323,13 @@ class Backend(ABC):
 
     def capturing(self) -> bool:
         """Whether what is issued now would become part of a CUDA graph."""
-        return False
+        return self.capture() != 0
+
+    def capture(self) -> int:
+        """The number of the capture whose CUDA graph what is issued now becomes part of; 0: of none. An event that was
+        recorded in one capture, or in none, is waited for in no other.
+        """
+        return 0
 
     def drain(self) -> None:
         """Empty all lanes after an error that is already on its way: what they report besides is dropped."""
@@ -363,7 +369,7 @@ def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
             f"lane {lane.value} cannot copy from {source.tier.value} to {destination.tier.value}",
             fix="use d2h for device to host and h2d for host to device",
         )
-    if source.data.dtype != destination.data.dtype or source.data.shape != destination.data.shape:
+    if source.data.dtype != destination.data.dtype or source.data.numel() != destination.data.numel():
         raise PlacementError(
             f"copy of {source.owner!r}: {source.data.dtype} {tuple(source.data.shape)} into "
             f"{destination.data.dtype} {tuple(destination.data.shape)}",

@@ -88,6 +88,19 @@ class _NativeFailure(ctypes.Structure):
     ]
 
 
+class NativeCall(ctypes.Structure):
+    """What the native call takes."""
+
+    _fields_ = [
+        ("driver", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("streams", ctypes.c_void_p),
+        ("lists", ctypes.c_void_p),
+        ("n_lists", ctypes.c_int64),
+        ("failure", _NativeFailure),
+    ]
+
+
 _FUNCTIONS = (
     "stream_wait_event",
     "event_record",
@@ -138,7 +151,7 @@ class DriverTable:
         context_set_current: int,
         error_name: Callable[[int], str],
     ) -> None:
-        self._struct = _NativeDriver(
+        self._native = _NativeDriver(
             stream_wait_event,
             event_record,
             memcpy_async,
@@ -147,7 +160,7 @@ class DriverTable:
             context_get_current,
             context_set_current,
         )
-        self.pointer = ctypes.c_void_p(ctypes.addressof(self._struct))
+        self.address = ctypes.addressof(self._native)
         self.error_name = error_name
         self.issue = load().issue
 
@@ -175,11 +188,9 @@ class Streams:
 
     def __init__(self, count: int, context: int = 0) -> None:
         self.count = count
+        self.context = context
         self._handles = (ctypes.c_void_p * count)()
-        self._failure = _NativeFailure()
-        self.context = ctypes.c_void_p(context)
-        self.pointer = ctypes.c_void_p(ctypes.addressof(self._handles))
-        self.failure_pointer = ctypes.c_void_p(ctypes.addressof(self._failure))
+        self.address = ctypes.addressof(self._handles)
 
     def set(self, lane: int, handle: int) -> None:
         """What is issued on `lane` from now on goes to the stream `handle`. Raises DeviceError for a lane that is
@@ -188,10 +199,6 @@ class Streams:
         if not 0 <= lane < self.count:
             raise DeviceError(f"there is no lane {lane}", why=f"the lanes are 0 to {self.count - 1}")
         self._handles[lane] = handle
-
-    def failure(self) -> tuple[int, int, int]:
-        """Of the last issue, if it failed: which list (-1: none), which command of it, the driver's result."""
-        return self._failure.list, self._failure.command, self._failure.code
 
 
 class KernelLaunch:
@@ -244,13 +251,12 @@ class CommandList:
         DeviceError: a command with a negative lane.
     """
 
-    __slots__ = ("_driver", "_entry", "_native", "_pointer", "_verbs", "lanes", "words")
+    __slots__ = ("_call", "_native", "_verbs", "lanes", "words")
 
     def __init__(self, commands: Sequence[Command], driver: DriverTable) -> None:
         lanes = [command.lane for command in commands]
         if min(lanes, default=0) < 0:
             raise DeviceError(f"a command for lane {min(lanes)}", why="lanes count from 0")
-        self._driver = driver
         self.lanes = max(lanes, default=-1) + 1
         """At least as many streams are needed."""
         self._verbs = tuple(command.verb for command in commands)
@@ -258,9 +264,7 @@ class CommandList:
             *(_NativeCommand(int(c.verb), c.lane, c.a, c.b, c.nbytes) for c in commands)
         )
         self.words = memoryview(self._native).cast("B").cast("Q")
-        self._entry = _NativeList(*self.entry())
-        # ctypes objects of the right type, made once, are passed on as they are.
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._entry))
+        self._call = _Call([self.entry()], self.lanes, driver)
 
     def __len__(self) -> int:
         return len(self._verbs)
@@ -272,7 +276,8 @@ class CommandList:
             DeviceError: the driver refused a command, or a lane has no stream. The text names verb, lane and result;
                 the commands before it are enqueued, those behind it are not.
         """
-        _enqueue(self._driver, streams, self._pointer, (self,), self.lanes)
+        if self._call.refused(streams):
+            raise self._call.error((self,))
 
     def word(self, index: int, verb: Verb, field: str) -> int:
         """Where field "a", "b" or "nbytes" of command `index` lies in `words`. Raises DeviceError if the command is no
@@ -296,31 +301,54 @@ class CommandList:
 class CommandBatch:
     """Lists that are enqueued one behind the other by one call. What is written into them goes on to count."""
 
-    __slots__ = ("_driver", "_lanes", "_lists", "_native", "_pointer")
+    __slots__ = ("_call", "_lists")
 
     def __init__(self, lists: Sequence[CommandList], driver: DriverTable) -> None:
-        self._driver = driver
         self._lists = tuple(lists)
-        self._lanes = max((one.lanes for one in lists), default=0)
-        self._native = (_NativeList * len(lists))(*(_NativeList(*one.entry()) for one in lists))
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._native))
+        self._call = _Call([one.entry() for one in lists], max((one.lanes for one in lists), default=0), driver)
 
     def issue(self, streams: Streams) -> None:
         """Enqueue all commands of all lists. Raises DeviceError as `CommandList.issue` does."""
-        _enqueue(self._driver, streams, self._pointer, self._lists, self._lanes)
+        if self._call.refused(streams):
+            raise self._call.error(self._lists)
 
 
-def _enqueue(
-    driver: DriverTable, streams: Streams, pointer: ctypes.c_void_p, lists: Sequence[CommandList], lanes: int
-) -> None:
-    if lanes > streams.count:
-        raise DeviceError(f"a command for lane {lanes - 1}", why=f"there are {streams.count} streams")
-    if driver.issue(driver.pointer, streams.context, streams.pointer, pointer, len(lists), streams.failure_pointer):
-        which, index, code = streams.failure()
-        raise DeviceError(
-            f"{lists[which].describe(index)} could not be enqueued"
-            if which >= 0
+class _Call:
+    """The native call for some lists, made ready: one pointer is all that goes over with each issue.
+
+    Args:
+        entries: address and number of the commands of each list; they are kept alive elsewhere.
+        lanes: that many streams are needed.
+    """
+
+    __slots__ = ("_driver", "_entries", "_issue", "_lanes", "_native", "_pointer", "_streams")
+
+    def __init__(self, entries: Sequence[tuple[int, int]], lanes: int, driver: DriverTable) -> None:
+        self._driver = driver
+        self._issue = driver.issue
+        self._lanes = lanes
+        self._entries = (_NativeList * len(entries))(*(_NativeList(*entry) for entry in entries))
+        self._native = NativeCall(driver.address, None, None, ctypes.addressof(self._entries), len(entries))
+        # A ctypes object of the right type is passed on as it is.
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._native))
+        self._streams: Streams | None = None
+
+    def refused(self, streams: Streams) -> bool:
+        """Enqueue; whether something was refused. Raises DeviceError for too few streams."""
+        if streams is not self._streams:
+            if self._lanes > streams.count:
+                raise DeviceError(f"a command for lane {self._lanes - 1}", why=f"there are {streams.count} streams")
+            self._native.context, self._native.streams = streams.context, streams.address
+            self._streams = streams
+        return bool(self._issue(self._pointer))
+
+    def error(self, lists: Sequence[CommandList]) -> DeviceError:
+        """Of what was refused last; `lists` are those of `entries`."""
+        failure = self._native.failure
+        return DeviceError(
+            f"{lists[failure.list].describe(failure.command)} could not be enqueued"
+            if failure.list >= 0
             else "the device's context could not be made current",
-            why=f"the driver returned {driver.error_name(code)}",
+            why=f"the driver returned {self._driver.error_name(failure.code)}",
             fix="an error of earlier work on the device shows here too: run with CUDA_LAUNCH_BLOCKING=1 to find it",
         )

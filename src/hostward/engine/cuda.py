@@ -32,6 +32,7 @@ from .backend import (
     require_tier,
 )
 from .commands import Command, CommandList, Streams, Verb, driver_table
+from .cuda_compute import ComputeLane
 from .cuda_kernels import KernelTables
 from .cuda_memory import device_slab, host_blocks
 from .cuda_timing import Timings
@@ -39,14 +40,15 @@ from .cuda_work import (
     INDEX,
     LANES,
     CommandWork,
-    CudaBatch,
     CudaEvent,
     HostWork,
     KernelWork,
     TableWork,
     TaskWork,
+    batch_of,
 )
 from .driver import (
+    capture_number,
     current_context,
     event_create,
     event_destroy,
@@ -75,6 +77,7 @@ class CudaBackend(Backend):
             raise DeviceError("no CUDA device", why="torch.cuda.is_available() is false", fix="train.device=cpu")
         index = None if device is None else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._ordinal = self.device.index
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
         self.driver = driver_table()
@@ -87,12 +90,12 @@ class CudaBackend(Backend):
             self.streams = Streams(len(LANES), self.context)
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
-        self._compute = torch.cuda.current_stream(self.device).cuda_stream
-        self.streams.set(INDEX[Lane.COMPUTE], self._compute)
         self._events: list[int] = []
         self._unused: list[int] = []
-        self._compute_turned = self._plain_event()
-        self._fences = [[self._plain_event() for _ in LANES] for _ in range(RING)]
+        self._unused_in_captures: list[int] = []
+        now, turned = torch.cuda.current_stream(self.device).cuda_stream, self._plain_event(self._unused)
+        self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
+        self._fences = [[self._plain_event(self._unused) for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self.timings = Timings(self._timed_event, event_elapsed_ms)
@@ -145,7 +148,9 @@ class CudaBackend(Backend):
     # ---------------------------------------------------------------- operations
 
     def event(self) -> Event:
-        return CudaEvent(self._plain_event(), self._unused)
+        # Outside of its capture the driver refuses to wait for an event, until it is recorded anew.
+        unused = self._unused_in_captures if self.capturing() else self._unused
+        return CudaEvent(self._plain_event(unused), unused)
 
     def copy(
         self,
@@ -278,7 +283,7 @@ class CudaBackend(Backend):
         CommandList([Command(Verb.WAIT, 0, self.handle_of(event)) for event in waits], self.driver).issue(others)
 
     def batch(self, works: Sequence[Work]) -> Batch:
-        return CudaBatch(self, works)
+        return batch_of(self, works)
 
     # ---------------------------------------------------------------- turns
 
@@ -325,6 +330,9 @@ class CudaBackend(Backend):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def capture(self) -> int:
+        return capture_number(self.compute_key()) if self.capturing() else 0
+
     def describe(self) -> Mapping[str, object]:
         return {
             "backend": "cuda",
@@ -337,13 +345,9 @@ class CudaBackend(Backend):
 
     def follow_compute(self) -> None:
         """Make the stream that is current now the compute lane, behind the one that was."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle != self._compute:
-            compute, turned = INDEX[Lane.COMPUTE], self._compute_turned
-            CommandList([Command(Verb.RECORD, compute, turned)], self.driver).issue(self.streams)
-            self._compute = handle
-            self.streams.set(compute, handle)
-            CommandList([Command(Verb.WAIT, compute, turned)], self.driver).issue(self.streams)
+        handle = torch._C._cuda_getCurrentRawStream(self._ordinal)
+        if not self._compute.is_at(handle):
+            self._compute.go_to(handle, capturing=self.capturing())
 
     @contextlib.contextmanager
     def current(self, lane: Lane) -> Iterator[None]:
@@ -373,9 +377,9 @@ class CudaBackend(Backend):
         self._events.append(handle)
         return handle
 
-    def _plain_event(self) -> int:
-        if self._unused:
-            return self._unused.pop()
+    def _plain_event(self, unused: list[int]) -> int:
+        if unused:
+            return unused.pop()
         handle = event_create(timing=False)
         self._events.append(handle)
         return handle

@@ -116,7 +116,7 @@ class PartialsKernel(TableKernel):
         bound = self._bound.get(dtype)
         if bound is None:
             bound = self._bound[dtype] = self._bind(dtype)
-        return (self._table.stage([g.data.data_ptr() for g in self._gradients], slot),), bound.native
+        return (self._table.stage([g.address for g in self._gradients], slot),), bound.native
 
     def forget(self) -> None:
         self._table.forget()
@@ -152,7 +152,8 @@ class AdamWKernel(TableKernel):
         self._addressed = (*(r.gradient for r in operands.ranges), *(r.weight for r in operands.ranges))
         self._state = (operands.exp_avg, operands.exp_avg_sq, operands.low or operands.exp_avg)
         self._blocks = uploads.map(kernels.block_map, tuple(r.length for r in operands.ranges))
-        self.n_launches = 2 if len(self._blocks) else 1
+        self._has_blocks = len(self._blocks) > 0
+        self.n_launches = 2 if self._has_blocks else 1
         self._bound: dict[object, Bound] = {}
         self._launches: Sequence[KernelLaunch] = ()
         self._dtype: torch.dtype | None = None
@@ -162,12 +163,12 @@ class AdamWKernel(TableKernel):
     def prepare(self, slot: int) -> tuple[Sequence[int], Sequence[KernelLaunch]]:
         exp_avg, exp_avg_sq, low = self._state
         constants = self._operands.constants
-        where = exp_avg.data.data_ptr(), exp_avg_sq.data.data_ptr(), low.data.data_ptr()
+        where = exp_avg.address, exp_avg_sq.address, low.address
         dtype, bc1 = self._addressed[0].data.dtype, constants.tables[0]
         if where != self._where or bc1 is not self._bc1 or dtype is not self._dtype:
             self._fit(dtype, bc1, where)
         hyper = self._hyper.stage(constants.hyper, slot)
-        return (hyper, self._table.stage([b.data.data_ptr() for b in self._addressed], slot)), self._launches
+        return (hyper, self._table.stage([b.address for b in self._addressed], slot)), self._launches
 
     def forget(self) -> None:
         self._table.forget()
@@ -182,7 +183,7 @@ class AdamWKernel(TableKernel):
                 self._bound.clear()
             self._bound[key] = self._bind()
         self._launches = self._bound[key].native
-        if len(self._blocks):
+        if self._has_blocks:
             for at, address in zip(STATE_PARAMETERS, where, strict=True):
                 self._launches[0].words[at] = address
         self._dtype, self._bc1, self._where = dtype, bc1, where

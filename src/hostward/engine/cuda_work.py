@@ -13,7 +13,7 @@ from hostward.host.accumulate import AccumulateTask, NormTask
 from hostward.host.adamw import AdamWTask
 from hostward.schedule import Lane
 
-from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Work
+from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Tier, Work
 from .commands import Command, CommandBatch, CommandList, KernelLaunch, Verb
 from .cuda_timing import UNTIMED
 from .host_task import host_task
@@ -42,6 +42,11 @@ class CudaEvent(Event):
             self._unused.append(self.native)
 
 
+def is_timed(backend: CudaBackend) -> bool:
+    """Whether works that are issued now are timed: there is a meter, and no capture, whose events have no times."""
+    return backend.meter is not None and not backend.capturing()
+
+
 class CudaWork(Work):
     """Waits, then the operation proper, then the record of `done`, all on one lane.
 
@@ -49,23 +54,27 @@ class CudaWork(Work):
     record nothing.
     """
 
-    __slots__ = ("_backend", "_timed", "_waits", "nbytes", "timed")
+    __slots__ = ("_backend", "_timed", "_waits", "nbytes")
 
     def __init__(self, backend: CudaBackend, name: str, lane: Lane, waits: Sequence[Event], done: Event) -> None:
         super().__init__(name, lane, done)
         self._backend = backend
         self._waits = [Command(Verb.WAIT, INDEX[lane], backend.handle_of(event)) for event in waits]
         self._timed: list[tuple[memoryview, int]] = []
-        self.timed = UNTIMED
-        """The events of the newest issue."""
+        """Where the two timed events stand."""
         self.nbytes = 0
 
-    def time(self) -> None:
-        """Write the timed events of this issue into the commands, or none. Done if there is a meter, or was one."""
-        backend = self._backend
-        self.timed = UNTIMED if backend.meter is None else backend.timings.take(backend.turn)
-        for (words, at), event in zip(self._timed, self.timed, strict=True):
+    def time(self) -> tuple[int, int]:
+        """Write the timed events of an issue into the commands. Done if `is_timed`; `untime` comes afterwards."""
+        events = self._backend.timings.take(self._backend.turn)
+        for (words, at), event in zip(self._timed, events, strict=True):
             words[at] = event
+        return events
+
+    def untime(self) -> None:
+        """Take them out: the next issue may be without a meter."""
+        for words, at in self._timed:
+            words[at] = 0
 
     def prepare(self) -> None:
         """Write what this issue needs into the commands. The first part of every issue."""
@@ -93,66 +102,79 @@ class ListedWork(CudaWork):
     __slots__ = ("listed",)
     listed: CommandList
 
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to prepare."""
+        return True
+
     def issue(self) -> Event:
-        enqueue(self._backend, (self,), self.listed)
+        enqueue(self._backend, (self,), (self.prepare,), self.listed)
         return self.done
 
 
-def enqueue(backend: CudaBackend, works: Sequence[ListedWork], commands: CommandList | CommandBatch) -> None:
-    """Issue works whose lists, in the same order, are `commands`. Raises DeviceError."""
+def enqueue(
+    backend: CudaBackend,
+    works: Sequence[ListedWork],
+    prepares: Sequence[Callable[[], None]],
+    commands: CommandList | CommandBatch,
+) -> None:
+    """Issue works whose lists, in the same order, are `commands`; `prepares` are those of them that have anything to
+    prepare. Raises DeviceError.
+    """
     backend.follow_compute()
-    metered, enqueued = backend.meter is not None, False
+    timed: list[tuple[int, int]] = []
+    metered = is_timed(backend)
     try:
-        for work in works:
-            if metered or work.timed is not UNTIMED:
-                work.time()
-            work.prepare()
+        if metered:
+            timed = [work.time() for work in works]
+        for prepare in prepares:
+            prepare()
         commands.issue(backend.streams)
-        enqueued = True
+    except BaseException:
+        for work in works:
+            work.forget()
+        raise
     finally:
-        if not enqueued:
+        if metered:
             for work in works:
-                work.forget()
-    if metered:
-        for work in works:
-            backend.timings.note(backend.turn, work, work.nbytes, work.timed)
+                work.untime()
+    for work, events in zip(works, timed, strict=False):
+        backend.timings.note(backend.turn, work, work.nbytes, events)
 
 
-class CudaBatch(Batch):
+def batch_of(backend: CudaBackend, works: Sequence[Work]) -> Batch:
     """Works in order; neighbours that are command lists are enqueued together."""
-
-    def __init__(self, backend: CudaBackend, works: Sequence[Work]) -> None:
-        super().__init__(works)
-        parts: list[list[ListedWork] | Work] = []
-        for work in works:
-            last = parts[-1] if parts else None
-            if not isinstance(work, ListedWork):
-                parts.append(work)
-            elif isinstance(last, list) and len(last) < TOGETHER:
-                last.append(work)
-            else:
-                parts.append([work])
-        self._parts = [_Together(backend, part) if isinstance(part, list) else part for part in parts]
-
-    def issue(self) -> None:
-        for part in self._parts:
-            part.issue()
+    parts: list[list[ListedWork] | Work] = []
+    for work in works:
+        last = parts[-1] if parts else None
+        if not isinstance(work, ListedWork):
+            parts.append(work)
+        elif isinstance(last, list) and len(last) < TOGETHER:
+            last.append(work)
+        else:
+            parts.append([work])
+    made = [Together(backend, part) if isinstance(part, list) else part for part in parts]
+    return made[0] if len(made) == 1 and isinstance(made[0], Together) else Batch(made)
 
 
-class _Together:
+class Together(Batch):
+    """Works that one call enqueues."""
+
     def __init__(self, backend: CudaBackend, works: Sequence[ListedWork]) -> None:
+        super().__init__(works)
         self._backend = backend
-        self._works = works
+        self._listed = tuple(works)
+        self._prepares = tuple(work.prepare for work in works if work.changes)
         self._commands = CommandBatch([work.listed for work in works], backend.driver)
 
     def issue(self) -> None:
-        enqueue(self._backend, self._works, self._commands)
+        enqueue(self._backend, self._listed, self._prepares, self._commands)
 
 
 class CommandWork(ListedWork):
     """Copies, or nothing but waits."""
 
-    __slots__ = ("_addresses",)
+    __slots__ = ("_addresses", "_resized")
 
     def __init__(
         self,
@@ -170,16 +192,27 @@ class CommandWork(ListedWork):
         before, operation = (self._waits, copies) if copies else ([], self._waits)
         self.listed = made = self.commands(before, operation, self.recording())
         first = len(before) + 1
-        self._addresses = [
-            (made.word(first + i, Verb.COPY, field), buffer)
-            for i, pair in enumerate(pairs)
-            for field, buffer in zip("ab", pair, strict=True)
-        ]
+        self._addresses: list[tuple[int, Buffer]] = []
+        self._resized: list[tuple[int, torch.Tensor]] = []
+        for i, pair in enumerate(pairs, first):
+            for field, buffer in zip("ab", pair, strict=True):
+                at = made.word(i, Verb.COPY, field)
+                made.words[at] = buffer.address
+                if buffer.resized:
+                    self._resized.append((at, buffer.data))
+                elif buffer.tier is Tier.DEVICE:  # host memory stays where it is
+                    self._addresses.append((at, buffer))
+
+    @property
+    def changes(self) -> bool:
+        return self.nbytes > 0
 
     def prepare(self) -> None:
         words = self.listed.words
         for at, buffer in self._addresses:
-            words[at] = buffer.data.data_ptr()
+            words[at] = buffer.address
+        for at, data in self._resized:
+            words[at] = data.data_ptr()
         if self.nbytes:
             self._backend.ledger.copied_bytes[self.lane] += self.nbytes
 
@@ -353,11 +386,15 @@ class KernelWork(CudaWork):
     def issue(self) -> Event:
         backend = self._backend
         backend.follow_compute()
-        self.time()
-        if self._waits or self.timed is not UNTIMED:
-            self._before.issue(backend.streams)
-        with torch.no_grad(), backend.current(self.lane):
-            self._kernel()
-        self._after.issue(backend.streams)
-        backend.timings.note(backend.turn, self, self.nbytes, self.timed)
+        events = self.time() if is_timed(backend) else UNTIMED
+        try:
+            if self._waits or events is not UNTIMED:
+                self._before.issue(backend.streams)
+            with torch.no_grad(), backend.current(self.lane):
+                self._kernel()
+            self._after.issue(backend.streams)
+        finally:
+            if events is not UNTIMED:
+                self.untime()
+        backend.timings.note(backend.turn, self, self.nbytes, events)
         return self.done

@@ -16,6 +16,7 @@ _PORTABLE = 1
 _PCI_ADDRESS_BYTES = 32
 _EVENT_DEFAULT = 0
 _EVENT_DISABLE_TIMING = 2
+_CAPTURE_ACTIVE = 1
 _SUCCESS = 0
 _NOT_READY = 600
 
@@ -38,6 +39,8 @@ def _library() -> ctypes.CDLL:
     library.cuEventQuery.argtypes = [pointer]
     library.cuEventSynchronize.argtypes = [pointer]
     library.cuStreamSynchronize.argtypes = [pointer]
+    status, number = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_uint64)
+    library.cuStreamGetCaptureInfo_v2.argtypes = [pointer, status, number, pointer, pointer, pointer]
     return library
 
 
@@ -113,6 +116,18 @@ def event_synchronize(handle: int) -> None:
 def stream_synchronize(handle: int) -> None:
     """Block this thread, without the GIL, until the stream is empty. Raises DeviceError as `event_query` does."""
     _require(_library().cuStreamSynchronize(handle), "cuStreamSynchronize", "a stream could not be waited for")
+
+
+def capture_number(stream: int) -> int:
+    """The number of the capture that the stream is part of, above 0 and never given twice; 0: of none. Raises
+    DeviceError, also where that capture has failed.
+    """
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = _library().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    _require(code, "cuStreamGetCaptureInfo", "a stream could not be asked for its capture")
+    if status.value > _CAPTURE_ACTIVE:
+        raise DeviceError("the capture of a CUDA graph has failed", why="an operation in it cannot be captured")
+    return number.value + 1 if status.value else 0
 
 
 def event_elapsed_ms(start: int, end: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hostward.errors import MemoryLimitError
+from hostward.errors import MemoryLimitError, ModelError
 from hostward.inventory import align
 
 from .backend import Backend, Buffer, Event, Tier
@@ -37,13 +37,17 @@ class HostArena:
         owner: what the memory is for, in the ledger and in errors.
         limit_bytes: the most memory that all slabs take; None: what the machine has.
         retain: keep what has been locked until `close`. False: `rest` gives back what has not been needed for a while.
+
+    One that `hand_over` made locks nothing: what does not fit is a ModelError.
     """
 
     def __init__(self, backend: Backend, owner: str, *, limit_bytes: int | None = None, retain: bool = True) -> None:
         self._backend = backend
         self._owner = owner
         self._limit_bytes = limit_bytes
-        self._retain = retain
+        self.retain = retain
+        self._fixed = False
+        self._handed_bytes = 0
         self._slabs: list[Buffer] = []
         self._ends: list[int] = []
         """By slab: the first byte that no block has."""
@@ -64,10 +68,17 @@ class HostArena:
         return self._blocks
 
     def reserve(self, size_bytes: int) -> None:
-        """Lock a slab of that many bytes. Raises MemoryLimitError."""
-        if self._limit_bytes is not None and self.slab_bytes + size_bytes > self._limit_bytes:
+        """Lock a slab of that many bytes. Raises MemoryLimitError; ModelError if this arena does not grow."""
+        if self._fixed:
+            raise ModelError(
+                f"{self._owner}: {self.slab_bytes:,} bytes of host memory do not suffice for a CUDA graph",
+                why="no memory is page-locked during a capture: the graph gets what the iterations before it have used",
+                fix="run a few iterations of the same shapes, backward included, directly before each capture",
+            )
+        held_bytes = self.slab_bytes + self._handed_bytes
+        if self._limit_bytes is not None and held_bytes + size_bytes > self._limit_bytes:
             raise MemoryLimitError(
-                f"{self._owner}: {self.slab_bytes + size_bytes:,} bytes of host memory needed",
+                f"{self._owner}: {held_bytes + size_bytes:,} bytes of host memory needed",
                 why=f"{self._limit_bytes:,} were allowed",
                 fix="offload fewer layers, shorten the sequence or allow more host memory",
             )
@@ -80,7 +91,7 @@ class HostArena:
         self._grown = True
 
     def take(self, size_bytes: int) -> Block:
-        """A block of at least that many bytes. Raises MemoryLimitError."""
+        """A block of at least that many bytes. Raises as `reserve` does."""
         self._collect()
         size_bytes = align(size_bytes, ALIGNMENT_BYTES)
         free = self._free.get(size_bytes)
@@ -121,13 +132,29 @@ class HostArena:
         self._most_bytes = 0
         grown, self._grown = self._grown, False
         need_bytes = self._mosts[-1] if grown else max(self._mosts)
-        idle = not self._retain and len(self._mosts) == _REMEMBERED
+        idle = not self.retain and len(self._mosts) == _REMEMBERED
         if (grown or idle) and self.slab_bytes > _SLACK * need_bytes:
             self.close()
             self._mosts.clear()
             if need_bytes:
                 self.reserve(need_bytes)
             self._grown = False
+
+    def hand_over(self) -> HostArena:
+        """All of this memory, for a CUDA graph: an arena that keeps it as it is. No block is in use; this one begins
+        anew, and what it has given away counts towards its limit.
+        """
+        self._collect()
+        graph = HostArena(self._backend, self._owner)
+        graph._fixed = True
+        graph._slabs, self._slabs = self._slabs, []
+        graph._ends, self._ends = [0] * len(graph._slabs), []
+        graph.slab_bytes, self.slab_bytes = self.slab_bytes, 0
+        self._handed_bytes += graph.slab_bytes
+        self._free.clear()
+        self._mosts.clear()
+        self._most_bytes, self._grown = 0, False
+        return graph
 
     def close(self) -> None:
         """Return all memory to the system. No block is in use."""

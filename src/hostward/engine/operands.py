@@ -24,22 +24,37 @@ class Tier(StrEnum):
     HOST = "host"
 
 
-@dataclass(eq=False, slots=True)
 class Buffer:
     """Bytes of one tier with an owner: what an operation reads or writes, and what the memory report counts.
 
-    `data` is a flat contiguous tensor. `pinned` says that the host pages are locked, or would be on a machine with a
-    GPU.
+    `data` is a contiguous tensor, and `address` where it was when it was put here: to ask the tensor again costs a work
+    more than all else it does. `resized` says that its storage is emptied and filled again, so that it has to be asked.
+    `pinned` says that the host pages are locked, or would be on a machine with a GPU.
     """
 
-    tier: Tier
-    data: torch.Tensor
-    owner: str
-    pinned: bool = False
+    __slots__ = ("_data", "address", "owner", "pinned", "resized", "tier")
+
+    def __init__(
+        self, tier: Tier, data: torch.Tensor, owner: str, pinned: bool = False, *, resized: bool = False
+    ) -> None:
+        self.tier = tier
+        self.owner = owner
+        self.pinned = pinned
+        self.resized = resized
+        self.data = data
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._data
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        self._data = tensor
+        self.address = tensor.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return self._data.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class SimulatedBackend(Backend):
         return buffer
 
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        buffer.data = tensor
+        buffer.data = tensor.view(-1)
         if tensor.numel():
             self._made(buffer)
 

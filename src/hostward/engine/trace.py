@@ -10,11 +10,8 @@ Names are paths: `offload/d2h/grad/0003.model.layers.1`, `offload/h2d/state/...`
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import secrets
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hostward.errors import ConfigError
+from hostward.replace_file import replace_text
 from hostward.schedule import Lane
 
 DIRECTIONS = ("d2h", "h2d")
@@ -190,7 +188,7 @@ class Trace:
         events = [*_metadata(), *map(_event, spans), *_link_rates(spans)]
         header = json.dumps({"displayTimeUnit": "ms", "otherData": {"format": _FORMAT, "version": _VERSION}})
         lines = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
-        _replace(path, f'{header[:-1]}, "traceEvents": [\n{lines}\n]}}\n')
+        replace_text(path, f'{header[:-1]}, "traceEvents": [\n{lines}\n]}}\n', what="trace")
 
 
 def union_s(spans: Iterable[Span]) -> float:
@@ -290,28 +288,6 @@ def _link_rates(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
                 "ts": at_ns / 1e3,
                 "args": {"GB/s": round(math.fsum(under_way), 3)},
             }
-
-
-def _replace(path: Path, text: str) -> None:
-    path = Path(os.path.realpath(path))  # a link stays a link
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"trace {path} is no plain file", why="it would be replaced", fix="name another file")
-        with partial.open("x", encoding="ascii") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise ConfigError(
-            f"trace {path} cannot be written",
-            why=error.strerror or str(error),
-            fix="name a file in a folder that exists, that this user may write to and that has space",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()  # gone already, unless something failed
 
 
 def _read_event(event: dict[str, Any], lanes: dict[int, Lane], trace: Trace) -> None:

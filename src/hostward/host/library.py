@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -208,7 +208,7 @@ def open_library(path: Path) -> Library:
         ("hostward_accumulate", ctypes.c_int, [pointer]),
         ("hostward_bind_memory", i32, [pointer, i64, i32]),
         ("hostward_first_touch", ctypes.c_int, [pointer, i64, i32]),
-        ("hostward_issue", ctypes.c_int, [pointer, pointer, pointer, pointer, i64, pointer]),
+        ("hostward_issue", ctypes.c_int, [pointer]),
         ("hostward_bench_rmw", ctypes.c_int, [pointer, i64, i32, i32, i32]),
         ("hostward_isa_best", i32, []),
         ("hostward_isa_supported", i32, [i32]),

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hostward.inventory import Bucket
 from hostward.ordering import repeated, require_ordered
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op, Schedule
@@ -46,6 +47,8 @@ GRADIENTS_IN_FLIGHT = 2
 """Host buckets whose gradients are on their way out at any time: one is copied while the next is made."""
 INBOXES = 3
 """Landing places that summed buckets share: one is copied to, one added from, and one is free in between."""
+_LANDED_BYTES = 4
+"""Of an element of any dtype."""
 
 
 def gradient_point(bucket: int) -> str:
@@ -87,6 +90,11 @@ class StepShape:
     overlap: bool = True
     summed: frozenset[int] = field(default=frozenset())
     fetched: frozenset[int] = field(default=frozenset())
+
+
+def inbox_bytes(buckets: Sequence[Bucket]) -> int:
+    """Host bytes of the landing places that summed buckets share: room for gradients of any dtype."""
+    return INBOXES * max((b.offsets[-1] for b in buckets), default=0) * _LANDED_BYTES
 
 
 def inboxes_of(summed: frozenset[int]) -> dict[int, int]:

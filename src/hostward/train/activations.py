@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING, Any
 from hostward.training.attach import attach
 from hostward.training.attachment import Activations, Attachment
 from hostward.training.layers import find_layers
+from hostward.training.planned import layers_of, recompute_whole
 
 if TYPE_CHECKING:
     import torch
 
     from hostward.config import Config
+    from hostward.planning.plan_file import PlanFile
     from hostward.training.optimizer import AdamW
 
 
-def recompute_layers(model: torch.nn.Module, config: Config) -> int:
+def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> int:
     """Put the model's own checkpoints around the layers that are to be recomputed: all (uniform), or the first
-    `recompute_num_layers` (block). Returns how many.
+    `recompute_num_layers` (block), or those of a plan. Returns how many.
     """
     options = config.model
+    if plan is not None:
+        chosen = layers_of(plan).whole
+        recompute_whole(model, [layer for _, layer in find_layers(model)], chosen)
+        return len(chosen)
     if options.recompute_granularity != "full":
         return 0
     causal: Any = model
@@ -33,8 +39,14 @@ def recompute_layers(model: torch.nn.Module, config: Config) -> int:
     return min(count, len(layers))
 
 
-def attach_activations(model: torch.nn.Module, optimizer: AdamW, config: Config) -> Attachment | None:
-    """Offloading of activations and weights, and recomputation of parts of layers, as the options say; None: none."""
+def attach_activations(
+    model: torch.nn.Module, optimizer: AdamW, config: Config, plan: PlanFile | None = None
+) -> Attachment | None:
+    """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None."""
+    if plan is not None:
+        layers = layers_of(plan)
+        wanted = layers.activations or layers.weights or layers.parts
+        return attach(model, optimizer, plan=plan) if wanted else None
     how, modules, weights = _offloaded(config), None, None
     if config.model.recompute_granularity == "selective":
         modules = tuple(config.model.recompute_modules)

@@ -20,11 +20,10 @@ from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
 from hostward.errors import ConfigError, DataError, DeviceError
-from hostward.hardware import resident_bytes
 from hostward.inventory import Dtype
-from hostward.plan import Placement
+from hostward.planning.plan_file import PlanFile
 from hostward.rules import check, idle_switches
-from hostward.schedule import Lane
+from hostward.run_report import Estimate, FrontierPoint, OffloadReport
 from hostward.training.attachment import Attachment
 from hostward.training.optimizer import AdamW
 
@@ -33,17 +32,19 @@ from .activations import attach_activations, recompute_layers
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import build_model, training_loss
-from .placing import gradient_bytes, make_optimizer
+from .placing import make_optimizer, staying_gradients, with_plan
 from .readback import Readback
-from .report import MemoryReport, RunReport, measured
+from .refusal import require_fit, require_same_model
+from .report import SLOTS, measured
+from .sampling import BACKWARD, FORWARD, MemorySampler
 from .schedule_lr import learning_rate
 
 log = logging.getLogger("hostward")
 
 METERED_ITERATIONS = 3
-"""Iterations at the end of a run that are timed, operation by operation."""
-
-_SLOTS = "staging slots"
+"""Iterations at the end of a run that are timed, operation by operation, and as many soon after its start."""
+SETTLED_ITERATIONS = 5
+"""After so many, memory and the number of slots have settled."""
 
 
 @dataclass(slots=True)
@@ -73,14 +74,32 @@ class Run:
     saved: Path | None = None
     first_iteration: int = 0
     trace: Trace | None = None
-    """Of the metered iterations, once they are over."""
-    traced_iterations: int = 0
+    """Of the newest metered iterations, once they are over."""
+    offload: OffloadReport | None = None
+    """What these say."""
+    learning_rates: list[float] = field(default_factory=list)
+    predicted: Estimate | None = None
+    frontier: tuple[FrontierPoint, ...] = ()
+    sampler: MemorySampler = field(init=False)
     readback: Readback = field(init=False)
     clock_s: float = 0.0
     """When the newest collected iteration ended."""
 
     def __post_init__(self) -> None:
         self.readback = Readback(self.device)
+        self.begin_at(self.iteration)
+
+    def begin_at(self, iteration: int) -> None:
+        """The run begins, or goes on from a checkpoint, with so many iterations done."""
+        self.iteration = self.first_iteration = iteration
+        self.sampler = MemorySampler(
+            self.device,
+            self.optimizer.backend.ledger,
+            self.model.parameters(),
+            staying=staying_gradients(self.config, self.optimizer.inventory, self.optimizer.plan),
+            first=iteration,
+            until=self.config.train.train_iters,
+        )
 
     @property
     def microbatches(self) -> int:
@@ -126,8 +145,12 @@ def deterministic(enabled: bool) -> Any:
         torch.use_deterministic_algorithms(before)
 
 
-def prepare(recipe: str, config: Config) -> Run:
+def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force: bool = False) -> Run:
     """Check the options, read the data, build model and optimizer, and load the checkpoint asked for.
+
+    Args:
+        plan: where everything goes, instead of the options.
+        force: start even if it does not fit by the memory model, or the plan is for another GPU.
 
     Raises:
         HostwardError: of the kind that names the cause; everything that can be refused before the weights are
@@ -137,11 +160,19 @@ def prepare(recipe: str, config: Config) -> Run:
     for told in idle_switches(config):
         log.warning("%s", told)
     device = choose_device(config.train.device)
+    if plan is not None:
+        config = with_plan(config, plan)
+        if device.type == "cuda" and not force:
+            plan.require_machine(torch.cuda.get_device_name(device))
     resume_from = resume.checkpoint_to_load(config)
     dataset = _dataset(config)
     if resume_from is not None and not config.checkpoint.finetune:
         resume.require_same_samples(config, dataset, resume_from)
     require_memory(config, device, dataset.vocab_size)
+    if plan is not None:
+        require_same_model(plan, config, dataset.vocab_size)
+    if not force:
+        require_fit(recipe, config, device, dataset.vocab_size, plan)
     resume.require_writable(config)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
@@ -152,14 +183,14 @@ def prepare(recipe: str, config: Config) -> Run:
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     model = build_model(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
     _require_vocabulary(model, dataset)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, plan)
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
-    recompute_layers(model, config)
+    recompute_layers(model, config, plan)
     run = Run(recipe, config, device, dataset, model, optimizer, scaler)
     if resume_from is not None:
         resume.load(run, resume_from)
-    run.attachment = attach_activations(model, optimizer, config)  # it takes weights over as they are
-    run.first_iteration = run.iteration
+    run.attachment = attach_activations(model, optimizer, config, plan)  # it takes weights over as they are
+    run.begin_at(run.iteration)
     return run
 
 
@@ -168,8 +199,8 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
 
     Args:
         progress: called once per iteration, when its numbers have arrived.
-        metered: how many of the last iterations are timed, operation by operation, into `run.trace`. All lanes are
-            emptied before the first of them.
+        metered: how many of the last iterations are timed, operation by operation, into `run.trace` and `run.offload`;
+            in a long run as many near its start, too. All lanes are emptied before the first of them.
     """
     until = run.config.train.train_iters
     if run.iteration >= until:
@@ -180,18 +211,24 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
         )
     with deterministic(run.config.model.deterministic_mode):
         run.clock_s = time.perf_counter()
-        first = max(run.iteration, until - metered)
-        _iterate(run, first, progress)
-        if run.iteration < until:
-            run.optimizer.wait()
-            with run.optimizer.trace() as trace:
-                _iterate(run, until, progress)
-            run.trace = trace
-            run.traced_iterations = until - first
+        for first, end in _windows(run.iteration, until, metered):
+            _iterate(run, first, progress)
+            if first < end:
+                run.optimizer.wait()
+                with run.optimizer.trace() as trace:
+                    _iterate(run, end, progress)
+                run.trace, run.offload = trace, measured(trace, run.iteration, end - first)
         run.optimizer.wait()
         collect(run, progress, everything=True)
     if run.config.checkpoint.save is not None:
         run.saved = resume.save(run)
+
+
+def _windows(iteration: int, until: int, metered: int) -> list[tuple[int, int]]:
+    """Iterations [first, end) to meter, in order; the last window ends the run."""
+    last = max(iteration, until - metered), max(iteration, until)
+    early = iteration + SETTLED_ITERATIONS
+    return [(early, early + metered), last] if metered and early + 2 * metered <= last[0] else [last]
 
 
 def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> None:
@@ -228,7 +265,10 @@ def backward(run: Run, *, taken: bool = True) -> torch.Tensor:
         with run.optimizer.accumulate(last=taken and microbatch == run.microbatches - 1):
             share = training_loss(run.model, inputs, labels) / run.microbatches
             total += share.detach().float()
+            if microbatch == run.microbatches - 1:
+                run.sampler.sample(run.iteration, FORWARD)
             (share if run.scaler is None else run.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+    run.sampler.sample(run.iteration, BACKWARD)
     return total
 
 
@@ -243,7 +283,9 @@ def step(run: Run, loss: torch.Tensor) -> None:
     else:
         run.scaler.step(optimizer)
         run.scaler.update()
-    run.slot_bytes = max(run.slot_bytes, optimizer.backend.ledger.by_owner(Tier.DEVICE).get(_SLOTS, 0))
+    run.slot_bytes = max(run.slot_bytes, optimizer.backend.ledger.by_owner(Tier.DEVICE).get(SLOTS, 0))
+    run.sampler.issued(run.iteration)
+    run.learning_rates.append(lr)
     run.readback.send(run.iteration, loss, *optimizer.step_scalars())
     run.iteration += 1
 
@@ -266,52 +308,6 @@ def _to_device(tokens: npt.NDArray[np.int64], device: torch.device) -> torch.Ten
     """A copy that the host does not wait for: from pinned memory, which torch keeps until the copy is done."""
     tensor = torch.from_numpy(tokens)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def report(run: Run) -> RunReport:
-    """What the run did and what it holds now."""
-    plan, ledger = run.optimizer.plan, run.optimizer.backend.ledger
-    cuda = run.device.type == "cuda"
-    tokens = run.config.train.global_batch_size * run.dataset.seq_length
-    steady = run.iteration_s[1:] or run.iteration_s
-    at_most = {"gradients": gradient_bytes(run.config, run.optimizer.inventory, plan)}
-    at_most |= {_SLOTS: run.slot_bytes} if run.slot_bytes else {}
-    memory = MemoryReport(
-        device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
-        host_by_owner_bytes=ledger.by_owner(Tier.HOST),
-        pinned_bytes=ledger.pinned_bytes,
-        resident_bytes=resident_bytes(),
-        device_allocated_bytes=torch.cuda.memory_allocated(run.device) if cuda else None,
-        device_peak_bytes=torch.cuda.max_memory_allocated(run.device) if cuda else None,
-    )
-    return RunReport(
-        recipe=run.recipe,
-        first_iteration=run.first_iteration,
-        last_iteration=run.iteration,
-        losses=run.losses,
-        grad_norms=run.grad_norms,
-        skipped_iterations=run.skipped,
-        tokens_per_s=tokens * len(steady) / sum(steady) if steady else 0.0,
-        iteration_s=run.iteration_s,
-        asked_fraction=plan.asked_fraction,
-        placed_fraction=plan.placed_fraction,
-        state_bytes=plan.state_bytes,
-        offloaded_bytes=plan.offloaded_bytes,
-        buckets=len(plan.buckets),
-        host_buckets=plan.count(Placement.HOST),
-        streamed_buckets=plan.count(Placement.STREAMED),
-        placements=plan.explain(),
-        activations=None if run.attachment is None else run.attachment.report(),
-        offload=None if run.trace is None else measured(run.trace, run.iteration, run.traced_iterations),
-        memory=memory,
-        moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
-        moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],
-        parameters=run.optimizer.inventory.numel,
-        model_parameters=sum(p.numel() for p in run.model.parameters()),
-        data=run.dataset.description,
-        machine={**run.optimizer.backend.describe(), "torch": torch.__version__},
-        checkpoint=None if run.saved is None else str(run.saved),
-    )
 
 
 def _dataset(config: Config) -> TokenDataset:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
 
 from hostward.config import Config
+from hostward.errors import ConfigError
 from hostward.inventory import Inventory
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.plan import Placement, Plan
 from hostward.planner import summed_on_host
+from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import serial
 from hostward.training.optimizer import AdamW
 
@@ -70,15 +73,42 @@ def accumulates_in_fp32(config: Config) -> bool:
     return accumulates(config) or sums_on_host(config)
 
 
-def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
-    """The optimizer that the options describe."""
+def with_plan(config: Config, plan: PlanFile) -> Config:
+    """The options of a run with a plan: what they say of placements is what the plan says.
+
+    Raises ConfigError where options place something themselves.
+    """
+    own = {
+        "optimizer.optimizer_cpu_offload": config.optimizer.optimizer_cpu_offload,
+        "optimizer.offload_optimizer_states": config.optimizer.offload_optimizer_states,
+        "model.cpu_offloading": config.model.cpu_offloading,
+        "model.fine_grained_activation_offloading": config.model.fine_grained_activation_offloading,
+        "model.recompute_granularity": config.model.recompute_granularity is not None,
+    }
+    for option, used in own.items():
+        if used:
+            raise ConfigError(
+                f"--plan and {option}",
+                why="the plan says where everything goes",
+                fix=f"leave {option} out, or make the plan with it: hostward plan {option}=... --json FILE",
+            )
+    found = copy.deepcopy(config)
+    found.optimizer.optimizer_cpu_offload = plan.asked_fraction > 0
+    found.optimizer.optimizer_offload_fraction = plan.asked_fraction
+    found.optimizer.gradients = "host" if plan.gradients_on_host else "device"
+    return found
+
+
+def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> AdamW:
+    """The optimizer that the options describe; `plan` says where its state goes instead."""
     options, asked = config.optimizer, shares(config)
     return AdamW(
         model,
         lr=options.lr,
         **resume.group_settings(config),
         max_grad_norm=options.clip_grad,
-        offload_fraction=asked.offload_fraction,
+        offload_fraction=asked.offload_fraction if plan is None else 0.0,
+        plan=plan,
         streamed_fraction=asked.streamed_fraction,
         overlap=options.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=options.pin_cpu_grads,
@@ -98,12 +128,8 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
     every backward, or in the only one: at any time there are those of the other buckets, and of a run of buckets that
     are filled or on their way out.
     """
-    placements = [b.placement for b in plan.buckets]
-    leaving = [b for b, placement in enumerate(placements) if placement is Placement.HOST]
-    if sums_on_host(config):
-        leaving = sorted(summed_on_host(inventory.buckets, placements))
-    names = [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
-    stay = {name for b, held in enumerate(names) if b not in leaving for name in held}
+    leaving, names = _leaving(config, inventory, plan), _names(inventory)
+    stay = _names_besides(leaving, names)
     in_fp32 = accumulates_in_fp32(config)
     sizes = {
         p.name: p.numel * (4 if in_fp32 and (p.name in stay or not sums_on_host(config)) else p.dtype.itemsize_bytes)
@@ -115,3 +141,26 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
     runs = [set().union(*on_host[i : i + GRADIENTS_IN_FLIGHT + 1]) - stay for i in range(len(on_host))]
     in_flight = max((sum(sizes[name] for name in run) for run in runs), default=0)
     return sum(sizes[name] for name in stay) + in_flight
+
+
+def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
+    """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
+    leaving = [] if serial(config) else _leaving(config, inventory, plan)
+    return frozenset(_names_besides(leaving, _names(inventory)))
+
+
+def _leaving(config: Config, inventory: Inventory, plan: Plan) -> list[int]:
+    """Buckets whose gradients go to the host."""
+    placements = [b.placement for b in plan.buckets]
+    if sums_on_host(config):
+        return sorted(summed_on_host(inventory.buckets, placements))
+    return [b for b, placement in enumerate(placements) if placement is Placement.HOST]
+
+
+def _names(inventory: Inventory) -> list[set[str]]:
+    """By bucket, the parameters that it holds ranges of."""
+    return [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
+
+
+def _names_besides(leaving: list[int], names: list[set[str]]) -> set[str]:
+    return {name for b, held in enumerate(names) if b not in leaving for name in held}

@@ -1,52 +1,43 @@
-"""What a run reports: facts as plain data, a table for people, JSON for programs."""
+"""From a run to its report: what it did and what it holds, as data; and tables for people."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hostward.config import Config, get_option, options
+from hostward.engine.backend import Tier
 from hostward.engine.trace import Trace
-from hostward.training.attachment import ActivationReport
+from hostward.hardware import host_memory, resident_bytes
+from hostward.plan import Placement
+from hostward.rules import shown
+from hostward.run_report import (
+    FORMAT,
+    VERSION,
+    BucketRow,
+    Ended,
+    Estimate,
+    MemoryReport,
+    OffloadReport,
+    RunReport,
+    StepRow,
+)
+from hostward.schedule import Lane
+
+from .placing import gradient_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from .loop import Run
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Bytes in steady state, by owner, and what the system counts beside them. Device bytes of gradients and of staging
-    slots come and go: these are the most at any time.
-    """
-
-    device_by_owner_bytes: Mapping[str, int]
-    host_by_owner_bytes: Mapping[str, int]
-    pinned_bytes: int
-    resident_bytes: int
-    """Resident set size of the process."""
-    device_allocated_bytes: int | None
-    """What torch's CUDA allocator holds between steps; None without a GPU."""
-    device_peak_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadReport:
-    """What moving and stepping cost per step, measured over the iterations [first, last), and what of it was hidden.
-
-    `exposed_s`: seconds in which the device stood still for an arrival; `hidden_s`: the rest of the offload work.
-    Transfers by direction, "d2h" and "h2d".
-    """
-
-    first_iteration: int
-    last_iteration: int
-    hidden_s: float
-    exposed_s: float
-    offload_s: float
-    host_step_s: float
-    transfer_s: Mapping[str, float]
-    transfer_bytes: Mapping[str, float]
-    lines: list[str]
-    """The same for people."""
+SLOTS = "staging slots"
 
 
 def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None:
@@ -71,47 +62,134 @@ def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None
         host_step_s=summary.host_step_s / n,
         transfer_s={direction: seconds / n for direction, seconds in summary.transfer_s.items()},
         transfer_bytes={direction: count / n for direction, count in summary.transfer_bytes.items()},
-        lines=summary.explain().splitlines(),
+        lines=tuple(summary.explain().splitlines()),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """One training run."""
+def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: str | None = None) -> RunReport:
+    """What the run did and what it holds now. Reads counters; waits for nothing.
 
-    recipe: str
-    first_iteration: int
-    last_iteration: int
-    losses: list[float]
-    grad_norms: list[float]
-    skipped_iterations: list[int]
-    tokens_per_s: float
-    iteration_s: list[float]
-    asked_fraction: float
-    placed_fraction: float
-    state_bytes: int
-    offloaded_bytes: int
-    buckets: int
-    host_buckets: int
-    streamed_buckets: int
-    placements: str
-    """Of the optimizer state, in words."""
-    activations: ActivationReport | None
-    """Of what layers saved for backward, where it is offloaded."""
-    offload: OffloadReport | None
-    """None where nothing was offloaded and no trace was asked for."""
-    memory: MemoryReport
-    moved_d2h_bytes: int
-    moved_h2d_bytes: int
-    parameters: int
-    model_parameters: int
-    data: str
-    machine: Mapping[str, Any]
-    checkpoint: str | None
+    Args:
+        circumstances: `date`, `command` and `versions` of the report.
+    """
+    plan, ledger, config = run.optimizer.plan, run.optimizer.backend.ledger, run.config
+    tokens = config.train.global_batch_size * run.dataset.seq_length
+    steady = run.iteration_s[1:] or run.iteration_s
+    memory, offload = _memory(run), run.offload
+    return RunReport(
+        format=FORMAT,
+        version=VERSION,
+        **circumstances,
+        recipe=run.recipe,
+        ended=ended.value,
+        reason=reason,
+        first_iteration=run.first_iteration,
+        last_iteration=run.iteration,
+        planned_iterations=config.train.train_iters,
+        losses=tuple(run.losses),
+        grad_norms=tuple(run.grad_norms),
+        learning_rates=tuple(run.learning_rates),
+        skipped_iterations=tuple(run.skipped),
+        tokens_per_iteration=tokens,
+        tokens_per_s=tokens * len(steady) / sum(steady) if steady else 0.0,
+        iteration_s=tuple(run.iteration_s),
+        step_memory=run.sampler.step_memory(),
+        memory_over_time=run.sampler.owners(),
+        asked_fraction=plan.asked_fraction,
+        placed_fraction=plan.placed_fraction,
+        state_bytes=plan.state_bytes,
+        offloaded_bytes=plan.offloaded_bytes,
+        buckets=len(plan.buckets),
+        host_buckets=plan.count(Placement.HOST),
+        streamed_buckets=plan.count(Placement.STREAMED),
+        placements=plan.explain(),
+        plan=tuple(BucketRow(b.name, b.numel, b.state_bytes, b.host_bytes, b.placement.value) for b in plan.buckets),
+        activations=_activations(run),
+        offload=offload,
+        memory=memory,
+        predicted=run.predicted,
+        measured=Estimate(
+            device_peak_bytes=memory.device_peak_bytes,
+            host_bytes=sum(memory.host_by_owner_bytes.values()),
+            pinned_bytes=memory.pinned_bytes,
+            step_s=median(steady) if steady else None,
+            exposed_s=None if offload is None else offload.exposed_s,
+        ),
+        frontier=run.frontier,
+        moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
+        moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],
+        parameters=run.optimizer.inventory.numel,
+        model_parameters=sum(p.numel() for p in run.model.parameters()),
+        data=run.dataset.description,
+        options=options_set(config),
+        machine={**run.optimizer.backend.describe(), "torch": torch.__version__, **_device_facts(run.device)},
+        host=_host_facts(),
+        checkpoint=None if run.saved is None else str(run.saved),
+    )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values only, for JSON."""
-        return asdict(self)
+
+def newest_row(run: Run) -> StepRow:
+    """The newest iteration whose numbers have arrived; there is one."""
+    i = len(run.losses) - 1
+    step_s, iteration = run.iteration_s[i], run.first_iteration + i
+    tokens = run.config.train.global_batch_size * run.dataset.seq_length
+    memory = run.sampler.steps[i]
+    return StepRow(
+        iteration=iteration,
+        loss=run.losses[i],
+        grad_norm=run.grad_norms[i],
+        learning_rate=run.learning_rates[i],
+        step_s=step_s,
+        tokens_per_s=tokens / step_s if step_s else 0.0,
+        skipped=bool(run.skipped) and run.skipped[-1] == iteration,
+        device_allocated_bytes=memory.device_allocated_bytes,
+        device_peak_bytes=memory.device_peak_bytes,
+        host_resident_bytes=memory.host_resident_bytes,
+        pinned_bytes=memory.pinned_bytes,
+    )
+
+
+def _activations(run: Run) -> dict[str, Any] | None:
+    if run.attachment is None:
+        return None
+    found = run.attachment.report()
+    return {**asdict(found), "words": found.explain()}
+
+
+def _memory(run: Run) -> MemoryReport:
+    ledger, cuda = run.optimizer.backend.ledger, run.device.type == "cuda"
+    at_most = {"gradients": gradient_bytes(run.config, run.optimizer.inventory, run.optimizer.plan)}
+    at_most |= {SLOTS: run.slot_bytes} if run.slot_bytes else {}
+    return MemoryReport(
+        device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
+        host_by_owner_bytes=ledger.by_owner(Tier.HOST),
+        pinned_bytes=ledger.pinned_bytes,
+        resident_bytes=resident_bytes(),
+        device_allocated_bytes=torch.cuda.memory_allocated(run.device) if cuda else None,
+        device_peak_bytes=torch.cuda.max_memory_allocated(run.device) if cuda else None,
+    )
+
+
+def options_set(config: Config) -> dict[str, str]:
+    """The options that differ from their defaults, as typed on a command line."""
+    values = {name: get_option(config, name) for name in options()}
+    return {name: shown(value) for name, value in values.items() if value != options()[name].default}
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {"device_memory_bytes": torch.cuda.get_device_properties(device).total_memory}
+
+
+def _host_facts() -> dict[str, Any]:
+    limit = host_memory()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": limit.total_bytes,
+        "limited_by": limit.limited_by,
+    }
 
 
 def render(report: RunReport) -> list[Table]:
@@ -121,9 +199,9 @@ def render(report: RunReport) -> list[Table]:
     run = Table(title=f"{report.recipe}: iterations {report.first_iteration} to {report.last_iteration}")
     run.add_column("run")
     run.add_column("value", justify="right")
-    losses, simulated = report.losses, report.machine["backend"] == "simulated"
+    simulated = report.simulated
     rows = {
-        "loss, first and last": f"{losses[0]:.6f} → {losses[-1]:.6f}" if losses else "no iteration was run",
+        "loss, first and last": _first_and_last(report.losses),
         "tokens/s": f"{report.tokens_per_s:,.0f}",
         "parameters (trained)": f"{report.model_parameters:,} ({report.parameters:,})",
         "state offloaded, asked": f"{report.asked_fraction:.4f}",
@@ -139,7 +217,7 @@ def render(report: RunReport) -> list[Table]:
         "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
     }
     if report.activations is not None:
-        rows |= {"saved activations": report.activations.explain()}
+        rows |= {"saved activations": report.activations["words"]}
     if report.offload is not None:
         span = f"iterations {report.offload.first_iteration} to {report.offload.last_iteration}"
         notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
@@ -149,6 +227,12 @@ def render(report: RunReport) -> list[Table]:
     for name, value in rows.items():
         run.add_row(name, value)
     return [run, _memory_table(report.memory, simulated=simulated)]
+
+
+def _first_and_last(losses: Sequence[float | None]) -> str:
+    if not losses:
+        return "no iteration was run"
+    return " → ".join("not finite" if loss is None else f"{loss:.6f}" for loss in (losses[0], losses[-1]))
 
 
 def _memory_table(memory: MemoryReport, *, simulated: bool) -> Table:

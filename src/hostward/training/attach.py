@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from hostward.inspect import groups_of
 from .attachment import Activations, Attachment
 from .control import Control
 from .layers import find_layers
-from .recompute import Recompute, Regions
+from .mix import planned
+from .planned import layers_of, recompute_whole
+from .recompute import Regions
 from .visit_hooks import is_attached
 from .weight_offload import OffloadedWeights, Weights, check_weights, weights_of
 
@@ -35,7 +37,8 @@ def attach(
     *,
     activations: Activations | int | None = None,
     weights: Weights | int | None = None,
-    recompute: Recompute | Sequence[str] | None = None,
+    recompute: Sequence[str] | Mapping[str, int | None] | None = None,
+    plan: object = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
 ) -> Attachment:
@@ -54,8 +57,11 @@ def attach(
         activations: how; a number is that of layers. None: they stay.
         weights: how weights leave; a number is that of layers. Frozen ones, and those that the host steps
             (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`). None: they stay.
-        recompute: what layers run again in backward instead of saving it; ("layernorm", "mlp_act") costs little, and
-            what remains is offloaded as `activations` says.
+        recompute: what layers run again in backward instead of saving it, by names of `hostward.training.recompute`;
+            ("layernorm", "mlp_act") costs little, and what remains is offloaded as `activations` says. With numbers
+            of layers, from the first on: {"mlp_act": None, "layernorm": 9}; None: all.
+        plan: from `hostward plan --json FILE`, or that file: all of this by layer, instead of the three above. Layers
+            that it recomputes as a whole are told so; they stay that way after `detach`.
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
 
@@ -68,6 +74,8 @@ def attach(
     sharding = groups_of(model)
     if sharding is not None:
         sharding.reshard()  # what FSDP2 has gathered passes for a plain parameter, until FSDP2 lets go of it
+    if plan is not None:
+        activations, weights, recompute = _planned(model, plan, layers, activations, weights, recompute)
     how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None and not isinstance(optimizer, Control):
         raise ConfigError(
@@ -131,6 +139,36 @@ def offload_activations(
                 fix=f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}",
             )
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
+
+
+def _planned(
+    model: torch.nn.Module, plan: object, layers: Sequence[torch.nn.Module] | None, *others: object
+) -> tuple[int | None, int | None, dict[str, int] | None]:
+    """Activations, weights and recomputation of a plan."""
+    if any(other is not None for other in others):
+        raise ConfigError(
+            "attach() with plan=... and activations, weights or recompute",
+            why="the plan says what becomes of each layer",
+            fix="leave the others out, or edit the plan",
+        )
+    given = planned(plan)
+    found = find_layers(model, layers)
+    if given is None or len(given.layers) != len(found):
+        raise ConfigError(
+            f"the plan has {len(given.layers) if given else 0} layers, the model has {len(found)}",
+            why="it is a plan of another model",
+            fix="make a plan of this model: hostward plan --json FILE",
+        )
+    chosen = layers_of(given)
+    if not (chosen.activations or chosen.weights or chosen.parts):
+        raise ConfigError(
+            "attach() with a plan that neither offloads nor recomputes parts of layers",
+            fix="leave attach() out; hostward.AdamW(plan=...) alone carries it out",
+        )
+    modules = [layer for _, layer in found]
+    recompute = chosen.recompute(modules)
+    recompute_whole(model, modules, chosen.whole)
+    return chosen.activations or None, chosen.weights or None, recompute
 
 
 def _how(given: object) -> Activations:

@@ -158,7 +158,7 @@ class Attachment:
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
             movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._arena.slab_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
+            self._movement.host_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
             None if self._weights is None else self._weights.report(),
         )  # fmt: skip
 
@@ -176,8 +176,9 @@ class Attachment:
         return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
 
     def detach(self) -> None:
-        """Leave the model as it was. Host memory goes back too, unless a graph still needs what it saved: then a second
-        call returns it later.
+        """Leave the model as it was. Host memory goes back too, unless autograd still needs what was saved, or a CUDA
+        graph is being captured: then a second call returns it later. CUDA graphs that were captured before must not be
+        replayed afterwards: the host memory that they copy to is gone.
         """
         for wrapped in self._wrapped:
             wrapped.undo()
@@ -188,10 +189,7 @@ class Attachment:
         if self._weights is not None:
             self._weights.detach()
         self._attached = False
-        self._movement.collect()
-        self.backend.synchronise()
-        if self._arena.blocks_in_use == 0:
-            self._arena.close()
+        self._movement.close()
 
     def __enter__(self) -> Attachment:
         return self

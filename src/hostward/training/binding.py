@@ -90,24 +90,29 @@ class Bindings:
         self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
         self._step_bound: int | None = None
         self._works: dict[tuple[Op, tuple[int, ...], tuple[bool, ...]], Work] = {}
-        self._points: defaultdict[str, list[PointWorks]] = defaultdict(list)
+        self._points: defaultdict[tuple[str, ...], list[PointWorks]] = defaultdict(list)
 
-    def at(self, point: str, ops: tuple[Op, ...], choice: Callable[[int, Which], Choice]) -> PointWorks:
-        """The works of a point, in the order of `ops`: those of an earlier time when all choices were the same.
+    def at(
+        self, points: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], choice: Callable[[int, Which], Choice]
+    ) -> PointWorks:
+        """The works of points, in this order and that of the schedule: those of an earlier time when schedule and all
+        choices were the same.
 
         `choice(bucket, which)` are the ranges that operations are over now.
         """
-        kept = self._points[point]
+        kept = self._points[points]
         for found in kept:
-            if found.ops is ops and found.chosen == [choice(*ask) for ask in found.asked]:
+            if found.schedule is schedule and found.chosen == [choice(b, which) for b, which in found.asked]:
                 return found
         if len(kept) == _KEPT_CHOICES:
             del kept[0]
-        kept.append(self._gather(ops, choice))
+        kept.append(self._gather(points, schedule, choice))
         return kept[-1]
 
-    def _gather(self, ops: tuple[Op, ...], choice: Callable[[int, Which], Choice]) -> PointWorks:
-        ops_here = [op for op in ops if op.kind is not Kind.MODEL]
+    def _gather(
+        self, points: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], choice: Callable[[int, Which], Choice]
+    ) -> PointWorks:
+        ops_here = [op for point in points for op in schedule.get(point, ()) if op.kind is not Kind.MODEL]
         asks = {op: (op.bucket, which(op)) for op in ops_here if op.bucket is not None}
         # What is asked for goes on to change; an answer that is kept must not.
         answers = {ask: _frozen(choice(*ask)) for ask in asks.values()}
@@ -118,7 +123,7 @@ class Bindings:
             part += self._works_of(op, answers[asks[op]] if op in asks else frozenset())
         batch = self._backend.batch
         return PointWorks(
-            ops, list(answers), list(answers.values()), batch(before), batch(stepping) if stepping else None
+            schedule, list(answers), list(answers.values()), batch(before), batch(stepping) if stepping else None
         )
 
     def _works_of(self, op: Op, chosen: Choice) -> list[Work]:
@@ -173,7 +178,7 @@ class Bindings:
 
     def trim(self) -> None:
         """Selections of ranges may differ in every step: do not keep all there ever were. Nothing is pending."""
-        if len(self._works) > _KEPT_WORKS:
+        if max(len(self._works), len(self._points)) > _KEPT_WORKS:
             self.forget()
 
     def _bind(self, op: Op, chosen: tuple[int, ...]) -> Work:

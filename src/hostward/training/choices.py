@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -50,7 +50,7 @@ Choice = Set[int] | Addition
 class PointWorks:
     """The operations of a point, bound to one choice of ranges: those before the first AdamW, then the rest."""
 
-    ops: tuple[Op, ...]
+    schedule: Mapping[str, tuple[Op, ...]]
     asked: Sequence[tuple[int, Which]]
     """What they depend on, by bucket."""
     chosen: list[Choice]

@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 from hostward.schedule import Lane
 
 from .accumulation import Accumulation
-from .gradients import Where
+from .placeholder import Where
 from .tracing import Tracing
 from .unfenced import UnfencedReads
 

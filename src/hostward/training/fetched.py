@@ -15,7 +15,7 @@ from hostward.plan import Placement
 
 from .binding import Bindings
 from .points import PointIssuer
-from .state import BucketState
+from .state import BucketState, require_arrived
 from .targets import Targets
 from .totals import Totals
 
@@ -72,6 +72,7 @@ class FetchedWeights(PointIssuer):
         comes later.
         """
         if layer in self.pending:
+            require_arrived(self._backend, layer)
             self._upload([layer])
             makers = {Placement.HOST: "upload", Placement.STREAMED: "step"}
             held = [b for b, name in enumerate(self._layers) if name == layer]

@@ -28,7 +28,7 @@ class KeepFragments(Work):
 
     def issue(self) -> Event:
         # The buffers stand for other gradients by the time a queued kernel runs.
-        self._pending.append([(kept.data, gradient.data[span]) for kept, gradient, span in self._parts])
+        self._pending.append([(kept.data, gradient.data.view(-1)[span]) for kept, gradient, span in self._parts])
         try:
             return self._launch.issue()
         except BaseException:

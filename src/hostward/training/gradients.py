@@ -7,8 +7,7 @@ A gradient that has been taken leaves a placeholder in `.grad`. Any use of it ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -17,43 +16,55 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import ModelError
-from hostward.inspect import Tracked, local_of, placed_alike
+from hostward.inspect import Tracked, is_plain, local_of, placed_alike
 
-from .moved_gradient import MovedGradient as MovedGradient
-from .moved_gradient import Where as Where
+from .placeholder import Fate, MovedGradient, Where, raise_lost
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """The gradient of one parameter, flat and contiguous, in the dtype in which autograd left it."""
+def gradient_of(t: Tracked) -> torch.Tensor:
+    """The gradient of a parameter, or this process's part of it, contiguous, in the shape and dtype in which autograd
+    left it.
 
-    name: str
-    flat: torch.Tensor
+    Raises:
+        ModelError: it is not a dense floating tensor on the parameter's device, placed as the parameter is.
+    """
+    parameter: torch.Tensor = t.parameter
+    grad = parameter.grad
+    if t.sharded:
+        if grad is None or not placed_alike(grad, parameter):
+            raise _unfit(t)
+        parameter, grad = t.local, local_of(grad)
+    if (
+        grad is None
+        or not is_plain(grad)
+        or grad.layout is not torch.strided
+        or grad.dtype not in DTYPES
+        or grad.device != parameter.device
+        or grad.shape != parameter.shape
+    ):
+        raise _unfit(t)
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.is_contiguous() else grad.contiguous()
 
-    @classmethod
-    def of(cls, name: str, parameter: torch.nn.Parameter) -> Gradient:
-        """Raises ModelError for a gradient that is not a dense floating tensor on the parameter's device."""
-        grad = parameter.grad
-        problem = None
-        whole, grad = grad, None if grad is None else local_of(grad)
-        if grad is None or whole is None:
-            problem = "has no gradient"
-        elif not placed_alike(whole, parameter):
-            problem = f"has a gradient that is a {type(whole).__name__}, not placed as the parameter is"
-        elif grad.layout is not torch.strided:
-            problem = f"has a gradient with layout {grad.layout}"
-        elif grad.dtype not in DTYPES:
-            problem = f"has a gradient of dtype {grad.dtype}"
-        elif grad.device != parameter.device or grad.shape != local_of(parameter).shape:
-            problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
-        if problem or grad is None:
-            raise ModelError(
-                f"parameter {name!r} {problem}",
-                why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
-                fix="make the gradient dense, or leave the parameter out of the optimizer",
-            )
-        flat = grad.detach() if grad.requires_grad else grad
-        return cls(name, flat.ravel())
+
+def _unfit(t: Tracked) -> ModelError:
+    grad = t.parameter.grad
+    if grad is None:
+        problem = "has no gradient"
+    elif not placed_alike(grad, t.parameter):
+        problem = f"has a gradient that is a {type(grad).__name__}, not placed as the parameter is"
+    elif grad.layout is not torch.strided:
+        problem = f"has a gradient with layout {grad.layout}"
+    elif grad.dtype not in DTYPES:
+        problem = f"has a gradient of dtype {grad.dtype}"
+    else:
+        problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
+    return ModelError(
+        f"parameter {t.name!r} {problem}",
+        why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
+        fix="make the gradient dense, or leave the parameter out of the optimizer",
+    )
 
 
 class Taker(Protocol):
@@ -62,8 +73,11 @@ class Taker(Protocol):
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
 
-    def take(self, gradient: Gradient, *, last: bool = True) -> None:
-        """A gradient leaves. `last`: no further microbatch is known to come."""
+    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
+        """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
+
+    def take_all(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """`take` for each of these, which are all final."""
 
     def flush(self, name: str) -> None:
         """A parameter whose gradients are added up on the host is about to get another one."""
@@ -95,6 +109,8 @@ class Handover:
         self._taker = taker
         self.summed = summed
         self._placeholders: dict[str, MovedGradient] = {}
+        self._fate = Fate()
+        """Of what is taken now."""
         self.taken: set[str] = set()
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
@@ -140,7 +156,7 @@ class Handover:
                 )
             return
         if moved.became is Where.LOST:
-            _raise_lost(t.name)
+            raise_lost(t.name)
         if moved.became is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
             t.parameter.grad = None
@@ -165,20 +181,29 @@ class Handover:
         if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
             self.hand_over(t, last=self.armed)
 
-    def hand_over(self, t: Tracked, gradient: Gradient | None = None, *, last: bool = True) -> None:
-        """Take what is in `.grad`, which is `gradient` if that is given. Raises ModelError for a gradient that no step
-        is defined for.
-        """
-        gradient = gradient or Gradient.of(t.name, t.parameter)
-        self._hook(t)
-        placeholder = self._placeholders.get(t.name)
-        if placeholder is None or placeholder.dtype is not gradient.flat.dtype:
-            placeholder = MovedGradient(t.name, t.parameter, gradient.flat.dtype, self._unscaled)
-            self._placeholders[t.name] = placeholder
-        placeholder.became = Where.TAKEN
-        t.parameter.grad = placeholder
-        self.taken.add(t.name)
-        self._taker.take(gradient, last=last)
+    def hand_over(self, t: Tracked, *, last: bool = True) -> None:
+        """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
+        gradient = gradient_of(t)
+        self._put_placeholder(t, gradient.dtype)
+        self._taker.take(t.name, gradient, last=last)
+
+    def hand_over_all(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take what is in `.grad` of all these, which are `gradients` by name. They are final."""
+        for t in waiting:
+            self._put_placeholder(t, gradients[t.name].dtype)
+        self._taker.take_all(gradients)
+
+    def _put_placeholder(self, t: Tracked, dtype: torch.dtype) -> None:
+        name, parameter = t.name, t.parameter
+        if name not in self._hooked:
+            self._hook(t)
+        placeholder = self._placeholders.get(name)
+        if placeholder is None or placeholder.made_for is not dtype:
+            placeholder = MovedGradient(name, parameter, dtype, self._fate, self._unscaled)
+            self._placeholders[name] = placeholder
+        placeholder.fate = self._fate
+        parameter.grad = placeholder
+        self.taken.add(name)
 
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         self.unscaled.append((found_inf, inv_scale))
@@ -189,15 +214,16 @@ class Handover:
         Raises:
             ModelError: a gradient was lost, or was cleared or replaced by hand after it had been taken.
         """
-        found, cleared = [], []
+        found, cleared, taken = [], [], self.taken
         for t in self._tracked:
             grad = t.parameter.grad
-            if isinstance(grad, MovedGradient):
+            if type(grad) is MovedGradient:  # as isinstance, which is slow for tensors
                 if grad.became is Where.LOST:
-                    _raise_lost(t.name)
+                    raise_lost(t.name)
             elif grad is None:
-                cleared += [t.name] if t.name in self.taken else []
-            elif t.name in self.taken:
+                if t.name in taken:
+                    cleared.append(t.name)
+            elif t.name in taken:
                 raise ModelError(
                     f"the gradient of parameter {t.name!r} was replaced after the optimizer had taken it",
                     why="the step would be made with the one that was taken",
@@ -239,8 +265,8 @@ class Handover:
 
     def mark(self, where: Where) -> None:
         """Say what became of everything taken; nothing is taken any more."""
-        for name in self.taken:
-            self._placeholders[name].became = where
+        self._fate.now = where
+        self._fate = Fate()
         self.taken.clear()
         self.unscaled.clear()
 
@@ -252,10 +278,6 @@ class Handover:
 
 class GradientsClearedError(ModelError):
     """Every gradient that the optimizer had taken was cleared through the module: there is nothing to step with."""
-
-
-def _raise_lost(name: str) -> None:
-    raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=Where.LOST.told, fix=Where.LOST.fix)
 
 
 def _capturing(parameter: torch.Tensor) -> bool:

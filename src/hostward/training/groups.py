@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -44,10 +46,7 @@ def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked
     """Raises ModelError unless `param_groups` hold what was added to them: by hand nothing may be put in, taken out,
     moved or renamed, because state and hyper-parameters are found by group and by name.
     """
-    members: dict[int, list[Tracked]] = {}
-    for t in tracked:
-        members.setdefault(t.group, []).append(t)
-    if len(groups) == len(members) and all(_holds(g, members[i]) for i, g in enumerate(groups)):
+    if _hold(groups, tracked):
         return
     names = {id(t.parameter): t.name for t in tracked}
     held = [id(p) for group in groups for p in group.get("params", ())]
@@ -67,11 +66,16 @@ def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked
     )
 
 
-def _holds(group: Mapping[str, Any], members: Sequence[Tracked]) -> bool:
-    params, names = group.get("params", ()), group.get("param_names", ())
-    if len(params) != len(members) or len(names) != len(members):
-        return False
-    return all(p is t.parameter and n == t.name for p, n, t in zip(params, names, members, strict=True))
+def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> bool:
+    """Whether the groups hold these, one behind the other. Asked at every step, so all of them are compared at once."""
+    params = [list(group.get("params", ())) for group in groups]
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return (
+        all(params)
+        and [i for i, held in enumerate(params) for _ in held] == [t.group for t in tracked]
+        and names == [t.name for t in tracked]
+        and all(map(is_, chain.from_iterable(params), [t.parameter for t in tracked]))
+    )
 
 
 def checked_norm(value: float | None) -> float:

@@ -1,21 +1,55 @@
-"""How much of the offloaded state is streamed: as asked, or by rates measured on this machine."""
+"""Where the optimizer's state goes: by a plan, or a share of it, and a share of that streamed, asked or by rates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
+from hostward.errors import ConfigError, MemoryLimitError
 from hostward.hardware import Rates
-from hostward.inventory import Bucket, state_bytes_per_element
-from hostward.planner import streamed_share
+from hostward.inventory import Bucket, Inventory, state_bytes_per_element
+from hostward.lowering.staging import FEWEST
+from hostward.plan import Plan
+from hostward.planner import checked_fraction, place_fraction, streamed_share
+from hostward.planning.plan_file import PlanFile, load
+from hostward.sizes import size_bytes
+
+AUTO = "auto"
 
 
 class Mix:
-    """`asked`: a share, or "auto"."""
+    """Chooses placements.
 
-    def __init__(self, asked: float | str) -> None:
-        self._asked = asked
+    Args:
+        offload_fraction: share of the state off the device.
+        streamed: share of that, or "auto".
+        plan: says where each bucket goes instead; a plan or a file that holds one.
+        gradients: where the optimizer adds them up, "device" or "host".
+        device_memory: with `offload_fraction="auto"`, the most bytes of weights, gradients and state on the device.
+
+    Raises:
+        ConfigError: a share outside [0, 1]; no plan, or one that the other arguments contradict.
+    """
+
+    def __init__(
+        self,
+        offload_fraction: object,
+        streamed: float | str,
+        plan: object = None,
+        gradients: str = "device",
+        device_memory: int | str | None = None,
+    ) -> None:
+        self._budget_bytes = _budget_bytes(offload_fraction, device_memory)
+        self.offload_fraction = 0.0 if offload_fraction == AUTO else checked_fraction(offload_fraction)
+        self._asked = streamed
+        self._plan = planned(plan)
+        if self._plan is not None:
+            _require_alone(self._plan, self.offload_fraction, gradients)
+            self.offload_fraction = self._plan.asked_fraction
         self.rates: Rates | None = None
         """Measured once, before state is allocated; None if nothing depended on them."""
 
@@ -33,3 +67,77 @@ class Mix:
         return streamed_share(
             self.rates, state_bytes=state_bytes_per_element(first.kind), weight_bytes=first.dtype.itemsize_bytes
         )
+
+    def place(self, backend: Backend, inventory: Inventory, grad_dtype: torch.dtype | None = None) -> Plan:
+        """Placements of all buckets; `grad_dtype` is that of gradients, None: that of the weights.
+
+        Raises:
+            ConfigError: a plan of other buckets. MemoryLimitError: weights and gradients alone exceed `device_memory`.
+        """
+        if self._plan is not None:
+            return self._plan.placements(inventory)
+        buckets = inventory.buckets
+        if self._budget_bytes is not None:
+            self.offload_fraction = _least_fraction(buckets, grad_dtype, self._budget_bytes)
+            self._budget_bytes = None  # groups that come later are placed alike
+        share = self.streamed_share(backend, buckets, self.offload_fraction)
+        return place_fraction(buckets, self.offload_fraction, share)
+
+
+def _budget_bytes(offload_fraction: object, device_memory: int | str | None) -> int | None:
+    if (offload_fraction == AUTO) != (device_memory is not None):
+        raise ConfigError(
+            f"offload_fraction={offload_fraction!r} and device_memory={device_memory!r}",
+            why="a share is chosen where, and only where, there is a limit to choose it by",
+            fix='offload_fraction="auto", device_memory="40GiB"',
+        )
+    if isinstance(device_memory, str):
+        return size_bytes(device_memory, "device_memory")
+    if device_memory is not None and (isinstance(device_memory, bool) or device_memory < 0):
+        raise ConfigError(f"device_memory={device_memory!r} is no number of bytes", fix='device_memory="40GiB"')
+    return device_memory
+
+
+def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, budget_bytes: int) -> float:
+    """The least share of state off the device with which weights, gradients, what stays of the state, and two staging
+    slots keep to the budget. Places are rounded to buckets, so one more is taken off.
+    """
+    gradient = {b.index: grad_dtype.itemsize if grad_dtype is not None else b.dtype.itemsize_bytes for b in buckets}
+    fixed = sum(b.numel * (b.dtype.itemsize_bytes + gradient[b.index]) for b in buckets)
+    state = sum(b.state_bytes for b in buckets)
+    largest = max((b.state_bytes for b in buckets), default=0)
+    if fixed + state <= budget_bytes:
+        return 0.0
+    away = fixed + state + (FEWEST + 1) * largest - budget_bytes
+    if fixed + min(FEWEST, len(buckets)) * largest > budget_bytes:
+        raise MemoryLimitError(
+            f"device_memory={budget_bytes:,} bytes are too few: weights and gradients alone take {fixed:,}",
+            why=f"with all state off the device, two staging slots of {largest:,} bytes come on top",
+            fix=f"device_memory={fixed + FEWEST * largest:,} at least, or a plan that lets weights leave",
+        )
+    return min(1.0, away / state)
+
+
+def _require_alone(plan: PlanFile, offload_fraction: float, gradients: str) -> None:
+    if offload_fraction:
+        raise ConfigError(
+            f"plan=... and offload_fraction={offload_fraction}",
+            why="the plan says where each bucket goes",
+            fix="leave offload_fraction out, or edit the plan",
+        )
+    wanted = "host" if plan.gradients_on_host else "device"
+    if gradients != wanted:
+        raise ConfigError(
+            f"the plan adds gradients up on the {wanted}, and gradients={gradients!r}",
+            why="its bytes and seconds do not hold otherwise",
+            fix=f"gradients={wanted!r}",
+        )
+
+
+def planned(plan: object) -> PlanFile | None:
+    """A plan, from its file where `plan` names one. Raises ConfigError for anything else."""
+    if plan is None or isinstance(plan, PlanFile):
+        return plan
+    if isinstance(plan, (str, Path)):
+        return load(Path(plan))
+    raise ConfigError(f"plan={plan!r} is neither a plan nor a file", fix="plan='plan.json', as hostward plan writes it")

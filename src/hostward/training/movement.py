@@ -12,6 +12,7 @@ import torch
 
 from hostward.engine.backend import Backend, Buffer, Event, Tier
 from hostward.engine.host_arena import ALIGNMENT_BYTES, HostArena
+from hostward.errors import ModelError
 from hostward.inventory import align
 from hostward.lowering.activations import VISIT
 from hostward.schedule import Lane
@@ -24,6 +25,9 @@ _OWNER = "saved activations"
 class Movement:
     """Copies groups out and spans back, and frees nothing that a lane still works on.
 
+    Within the capture of a CUDA graph all of it becomes part of the graph, which gets host memory of its own. There
+    events count in their own capture alone, and every copy is waited for before the capture ends.
+
     Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the release), `held` (that somebody
     else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
     """
@@ -35,23 +39,57 @@ class Movement:
         self.arena = arena
         self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = 0
         # What dies while a lane works on it; filled by finalisers, emptied by the next operation here.
-        self._orphans: deque[tuple[list[torch.Tensor], Event]] = deque()
-
-    def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
-        return self._backend.capturing()
+        self._orphans: deque[tuple[list[torch.Tensor], Event, int]] = deque()
+        self._graphs: list[HostArena] = []
+        """Memory of CUDA graphs, by capture."""
+        self._capture = 0
+        """The newest one."""
+        self._last_copies: dict[Lane, Event] = {}
+        """Of that capture, unless they have been waited for."""
+        self._joining = -1
+        """The backward at whose end they will be."""
 
     def stream(self) -> int:
         """The compute stream of the caller."""
         return self._backend.compute_key()
 
-    def begin(self) -> None:
-        """A forward begins."""
-        if self.arena.blocks_in_use:
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held."""
+        return self.arena.slab_bytes + sum(arena.slab_bytes for arena in self._graphs)
+
+    def enter(self) -> int:
+        """A layer is about to run. Returns the capture that it is part of; 0: of none. With the first layer of a
+        capture all host memory passes to the graph. Raises ModelError where there can be no capture.
+        """
+        capture = self._backend.capture()
+        if capture and capture != self._capture:
+            what = "a layer with offloaded activations inside the capture of a CUDA graph"
+            if not self.arena.retain:
+                raise ModelError(
+                    what,
+                    why="replays copy to the host memory of the capture, which is given back between steps",
+                    fix="Activations(retain_pinned_buffers=True), or detach() before the capture",
+                )
+            if self.arena.blocks_in_use:
+                raise ModelError(
+                    what,
+                    why="what an earlier forward has saved is on the host yet, in memory that would be the graph's",
+                    fix="run backward, or drop the losses of earlier forwards, before the capture",
+                )
+            self._graphs.append(self.arena.hand_over())
+            self._capture = capture
+            self._last_copies.clear()
+        return capture
+
+    def begin(self, capture: int) -> None:
+        """A forward begins, in that capture."""
+        arena = self._graphs[-1] if capture else self.arena
+        if arena.blocks_in_use:
             return
         self.collect()
-        self.arena.rest()
-        if self._turns:
+        arena.rest()
+        if self._turns and not self._backend.capturing():
             self._backend.end_turn()
             self._backend.begin_turn()
 
@@ -63,19 +101,23 @@ class Movement:
         for span in spans:
             span.host_start = start
             start += align(span.nbytes, ALIGNMENT_BYTES)
-        group.block = block = self.arena.take(start)
+        group.arena = arena = self._graphs[-1] if group.capture else self.arena
+        group.block = block = arena.take(start)
         here = [Buffer(Tier.DEVICE, _of(span.data), _OWNER) for span in spans]
         events = {"made": self._mark("made", {}, writes=here)}
         pairs = [(self._parked(block.buffer, span), source) for span, source in zip(spans, here, strict=True)]
         after = [] if block.after is None else [block.after]
         group.offloaded = group.last_read = self._copy(
-            "offload", f"offload/d2h/activation/{name}", pairs, events, after
+            "offload", f"offload/d2h/activation/{name}", pairs, events, after, group.capture
         )
         self.offloaded += group.nbytes
 
     def release(self, groups: Iterable[Group]) -> None:
         """The compute lane waits for the copies; then the device memory may go to somebody else."""
         groups = [g for g in groups if g.offloaded is not None and not g.released]
+        if groups:
+            here = self._backend.capture()
+            groups = [g for g in groups if g.capture == here]  # others keep what they have
         if not groups:
             return
         waits = [g.offloaded for g in groups if g.offloaded is not None]
@@ -105,12 +147,13 @@ class Movement:
         wanted = [s for s in group.spans if s.handles and s.held is None]
         if not wanted:
             return
+        self._require_same(group.capture)
         self.collect()
         events = {"offload": group.offloaded}
         buffers = [self._room(span) for span in wanted]
         events["room"] = self._mark("room", events)
         pairs = [(room, self._parked(group.block.buffer, span)) for room, span in zip(buffers, wanted, strict=True)]
-        event = self._copy("reload", f"offload/h2d/activation/{name}", pairs, events, [])
+        event = self._copy("reload", f"offload/h2d/activation/{name}", pairs, events, [], group.capture)
         group.last_read = event
         arrival = Arrival(event)
         for span, room in zip(wanted, buffers, strict=True):
@@ -133,18 +176,64 @@ class Movement:
         """No handle on the group is left. Called from a finaliser: notes what there is to wait for, and no more."""
         for span in group.spans:
             if span.data is not None and group.offloaded is not None:
-                self._orphans.append(([span.data], group.offloaded))
+                self._orphans.append(([span.data], group.offloaded, group.capture))
             if span.held is not None and span.arrival is not None and not span.arrival.waited:
-                self._orphans.append(([span.held], span.arrival.event))
-        if group.block is not None:
-            self.arena.give(group.block, group.last_read)
+                self._orphans.append(([span.held], span.arrival.event, group.capture))
+        if group.block is not None and group.arena is not None:
+            group.arena.give(group.block, group.last_read)
 
     def collect(self) -> None:
-        """Let memory go that died while a lane was at it, behind that lane."""
-        while self._orphans:
-            tensors, event = self._orphans.popleft()
-            self._backend.mark("offload/let go", Lane.COMPUTE, waits=[event]).issue()
+        """Let memory go that died while a lane was at it, behind that lane. Outside of a capture, what died in it goes
+        at once: it returns to the pool of its graph, which takes nothing from there any more.
+        """
+        if not self._orphans:
+            return
+        here = self._backend.capture()
+        for _ in range(len(self._orphans)):
+            tensors, event, capture = self._orphans.popleft()
+            if here and not capture:
+                self._orphans.append((tensors, event, capture))  # when the capture is over
+                continue
+            if capture == here:
+                self._backend.mark("offload/let go", Lane.COMPUTE, waits=[event]).issue()
             tensors.clear()
+
+    # ---------------------------------------------------------------- captures
+
+    def backward(self, capture: int) -> None:
+        """Backward is at a layer that ran in that capture (0: in none). Raises ModelError if it is in another one."""
+        self._require_same(capture)
+        task = torch._C._current_graph_task_id()
+        if capture and task not in (-1, self._joining):
+            self._joining = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.join)
+
+    def join(self) -> None:
+        """In a capture: the compute lane waits for all copies, since a capture ends on one stream."""
+        if self._last_copies:
+            waits = list(self._last_copies.values())
+            self._backend.mark("offload/join", Lane.COMPUTE, waits=waits).issue()
+            self._last_copies.clear()
+
+    def _require_same(self, capture: int) -> None:
+        here = self._backend.capture()
+        if capture != here:
+            raise ModelError(
+                f"backward {_where(here, capture)} of a forward {_where(capture, here)}",
+                why="a replay repeats the copies of its own graph, and no others: what comes back would be of another "
+                "forward. make_graphed_callables captures forward and backward apart",
+                fix="capture forward and backward together, with torch.cuda.graph",
+            )
+
+    def close(self) -> None:
+        """Return host memory, that of CUDA graphs as well, unless autograd still needs it, or during a capture."""
+        if self._backend.capturing():
+            return
+        self.collect()
+        self._backend.synchronise()
+        for arena in (self.arena, *self._graphs):
+            if arena.blocks_in_use == 0:
+                arena.close()
 
     # ---------------------------------------------------------------- operations
 
@@ -160,10 +249,14 @@ class Movement:
         pairs: Sequence[tuple[Buffer, Buffer]],
         events: Mapping[str, Event],
         prior: Sequence[Event],
+        capture: int,
     ) -> Event:
         template = VISIT[op]
         waits = [*(events[w] for w in template.waits), *prior]
-        return self._backend.copy(template.lane, pairs, name=name, waits=waits).issue()
+        event = self._backend.copy(template.lane, pairs, name=name, waits=waits).issue()
+        if capture:
+            self._last_copies[template.lane] = event
+        return event
 
     def _room(self, span: Span) -> Buffer:
         # One allocation for each: backward frees them one by one. On the compute lane, where they will be used.
@@ -178,3 +271,9 @@ class Movement:
 def _of(data: torch.Tensor | None) -> torch.Tensor:
     assert data is not None
     return data
+
+
+def _where(capture: int, other: int) -> str:
+    if not capture:
+        return "outside of any CUDA graph"
+    return "in the capture of another CUDA graph" if other else "in the capture of a CUDA graph"

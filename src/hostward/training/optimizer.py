@@ -14,15 +14,16 @@ from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
-from hostward.inventory import Inventory, bucket_cap, cut_buckets
+from hostward.inventory import Inventory, cut_buckets
+from hostward.lowering.optimizer import inbox_bytes
 from hostward.plan import PlacedBucket, Placement, Plan
-from hostward.planner import checked_fraction, place_fraction, summed_on_host
+from hostward.planner import summed_on_host
 from hostward.schedule import Schedule
 
 from .arrival import Arrivals
 from .binding import Memory
 from .control import ROOT
-from .gradients import Gradient, GradientsClearedError, Handover, Where
+from .gradients import GradientsClearedError, Handover, gradient_of
 from .groups import (
     check_count,
     check_grad_dtype,
@@ -33,6 +34,7 @@ from .groups import (
     sums_on_host,
 )
 from .mix import Mix
+from .placeholder import Where
 from .saving import Saving
 from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
 from .slots import CudaGauge, Slots
@@ -48,7 +50,7 @@ from .state import (
 )
 from .state_io import StateAccess
 from .step import StepIssuer
-from .totals import Totals, inbox_bytes
+from .totals import Totals
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
@@ -69,24 +71,23 @@ class AdamW(Saving):
             step.
         max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
             the step: do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
-        offload_fraction: share of the optimizer state's bytes that lives on the host.
+        offload_fraction: share of the optimizer state's bytes that lives on the host. "auto": the least that keeps
+            weights, gradients and state on the device within `device_memory` (bytes, or a text like "40GiB").
         streamed_fraction: of that, the share that comes to the device for its step and goes back; the rest is stepped
             on the host. "auto": the mix that uses memory and link best, by rates measured on this machine.
         overlap: let gradients leave during backward (see `accumulate`) and weights arrive during the next forward.
             False: everything happens within `step`.
         pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
-            where their weights come back from. Without it the driver copies through a buffer of its own, and the
-            caller waits: same bits, several times slower.
-        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters. Not bit-identical to the
-            device share's arithmetic, and slower; for comparison.
+            where their weights come back from. Without it the caller waits for copies: same bits, much slower.
+        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters: other bits, and slower.
         gradients: where gradients of host-stepped buckets are added up over microbatches. "device": in `.grad`, which
             they leave in the last backward. "host": in float32 on the host, where they go in every backward; those of
             other buckets in `.grad`, in float32 too.
-        grad_dtype: dtype in which `.grad` accumulates; torch.float32 for 16-bit models that accumulate several
-            microbatches. None leaves the parameters as they are.
+        grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
         staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
             and two buckets besides.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
+        plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
         module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
             is then watched, so that loading equal weights leaves the masters as they are.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
@@ -111,7 +112,8 @@ class AdamW(Saving):
         weight_decay: float = 1e-2,
         *,
         max_grad_norm: float | None = None,
-        offload_fraction: float = 0.0,
+        offload_fraction: float | str = 0.0,
+        device_memory: int | str | None = None,
         streamed_fraction: float | str = "auto",
         overlap: bool = True,
         pin_gradients: bool = True,
@@ -121,13 +123,14 @@ class AdamW(Saving):
         grad_dtype: torch.dtype | None = None,
         staging_bytes: int | None = None,
         host_threads: int | None = None,
+        plan: object = None,
         module: torch.nn.Module | None = None,
         backend: Backend | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.offload_fraction = checked_fraction(offload_fraction)
         self.max_grad_norm = checked_norm(max_grad_norm)
-        self._mix = Mix(checked_streamed(streamed_fraction, use_torch_optimizer))
+        streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
+        self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory)
         self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
@@ -209,13 +212,11 @@ class AdamW(Saving):
         facts = tuple(t.facts for t in new)
         buckets = cut_buckets(
             facts,
-            cap=bucket_cap(sum(p.numel for p in facts)),
             first_index=len(self._states),
             split_master=not self._use_torch_optimizer,
         )
-        plan = place_fraction(
-            buckets, self.offload_fraction, self._mix.streamed_share(backend, buckets, self.offload_fraction)
-        )
+        plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype)
+        self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         summed = summed_on_host(buckets, placements) if self._sums_on_host else frozenset()
         summed_names = {r.name for b in summed for r in buckets[b].ranges}
@@ -345,7 +346,7 @@ class AdamW(Saving):
         except GradientsClearedError:
             self.discard_gradients()
             waiting = self._handover.waiting()
-        gradients = [Gradient.of(t.name, t.parameter) for t in waiting]
+        gradients = {t.name: gradient_of(t) for t in waiting}
         self._issuer.check(gradients)
         if gradients or self._handover.taken:
             self._issue(waiting, gradients)
@@ -361,16 +362,15 @@ class AdamW(Saving):
             self._memory.device_scalars.skip.data.zero_()
         return loss
 
-    def _issue(self, waiting: Sequence[Tracked], gradients: Sequence[Gradient]) -> None:
+    def _issue(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
         stays = not self._overlap or self._handover.captured
         try:
-            for t, gradient in zip(waiting, gradients, strict=True):
-                if stays:
-                    self._issuer.take(gradient)
-                else:
-                    self._handover.hand_over(t, gradient)
-            stepped = [g.name for g in gradients] if stays else list(self._handover.taken)
+            if stays:
+                self._issuer.take_all(gradients)
+            else:
+                self._handover.hand_over_all(waiting, gradients)
+            stepped = list(gradients) if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
             if self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from hostward.engine.backend import Backend
 from hostward.errors import NativeError
 from hostward.plan import Placement
@@ -44,18 +46,19 @@ class PointIssuer:
         self.issuing = False
         """Operations of the step itself are being issued; on the simulated backend some of them run now."""
 
-    def _issue_point(self, point: str) -> None:
+    def _issue_point(self, *points: str) -> None:
+        """Issue the operations of a point, or of several in this order, none of which steps a bucket."""
         self.issuing = True
         try:
-            self._issue(point)
+            self._issue(points)
         except NativeError:
             self.torn = True  # of some earlier step: its host function has reported now
             raise
         finally:
             self.issuing = False
 
-    def _issue(self, point: str) -> None:
-        works = self._bindings.at(point, self._points.get(point, ()), self._choice)
+    def _issue(self, points: tuple[str, ...]) -> None:
+        works = self._bindings.at(points, self._points, self._choice)
         works.before.issue()
         if works.stepping is not None:
             self.torn = True
@@ -77,11 +80,14 @@ class PointIssuer:
 
     def _require_one_dtype(self, b: int) -> None:
         """Raises ModelError if the gradients about to be stepped together differ; makes landing places fit them."""
-        state = self._states[b]
         dtypes = {self._gradients[b][i].data.dtype for i in self._fresh[b]}
         if len(dtypes) > 1:
-            raise mixed_gradients(state, sorted(map(str, dtypes)))
-        (dtype,) = dtypes
+            raise mixed_gradients(self._states[b], sorted(map(str, dtypes)))
+        self._fit_landing(b, dtypes.pop())
+
+    def _fit_landing(self, b: int, dtype: torch.dtype) -> None:
+        """Gradients of a bucket are about to leave in this dtype: make landing places fit it."""
+        state = self._states[b]
         if b in self._totals.summed:
             if self._totals.lands(b, dtype):
                 self._bindings.forget(b)

@@ -4,13 +4,17 @@ A *region* takes the place of a module's `forward`, on the instance, and puts to
 it: that gives the same bits, saves its inputs like any other tensor (so that they can be offloaded), and stops a
 recomputation once all that backward needs is there. Inside a checkpoint of somebody else, or without gradients, a
 region does nothing.
+
+What is recomputed is named by Megatron's names, or by paths within a layer ("self_attn", "mlp.experts", `*` included),
+which are recomputed as a whole. layernorm: norms save their input alone. mlp_act: gated MLPs save gate and up
+projection alone; moe_act: grouped experts likewise, and the input of their second projection. mlp, moe: all of it, from
+its input.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +30,6 @@ from .visit_hooks import call, inside_checkpoint
 log = logging.getLogger("hostward")
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What is run again in backward, within layers.
-
-    modules: Megatron's names, or paths within a layer ("self_attn", "mlp.experts", `*` included), which are recomputed
-    as a whole. layernorm: norms save their input alone. mlp_act: gated MLPs save gate and up projection alone; moe_act:
-    grouped experts likewise, and the input of their second projection. mlp, moe: all of it, from its input.
-    num_layers: in the first so many layers; None: in all.
-    """
-
-    modules: Sequence[str]
-    num_layers: int | None = None
 
 
 class Region:
@@ -111,12 +101,19 @@ class Region:
                 why="the recomputation would write to it once more",
                 fix="use_cache=False",
             )
+        draws = self.draws()
+        if draws and _capturing([*args, *kwargs.values()]):
+            raise ModelError(
+                f"a {type(self._module).__name__} that is recomputed inside the capture of a CUDA graph",
+                why="it may draw random numbers, and the generators' state of a capture is not that of a replay",
+                fix="recompute norms and activations alone (layernorm, mlp_act, moe_act), or nothing",
+            )
         # A checkpoint saves what is passed by position; by keyword, it only holds it.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         rest = {name: value for name, value in kwargs.items() if name not in names}
         call = _Call(function, self.owners(), len(args), names, rest)
         inputs = (*args, *(kwargs[name] for name in names))
-        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=self.draws())
+        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
 class Norm(Region):
@@ -174,6 +171,12 @@ class _Tail:
         return out
 
 
+def _capturing(inputs: Sequence[object]) -> bool:
+    """Whether a CUDA graph is being captured, by who works on `inputs`."""
+    on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
+    return on_device and torch.cuda.is_current_stream_capturing()
+
+
 class _Call:
     """One call of a region, and once more in backward: with the weights that it had."""
 
@@ -228,19 +231,20 @@ class Regions:
 
     Args:
         layers: in order of use.
-        how: names, or with the number of layers.
+        how: names, or names with the number of layers, from the first on (None: all).
 
     Raises:
         ConfigError: names that are none, or that are inside of others; more layers than there are.
         ModelError: a module that cannot be recomputed as its name says; compiled layers.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, torch.nn.Module]], how: Recompute | Sequence[str]) -> None:
-        if not isinstance(how, Recompute):
-            how = Recompute(how)
-        _check(how, layers)
-        chosen = layers[: how.num_layers]
-        parts = find_parts([layer for _, layer in chosen], how.modules)
+    def __init__(
+        self, layers: Sequence[tuple[str, torch.nn.Module]], how: Sequence[str] | Mapping[str, int | None]
+    ) -> None:
+        counts = _counts(how, layers)
+        most = max(counts.values())
+        chosen = layers[:most]
+        parts = find_parts([layer for _, layer in chosen], counts)
         self._whole = [[path for path, kind in found.items() if kind is Found.WHOLE] for found in parts]
         # A checkpoint asks the compiler. Imported within a forward, it would keep that forward's frames in tracebacks.
         call(None, "enter")
@@ -261,7 +265,7 @@ class Regions:
         if idle:
             log.warning(
                 "recompute=%s has no effect in %d of %d layers, which are checkpointed as a whole",
-                tuple(how.modules), len(idle), len(chosen),
+                tuple(counts), len(idle), len(chosen),
             )  # fmt: skip
 
     def undo(self) -> None:
@@ -286,19 +290,24 @@ class Regions:
                 )
 
 
-def _check(how: Recompute, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
-    given: object = how.modules
-    if isinstance(given, str):
-        raise ConfigError(f"recompute={given!r} is a string", fix=f"recompute=({given!r},)")
-    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"recompute={how.modules!r} names no modules", fix='recompute=("layernorm", "mlp_act")')
-    if not how.modules:
+def _counts(how: object, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int]:
+    """By name, in how many layers. Raises as `Regions` does."""
+    if isinstance(how, str):
+        raise ConfigError(f"recompute={how!r} is a string", fix=f"recompute=({how!r},)")
+    if not isinstance(how, (Sequence, Mapping)) or not all(isinstance(name, str) for name in how):
+        raise ConfigError(f"recompute={how!r} names no modules", fix='recompute=("layernorm", "mlp_act")')
+    if not how:
         raise ConfigError("recompute names no modules", fix='recompute=("layernorm", "mlp_act")')
-    if how.num_layers is not None and not 0 < how.num_layers <= len(layers):
-        raise ConfigError(
-            f"recompute in {how.num_layers} of {len(layers)} layers", fix=f"num_layers between 1 and {len(layers)}"
-        )
-    for name, layer in layers[: how.num_layers]:
+    counts: dict[str, int] = {}
+    for name in how:
+        count = how[name] if isinstance(how, Mapping) else None
+        count = len(layers) if count is None else count
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= len(layers):
+            raise ConfigError(
+                f"recompute of {name} in {count!r} of {len(layers)} layers", fix=f"a number between 1 and {len(layers)}"
+            )
+        counts[name] = count
+    for name, layer in layers[: max(counts.values())]:
         for module in layer.modules():
             if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
                 raise ModelError(
@@ -306,6 +315,7 @@ def _check(how: Recompute, layers: Sequence[tuple[str, torch.nn.Module]]) -> Non
                     why="a compiler chooses by itself what it saves and what it recomputes",
                     fix="leave recompute= out, or do not compile the layers",
                 )
+    return counts
 
 
 _WIDTH = 8

@@ -70,16 +70,19 @@ MEGATRON_RECOMPUTE: Mapping[str, Callable[[Modules], Parts]] = {
 """Names of Megatron's recompute_modules, as modules of a layer of transformers."""
 
 
-def find_parts(layers: Sequence[torch.nn.Module], names: Sequence[str]) -> list[Parts]:
+def find_parts(layers: Sequence[torch.nn.Module], counts: Mapping[str, int]) -> list[Parts]:
     """By layer: modules by path within it, and how they are recomputed. What is inside of a module that is recomputed
-    as a whole is left out.
+    as a whole is left out. `counts`: by name, in how many layers, from the first on.
 
     Raises:
         ConfigError: a name that stands for no module of any layer, or only for what is inside of others.
         ModelError: mlp_act in a model without gated MLPs.
     """
     held = [{path: module for path, module in layer.named_modules() if path} for layer in layers]
-    by_name = {name: [_named(modules, name) for modules in held] for name in names}
+    by_name = {
+        name: [_named(modules, name) if i < count else {} for i, modules in enumerate(held)]
+        for name, count in counts.items()
+    }
     for name, by_layer in by_name.items():
         if not any(by_layer):
             _refuse(name, held)
@@ -96,7 +99,7 @@ def find_parts(layers: Sequence[torch.nn.Module], names: Sequence[str]) -> list[
     for name, by_layer in by_name.items():
         if not any(found[i].get(path) is how for i, parts in enumerate(by_layer) for path, how in parts.items()):
             raise ConfigError(
-                f"recompute={tuple(names)!r}: {name} is inside of what is recomputed as a whole",
+                f"recompute={tuple(counts)!r}: {name} is inside of what is recomputed as a whole",
                 fix=f"leave {name} out, or the other",
             )
     return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from hostward.engine.backend import Event
-from hostward.engine.host_arena import Block
+from hostward.engine.host_arena import Block, HostArena
 from hostward.errors import ModelError
 
 if TYPE_CHECKING:
@@ -81,9 +81,13 @@ class Group:
     """Called when no handle is left; possibly from a finaliser."""
     visit: Visit | None = None
     """In which it left. It holds no graph."""
+    capture: int = 0
+    """The capture of a CUDA graph in which it left; 0: none."""
     spans: list[Span] = field(default_factory=list)
     nbytes: int = 0
+    arena: HostArena | None = None
     block: Block | None = None
+    """Of `arena`."""
     offloaded: Event | None = None
     last_read: Event | None = None
     released: bool = False

@@ -8,7 +8,6 @@ from each gradient point or use point to the next. Staging may then use what bac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,16 +16,18 @@ from hostward.engine.backend import Backend, Buffer, Tier, empty_buffer
 from hostward.errors import MemoryLimitError
 from hostward.inventory import align
 from hostward.lowering.optimizer import slot_of
+from hostward.lowering.staging import (
+    FEWEST,
+    SLOT_ALIGNMENT_BYTES,
+    Span,
+    late_bucket,
+    most_slots,
+    settle,
+    slot_bytes,
+)
 from hostward.plan import Placement
 
 from .state import BucketState
-
-FEWEST = 2
-"""One slot is read or written while the other is stepped."""
-_STAGED_SHARE = 0.4
-"""Share of backward, by elements, that is left when the slots are taken: reading them takes about as long."""
-_ALIGNMENT_BYTES = 256
-
 
 _Layout = tuple[tuple[int, torch.dtype], ...]
 """Bytes and dtype of each tensor of a bucket's state."""
@@ -51,18 +52,6 @@ class CudaGauge:
 
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-@dataclass(slots=True)
-class _Span:
-    """From a use point (`layer`) or a gradient point (`bucket`) to the next of any kind."""
-
-    layer: str | None
-    bucket: int | None
-    held_bytes: int
-    """By slots, when it began."""
-    peak_bytes: int = 0
-    """Besides."""
 
 
 class Slots:
@@ -90,33 +79,33 @@ class Slots:
         self._layouts: dict[int, _Layout] = {
             b: tuple((t.nbytes, t.data.dtype) for t in states[b].streamed()) for b in self._streamed
         }
-        whole = [sum(align(n, _ALIGNMENT_BYTES) for n, _ in layout) for layout in self._layouts.values()]
-        self.slot_bytes = max(whole, default=0)
-        self._numels = [s.bucket.numel for s in states]
-        self._layers = [s.bucket.layer for s in states]
-        most = len(self._streamed) if staging_bytes is None else max(1, staging_bytes // max(1, self.slot_bytes))
-        self._most = min(len(self._streamed), most)
+        self.slot_bytes = slot_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
+        self._most = most_slots(len(self._streamed), self.slot_bytes, staging_bytes)
         self._set_count(min(FEWEST, self._most))
         self.transient = True
         self._slab: list[Buffer] = []
-        self._views = {b: [empty_buffer("slots") for _ in layout] for b, layout in self._layouts.items()}
         self._gauge = gauge
-        self._spans: list[_Span] = []
+        self._spans: list[Span] = []
         self._profiled = gauge is None or not self._streamed
-        self._stage_at = self._late_bucket()
+        self._stage_at = late_bucket([s.bucket.numel for s in states])
         self._unstage_at: str | None = None
         self._seen = 0
         self._profiling = False
 
     def _set_count(self, count: int) -> None:
+        """Lay the slots out anew; none is taken."""
         self.count = count
         self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
+        self._views: dict[tuple[int, _Layout], list[Buffer]] = {}
+        for b, slot in self._slot_of.items():
+            layout = self._layouts[b]
+            self._views.setdefault((slot, layout), [empty_buffer("slots") for _ in layout])
 
     # ---------------------------------------------------------------- memory
 
     def of(self, bucket: int) -> list[Buffer]:
         """The slot of a streamed bucket as its state's tensors: exp_avg, exp_avg_sq, and the remainder or master."""
-        return self._views[bucket]
+        return self._views[self._slot_of[bucket], self._layouts[bucket]]
 
     def buffers(self) -> list[Buffer]:
         return self._slab
@@ -132,12 +121,8 @@ class Slots:
                 self._backend.free(self._slab)
                 self._slab.clear()
                 raise
-        cut: dict[tuple[int, _Layout], list[torch.Tensor]] = {}
-        for b, slot in self._slot_of.items():
-            key = slot, self._layouts[b]
-            if key not in cut:
-                cut[key] = _cut(self._slab[slot].data, self._layouts[b])
-            for view, data in zip(self._views[b], cut[key], strict=True):
+        for (slot, layout), views in self._views.items():
+            for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
                 self._backend.refill(view, data)
 
     def give_back(self) -> None:
@@ -170,7 +155,7 @@ class Slots:
     def _begin_span(self, layer: str | None, bucket: int | None) -> None:
         if self._gauge is not None and self._profiling:
             self._end_span(self._gauge)
-            self._spans.append(_Span(layer, bucket, sum(b.nbytes for b in self._slab)))
+            self._spans.append(Span(layer, bucket, sum(b.nbytes for b in self._slab)))
 
     def _end_span(self, gauge: Gauge) -> None:
         if self._spans:
@@ -193,27 +178,14 @@ class Slots:
         self._end_span(self._gauge)
         self._profiled, self._profiling = True, False
         spans, self._spans = self._spans, []
-        limit = max((span.peak_bytes for span in spans), default=0) + FEWEST * self.slot_bytes
-        points = [i for i, span in enumerate(spans) if span.bucket is not None]
-        if not points:
+        settled = settle(spans, slot_size_bytes=self.slot_bytes, most=self._most, stage_at=self._stage_at)
+        if settled is None:
             return False
-        staged = next((i for i in points if (spans[i].bucket or 0) <= self._stage_at), points[0])
-        later = max(span.peak_bytes for span in spans[staged:])
         before = self.count
-        self._set_count(min(self._most, (limit - later) // self.slot_bytes))
-        held = self.count * self.slot_bytes
-        uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
-        self._unstage_at = next((layer for layer, peak in uses if peak + held > limit), None)
+        if settled.count != before:  # else operations stay bound to the views that there are
+            self._set_count(settled.count)
+        self._unstage_at = settled.unstage_at
         return self.count != before
-
-    def _late_bucket(self) -> int:
-        """The bucket at whose gradient point _STAGED_SHARE of backward is left, if it goes from last to first."""
-        total, left = sum(self._numels), 0
-        for b, numel in enumerate(self._numels):
-            left += numel
-            if left >= _STAGED_SHARE * total:
-                return b
-        return 0
 
 
 _PROFILED_STEP = 3
@@ -223,5 +195,5 @@ def _cut(slot: torch.Tensor, layout: _Layout) -> list[torch.Tensor]:
     found, start = [], 0
     for nbytes, dtype in layout:
         found.append(slot[start : start + nbytes].view(dtype))
-        start = align(start + nbytes, _ALIGNMENT_BYTES)
+        start = align(start + nbytes, SLOT_ALIGNMENT_BYTES)
     return found

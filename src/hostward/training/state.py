@@ -195,6 +195,16 @@ def require_no_capture(backend: Backend) -> None:
         )
 
 
+def require_arrived(backend: Backend, layer: str) -> None:
+    """Raises ModelError while a CUDA graph is captured: `layer` has weights on their way."""
+    if backend.capturing():
+        raise ModelError(
+            f"weights of layer {layer!r} are still to arrive, and a CUDA graph is captured",
+            why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
+            fix="call optimizer.arrive() before the capture",
+        )
+
+
 def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:
     """One buffer per range over a bucket's buffer: what copies and kernels name as operands."""
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +17,25 @@ from hostward.engine.backend import Backend, Clipping
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
-    GRADIENTS_IN_FLIGHT,
     STAGE,
     STEP,
     UNSTAGE,
     StepShape,
-    gradient_point,
-    release_point,
     use_point,
 )
 from hostward.plan import Placement
-from hostward.schedule import Lane, Schedule
+from hostward.schedule import Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
-from .fetched import FetchedWeights
-from .gradients import Gradient
 from .schedules import Schedules
 from .slots import Slots
-from .state import BucketState, pieces, require_no_capture
+from .state import BucketState, pieces, require_arrived, require_no_capture
+from .taking import TOGETHER, TakenGradients
 from .targets import Targets
 from .totals import Totals
 
 
-class StepIssuer(FetchedWeights):
+class StepIssuer(TakenGradients):
     """Carries out the schedule of steps for a fixed set of bucket states.
 
     Args:
@@ -66,7 +62,9 @@ class StepIssuer(FetchedWeights):
         self._slots = slots
         self._layers = tuple(layers)
         self._overlap = overlap
-        index, held_by = {state: b for b, state in enumerate(states)}, pieces(states)
+        index = {state: b for b, state in enumerate(states)}
+        # Of some sharded parameters this process may have nothing.
+        held_by = dict.fromkeys(tracked, ()) | pieces(states)
         self._parts = {
             name: [(index[s], i, slice(r.start, r.stop) if len(held) > 1 else None) for s, i, r in held]
             for name, held in held_by.items()
@@ -86,7 +84,6 @@ class StepIssuer(FetchedWeights):
         for b, state in enumerate(states):
             if state.placement is Placement.STREAMED:
                 self._streamed_of.setdefault(layers[b], []).append(b)
-        self._nothing = torch.empty(0, device="cpu")
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
         self._unreported: set[str] = set()
@@ -137,35 +134,9 @@ class StepIssuer(FetchedWeights):
 
     # ---------------------------------------------------------------- during backward
 
-    def take(self, gradient: Gradient, *, last: bool = True) -> None:
-        """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient point has come.
-
-        Args:
-            last: no further microbatch is known to come.
-
-        Raises:
-            ModelError: gradients of one bucket differ in dtype.
-        """
-        if not self.turning:
-            self._begin()
-        flat = self._held[gradient.name] = gradient.flat
-        summed = self._totals.summed
-        for b, i, span in self._parts.get(gradient.name, ()):
-            if b in summed and b in self._reported:
-                if b in self._in_flight:
-                    self._in_flight.remove(b)  # of the microbatch before
-                    self._release(b)
-                self._reported.discard(b)
-            self._backend.refill(self._gradients[b][i], flat if span is None else flat[span])
-            self._chosen[b].add(i)
-            self._fresh[b].add(i)
-            there = self._fresh[b] if b in summed else self._chosen[b]
-            if len(there) == len(self._gradients[b]):
-                self._gradient_point(b, last=last)
-
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError if forward never reported its use."""
-        missed = (self.pending | self._unreported) & self._layers_of.get(name, set())
+        missed = (self.pending | self._unreported) & self._layers_of[name] if self.pending or self._unreported else ()
         if missed:
             raise OrderingError(
                 f"parameter {name!r} of layer {min(missed)!r} was used before its new value had arrived",
@@ -175,56 +146,11 @@ class StepIssuer(FetchedWeights):
                 "torch.compiler.reset() after making the optimizer",
             )
 
-    def flush(self, name: str | None = None, *, last: bool = False) -> None:
-        """Let gradients that wait for others of their bucket be added to the totals: that of one parameter, because it
-        is about to get another one, or all.
-        """
-        if name is None:
-            waiting = [b for b in self._totals.summed if self._fresh[b]]
-        else:
-            parts = self._parts.get(name, ())
-            waiting = [b for b, i, _ in parts if b in self._totals.summed and i in self._fresh[b]]
-        for b in sorted(waiting, reverse=True):
-            self._gradient_point(b, last=last)
-
-    def give_back(self, name: str) -> torch.Tensor:
-        """Return a taken gradient, flat, because more will be added to it; `take` will be called for it again."""
-        parameter, parts = self._tracked[name].local, self._parts.get(name, ())
-        held = self._held.pop(name, None)
-        # Autograd adds in place: not while a copy still reads.
-        waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if b in self._reported]
-        self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
-        if held is None:
-            dtype = next(self._states[b].gradients[i].data.dtype for b, i, _ in parts if self._states[b].gradients)
-            held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-            for b, i, span in parts:
-                target = held if span is None else held[span]
-                if self._gradients[b][i].data.numel():
-                    target.copy_(self._gradients[b][i].data)
-                else:
-                    self._fetch_back(b, i, target)
-        for b, i, _ in parts:
-            self._gradients[b][i].data = self._nothing
-            self._chosen[b].discard(i)
-            self._fresh[b].discard(i)
-            self._reported.discard(b)
-        return held
-
-    def _fetch_back(self, b: int, i: int, target: torch.Tensor) -> None:
-        """Copy one range of a gradient from its landing place to the device, before whatever comes on compute."""
-        backend, state = self._backend, self._states[b]
-        pairs = [(backend.adopt(target, "gradients"), state.gradients[i])]
-        made = backend.mark("offload/gradient/wanted", Lane.COMPUTE).issue()
-        waits = [self._bindings.events[f"download/{b}"], made]
-        back = backend.copy(Lane.H2D, pairs, name=f"offload/h2d/grad/{state.bucket.name}", waits=waits).issue()
-        backend.mark("offload/gradient/back", Lane.COMPUTE, waits=[back]).issue()
-
     def discard(self) -> None:
         """No step will be made with what was taken; its memory goes back."""
         if not self.turning:
             return
-        while self._in_flight:
-            self._release(self._in_flight.popleft())
+        self._release_all()
         self._drop(range(len(self._states)))
         staged = self._staged
         self._reset()
@@ -245,40 +171,6 @@ class StepIssuer(FetchedWeights):
         self._points = self._schedules.points()
         self.turning = True
 
-    def _gradient_point(self, b: int, *, last: bool = True) -> None:
-        if b in self._reported:
-            return
-        if self._fresh[b]:
-            self._require_one_dtype(b)
-        self._reported.add(b)
-        self._last = last
-        self._issue_point(gradient_point(b))
-        if b in self._totals.summed:
-            self._totals.added(b, self._fresh[b], last=last)
-        if self._shape.overlap:
-            self._fresh[b].clear()
-        if self._shape.overlap and self._states[b].placement is Placement.HOST:
-            self._in_flight.append(b)
-            if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
-                self._release(self._in_flight.popleft())
-        if last or b not in self._totals.summed:
-            self._slots.sample(b)
-            if not self._staged and self._shape.overlap and self._slots.ready(b):
-                self._stage()
-
-    def _release(self, b: int) -> None:
-        if b in self._reported:
-            self._issue_point(release_point(b))
-            self._drop([b])
-
-    def _drop(self, buckets: Iterable[int]) -> None:
-        """Forget gradients that the compute lane may overwrite from here on."""
-        for b in buckets:
-            for buffer in self._gradients[b]:
-                buffer.data = self._nothing
-            for name in self._of_bucket[b]:
-                self._held.pop(name, None)
-
     def _stage(self) -> None:
         if self._shape.transient:
             self._slots.acquire()
@@ -288,12 +180,14 @@ class StepIssuer(FetchedWeights):
 
     # ---------------------------------------------------------------- the step
 
-    def check(self, gradients: Sequence[Gradient]) -> None:
+    def check(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement; and
         while a CUDA graph is captured.
         """
         require_no_capture(self._backend)
-        dtypes = {g.name: g.flat.dtype for g in gradients}
+        dtypes = {name: gradient.dtype for name, gradient in gradients.items()}
+        if not self._held and len(set(dtypes.values())) <= 1:
+            return
         for b, state in enumerate(self._states):
             found = {self._gradients[b][i].data.dtype for i in self._fresh[b] if b not in self._reported}
             found.update(dtypes[name] for name in self._of_bucket[b] if name in dtypes)
@@ -308,22 +202,29 @@ class StepIssuer(FetchedWeights):
         self._bindings.set_constants(groups)
         for name in ("max_norm", "inv_scale", "found_inf", "overflow_out"):
             setattr(self._bindings.clipping, name, getattr(clipping, name))
-        ranges = [s.bucket.ranges for s in self._states]
-        stepped = dict.fromkeys(ranges[b][i].name for b, chosen in enumerate(self._chosen) for i in chosen)
-        scattered = self._targets.refresh(stepped)
+        scattered = self._targets.refresh(dict.fromkeys(self._stepped()))
         for b in reversed(range(len(self._states))):
             if self._chosen[b]:
-                self._gradient_point(b)
+                if b not in self._reported:
+                    self._gradient_point(b)
                 self._clear_missing(b)
-        absent = frozenset(b for b in range(len(self._states)) if not self._chosen[b])
+        absent = frozenset(b for b, chosen in enumerate(self._chosen) if not chosen)
         self._points = self._schedules.points(absent)
-        while self._in_flight:
-            self._release(self._in_flight.popleft())
+        self._release_all()
         if self._slots.count and not self._staged:
             self._stage()
         self._issue_point(STEP)
         self._backend.end_turn()
         self._end(scattered)
+
+    def _stepped(self) -> Iterator[str]:
+        """Names of parameters with a gradient, some more than once."""
+        for b, chosen in enumerate(self._chosen):
+            if len(chosen) == len(self._gradients[b]):
+                yield from self._of_bucket[b]
+            else:
+                ranges = self._states[b].bucket.ranges
+                yield from (ranges[i].name for i in chosen)
 
     def _end(self, scattered: bool) -> None:
         """Everything of the step has been issued but the arrivals."""
@@ -344,23 +245,32 @@ class StepIssuer(FetchedWeights):
     def use(self, layer: str) -> None:
         """The caller is about to use a layer's weights: the compute lane waits for them, and for nothing else."""
         self._unreported.discard(layer)
-        if layer not in self.pending:
-            return
-        if self._unstaged is False and (self._slots.wanted_back(layer) or len(self.pending) == 1):
-            self._issue_point(UNSTAGE)
-            self._slots.give_back()
-            self._unstaged = True
-        self._slots.sample_use(layer)
-        self._upload([layer])
-        self._issue_point(use_point(layer))
-        self._upload_behind(layer)
-        self.pending.discard(layer)
-        self._drop(self._streamed_of.get(layer, ()))
+        if layer in self.pending:
+            self._use([layer])
 
     def use_all(self) -> None:
         """The same for all layers."""
-        for layer in list(self._uses):
-            self.use(layer)
+        self._unreported.clear()
+        layers = [layer for layer in self._uses if layer in self.pending]
+        at_once = 1 if self._uploads else TOGETHER  # points of uploads stand between those of uses
+        for first in range(0, len(layers), at_once):
+            self._use(layers[first : first + at_once])
+
+    def _use(self, layers: Sequence[str]) -> None:
+        """These are pending, and used now; several at once where no upload waits for a use."""
+        require_arrived(self._backend, layers[0])
+        if not self._unstaged and (len(self.pending) == len(layers) or any(map(self._slots.wanted_back, layers))):
+            self._issue_point(UNSTAGE)
+            self._slots.give_back()
+            self._unstaged = True
+        for layer in layers:
+            self._slots.sample_use(layer)
+        self._upload(layers)
+        self._issue_point(*map(use_point, layers))
+        for layer in layers:
+            self._upload_behind(layer)
+        self.pending.difference_update(layers)
+        self._drop(b for layer in layers for b in self._streamed_of.get(layer, ()))
 
     # ---------------------------------------------------------------- binding
 

@@ -30,6 +30,8 @@ class Structure:
         self._others = {id(p): p for p in paths.values() if id(p) not in self._tracked}
         """Parameters that were there from the start and belong to someone else, or are frozen."""
         self._newcomers: list[tuple[str, torch.nn.Parameter]] = []
+        self.as_made = root is not None
+        """No look has ever found a difference: what was where at first still is."""
         self._look()
 
     def _look(self) -> None:
@@ -56,6 +58,7 @@ class Structure:
         present = self._present()
         if len(present) == len(self._parts) and all(map(is_, present, self._parts)):
             return
+        self.as_made = False
         paths = paths_of(self._root)
         for path, t in self._at.items():
             found = paths.get(path)

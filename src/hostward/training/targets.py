@@ -44,11 +44,10 @@ class Targets:
     def refresh(self, names: Iterable[str]) -> bool:
         """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
         self._flat.clear()
+        tracked, addresses, elsewhere = self._tracked, self._addresses, self._elsewhere
         for name in names:
-            weight = self._tracked[name].local
-            if name in self._elsewhere:
-                continue
-            if weight.data_ptr() != self._addresses[name] or not weight.is_contiguous():
+            weight = tracked[name].local
+            if (weight.data_ptr() != addresses[name] or not weight.is_contiguous()) and name not in elsewhere:
                 self._bind(name)
         return bool(self._flat)
 

@@ -7,18 +7,10 @@ from collections.abc import Sequence, Set
 import torch
 
 from hostward.engine.backend import Backend, Buffer, Tier
-from hostward.inventory import Bucket
-from hostward.lowering.optimizer import INBOXES, inboxes_of
+from hostward.lowering.optimizer import INBOXES, inbox_bytes, inboxes_of
 
 from .choices import Addition
 from .state import BucketState
-
-_BYTES_PER_ELEMENT = 4
-
-
-def inbox_bytes(buckets: Sequence[Bucket]) -> int:
-    """Host bytes of the landing places that summed buckets share: room for gradients of any dtype."""
-    return INBOXES * max((b.offsets[-1] for b in buckets), default=0) * _BYTES_PER_ELEMENT
 
 
 class Totals:

@@ -40,12 +40,13 @@ class Visit:
     """One call of a layer, and the groups that left in it (alive as long as handles on them are)."""
 
     __slots__ = (
-        "__weakref__", "before", "begun", "groups", "installed", "layer", "number", "open", "released", "shared",
-        "stream",
+        "__weakref__", "before", "begun", "capture", "groups", "installed", "layer", "number", "open", "released",
+        "shared", "stream",
     )  # fmt: skip
 
-    def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why]) -> None:
+    def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why], capture: int) -> None:
         self.layer = layer
+        self.capture = capture
         self.number = number
         self.before = None if before is None else weakref.ref(before)
         self.shared = shared
@@ -172,12 +173,6 @@ class Visits:
                     "let the model checkpoint its layers itself, before attach()"
                 )
             return
-        if self._movement.capturing():
-            raise ModelError(
-                "a layer with offloaded activations inside the capture of a CUDA graph",
-                why="its copies and waits belong to no graph",
-                fix="detach() before the capture",
-            )
         self._alone.enter(self._names[layer])
         try:
             self._open(layer, inputs)
@@ -186,11 +181,12 @@ class Visits:
 
     def _open(self, layer: int, inputs: object) -> None:
         """A visit begins."""
+        capture = self._movement.enter() if self._offloaded else 0
         if layer == 0 or self._last is None:
-            self._begin()
+            self._begin(capture)
         before = None if self._last is None else self._last()
         within = any(outer is not None for _, outer in self._stack.visits)
-        visit = Visit(layer, self._numbers, before, self._given.staying(inputs, within=within))
+        visit = Visit(layer, self._numbers, before, self._given.staying(inputs, within=within), capture)
         self._numbers += 1
         self._last = weakref.ref(visit)
         if layer < self._hooked:
@@ -208,11 +204,11 @@ class Visits:
         while self._unreleased and self._unreleased[0].number <= visit.number - self._window:
             self._release(self._unreleased.popleft())
 
-    def _begin(self) -> None:
+    def _begin(self, capture: int) -> None:
         """A forward begins."""
         self._sorter.refresh(self._root)
         self._given.begin()
-        self._movement.begin()
+        self._movement.begin(capture)
         if self._numbers and self._offloaded and not self._movement.offloaded and not self._warned:
             self._warned = True
             kept = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in self._sorter.kept_bytes.items())
@@ -260,6 +256,8 @@ class Visits:
         if visit.groups:
             self._unreleased.append(visit)
         self._in_flight.rest()
+        if visit.capture and visit.layer == len(self._names) - 1:
+            self._movement.join()  # the capture may end here
 
     def _send(self, visit: Visit) -> None:
         group, visit.open = visit.open, None
@@ -316,7 +314,7 @@ class Visits:
             if fits and group is not None and span.data is not None:
                 return Handle(group, span, tensor)
         if visit.open is None:
-            visit.open = Group(self._let_go, visit)
+            visit.open = Group(self._let_go, visit, visit.capture)
         group, span = visit.open, span_of(tensor, whole=bool(entries))
         group.add(span)
         self._active.setdefault(key, []).append((span, weakref.ref(group)))
@@ -353,6 +351,7 @@ class Visits:
 
     def back(self, visit: Visit) -> None:
         """Backward is about to go through the layer of a visit: what the visits before it saved is fetched."""
+        self._movement.backward(visit.capture)
         visit.begun = True
         self._movement.collect()
         if not visit.released and visit in self._unreleased:
@@ -361,7 +360,7 @@ class Visits:
         earlier = visit
         for _ in range(self._window + self._ahead):
             before = None if earlier.before is None else earlier.before()
-            if before is None:
+            if before is None or before.capture != visit.capture:
                 break
             earlier = before
             self._fetch(earlier)

@@ -266,4 +266,4 @@ def device_view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, n
     """`numel` elements of a storage from `start` on."""
     view = torch.empty(0, dtype=dtype, device=storage.device)
     view.set_(storage, start, (numel,), (1,))
-    return Buffer(Tier.DEVICE, view, owner)
+    return Buffer(Tier.DEVICE, view, owner, resized=True)

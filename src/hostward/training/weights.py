@@ -35,6 +35,9 @@ class WeightWatch:
         self._known: dict[str, tuple[int, ...]] = {}
         self._before_load: dict[str, int] = {}
         self._moving: Collection[str] = ()
+        self._sharded = frozenset(t.name for t in self._tracked if t.sharded)
+        self._unlike_others: Collection[str] = self._sharded
+        """Weights of which another thing than version and address is remembered: these, and those that come and go."""
         self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
         self._handles: list[RemovableHandle] = []
         self.remember(self._tracked)
@@ -53,6 +56,7 @@ class WeightWatch:
         """These weights come and go, with their storage objects in place; within `present(name)` one is there."""
         known = [t for t in self._tracked if self.knows(t)]
         self._moving, self._present = names, present or _as_it_is
+        self._unlike_others = self._sharded.union(names)
         for t in known:
             self._known[t.name] = self._seen(t)
 
@@ -61,14 +65,19 @@ class WeightWatch:
         return self._known[t.name] == self._seen(t)
 
     def _seen(self, t: Tracked) -> tuple[int, ...]:
-        local = t.local
-        where = local.untyped_storage()._cdata if t.name in self._moving else local.data_ptr()
-        return t.parameter._version, local._version, where
+        parameter = t.parameter
+        if t.name in self._sharded:
+            return parameter._version, t.local._version, t.local.data_ptr()
+        if t.name in self._moving:
+            return parameter._version, parameter.untyped_storage()._cdata
+        return parameter._version, parameter.data_ptr()
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
+        known, unlike = self._known, self._unlike_others
         for t in tracked:
-            self._known[t.name] = self._seen(t)
+            parameter = t.parameter
+            known[t.name] = self._seen(t) if t.name in unlike else (parameter._version, parameter.data_ptr())
             if self._before_load:
                 self._before_load.pop(t.name, None)
 
@@ -87,16 +96,17 @@ class WeightWatch:
             ModelError: a parameter was replaced by another object, or has another shape, dtype or device now.
         """
         self._structure.require_same()
-        found = []
+        homes_may_differ = not self._structure.as_made
+        found, kinds, known, unlike = [], self._kinds, self._known, self._unlike_others
         for t in self._tracked:
-            parameter = t.parameter
-            for owner, attribute in t.homes:
-                if owner._parameters.get(attribute) is not parameter:
-                    raise _taken_out(t)
-            if (parameter.shape, parameter.dtype, parameter.device) != self._kinds[t.name]:
+            name, parameter = t.name, t.parameter
+            if homes_may_differ:
+                _require_at_home(t)
+            if (parameter.shape, parameter.dtype, parameter.device) != kinds[name]:
                 raise self._changed_kind(t)
-            if not self.knows(t):
-                before = self._before_load.get(t.name)
+            seen = self._seen(t) if name in unlike else (parameter._version, parameter.data_ptr())
+            if known[name] != seen:
+                before = self._before_load.get(name)
                 if before is not None and before == bit_sum(t.local.data):
                     self.remember([t])
                 else:
@@ -147,12 +157,14 @@ class _LoadHook:
         return _LoadHook, ()
 
 
-def _taken_out(t: Tracked) -> ModelError:
-    return ModelError(
-        f"parameter {t.name!r} was taken out of the module that held it",
-        why="what forward uses instead is not what the optimizer would update",
-        fix="parametrize and prune before making the optimizer, or make a new optimizer",
-    )
+def _require_at_home(t: Tracked) -> None:
+    for owner, attribute in t.homes:
+        if owner._parameters.get(attribute) is not t.parameter:
+            raise ModelError(
+                f"parameter {t.name!r} was taken out of the module that held it",
+                why="what forward uses instead is not what the optimizer would update",
+                fix="parametrize and prune before making the optimizer, or make a new optimizer",
+            )
 
 
 def bit_sum(tensor: torch.Tensor) -> int:

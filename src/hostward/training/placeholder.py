@@ -1,4 +1,4 @@
-"""What stands in `.grad` for a gradient that the optimizer has taken."""
+"""What stands in `.grad` for a gradient that is elsewhere. Any use of it raises a typed error (H64)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ class Where(StrEnum):
     LOST = "lost"
     """The backward that made it did not end."""
 
-    @property
-    def told(self) -> str:
-        return _TOLD[self]
-
-    @property
-    def fix(self) -> str:
-        return _FIXES[self]
-
 
 _TOLD = {
     Where.TAKEN: "the optimizer took it during backward, and its bytes may be on the host by now",
@@ -43,20 +35,40 @@ _FIXES = {
 }
 
 
+class Fate:
+    """What became of the gradients that one step takes, or would have."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = Where.TAKEN
+
+
 class MovedGradient(torch.Tensor):
     """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
 
     parameter_name: str
-    became: Where
+    made_for: torch.dtype
+    """`dtype`, which is slow to ask of a subclass of tensors."""
+    fate: Fate
     unscaled: Callable[[torch.Tensor, torch.Tensor], None]
 
     @staticmethod
     def __new__(
-        cls, name: str, like: torch.Tensor, dtype: torch.dtype, unscaled: Callable[[torch.Tensor, torch.Tensor], None]
+        cls,
+        name: str,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        fate: Fate,
+        unscaled: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> MovedGradient:
         made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
-        made.parameter_name, made.became, made.unscaled = name, Where.TAKEN, unscaled
+        made.parameter_name, made.made_for, made.fate, made.unscaled = name, dtype, fate, unscaled
         return made
+
+    @property
+    def became(self) -> Where:
+        return self.fate.now
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -84,14 +96,15 @@ class MovedGradient(torch.Tensor):
             dtype=options.get("dtype") or self.dtype,
             device=options.get("device") or self.device,
         )
-        made.parameter_name, made.became, made.unscaled = self.parameter_name, self.became, self.unscaled
+        made.parameter_name, made.made_for = self.parameter_name, options.get("dtype") or self.dtype
+        made.fate, made.unscaled = self.fate, self.unscaled
         return made
 
     def _error(self, use: str) -> ModelError:
         return ModelError(
             f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
-            why=self.became.told,
-            fix=self.became.fix,
+            why=_TOLD[self.became],
+            fix=_FIXES[self.became],
         )
 
     # What torch does in Python or on raw memory, without asking the dispatcher.
@@ -117,3 +130,8 @@ class MovedGradient(torch.Tensor):
 
 def _flat(args: Sequence[Any]) -> list[Any]:
     return [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]
+
+
+def raise_lost(name: str) -> NoReturn:
+    """Raises ModelError: a backward that did not end has made the gradient."""
+    raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=_TOLD[Where.LOST], fix=_FIXES[Where.LOST])

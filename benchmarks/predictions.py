@@ -1,0 +1,210 @@
+"""Predicted bytes beside measured ones: each row of results that tell both what ran and what it took.
+
+    python benchmarks/predictions.py benchmarks/results/*.json --json benchmarks/results/DATE-predictions.json
+
+Rows of step.py and activations.py, and runs of `hostward train --json`. Nothing is allocated: the models are built on
+the meta device, and what they hold is found there (`hostward.training.workload_of`). `device` is the peak of torch's
+allocator; `host` is what was page-locked, for activations alone in rows of activations.py.
+
+A row is left out where the result does not tell enough: other libraries, skipped rows, and streamed state that was cut
+into other buckets than today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from activations import row_of
+from hostward import recipes
+from hostward.choice import Choice, Keep
+from hostward.memory_model import STEADY_STEP, PhaseNeeds, required
+from hostward.overrides import apply_overrides
+from hostward.plan import Placement, Plan
+from hostward.planner import place_fraction
+from hostward.train.placing import shares
+from hostward.train.workload import recipe_workload
+from hostward.training.workload_of import workload_of
+from hostward.workload import Workload
+from training_row import TORCH, RowOptions, Shape, build, loss_of, row_options
+
+from machine import describe
+
+GIB = 1 << 30
+_FINE, _NEAR = 4000, 0.02
+_OFF = 0.001
+"""Shares of all parameters may differ by so much: which one was chosen is known in whole buckets alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one configuration; a side that was not measured is None."""
+
+    file: str
+    row: str
+    tokens: int
+    device_bytes: int
+    device_measured_bytes: int
+    host_bytes: int | None
+    host_measured_bytes: int | None
+
+    @property
+    def device_error(self) -> float:
+        return self.device_bytes / self.device_measured_bytes - 1
+
+    @property
+    def host_error(self) -> float | None:
+        return self.host_bytes / self.host_measured_bytes - 1 if self.host_bytes and self.host_measured_bytes else None
+
+
+@cache
+def workload(shape: Shape, tokens: int, seq: int) -> Workload:
+    """Of the models of step.py and activations.py."""
+    model = build(shape, seq, torch.device("meta"))
+    sizes = {"sequence_tokens": seq, "microbatch_sequences": tokens // seq}
+    return workload_of(model, loss=lambda m, ids: loss_of(m, ids, shape.loss_chunk), **sizes)
+
+
+def shape_of(found: dict[str, Any]) -> Shape:
+    names = {field.name for field in fields(Shape)}
+    return Shape(**{name: value for name, value in found.items() if name in names})
+
+
+def streamed_like(work: Workload, options: RowOptions, streamed: int) -> Plan:
+    """The plan whose streamed buckets hold so many parameters, which tells the share that was chosen at run time."""
+    buckets = work.inventory.buckets
+    if not isinstance(options.streamed, str):
+        return place_fraction(buckets, options.fraction, options.streamed)
+
+    def plan(share: float) -> tuple[int, Plan]:
+        made = place_fraction(buckets, options.fraction, min(1.0, max(0.0, share)))
+        return abs(sum(b.numel for b in made.buckets if b.placement is Placement.STREAMED) - streamed), made
+
+    middle = streamed / (options.fraction * work.inventory.numel)
+    best: tuple[int, Plan] | None = None
+    for k in range(_FINE):  # from the middle outwards
+        made = plan(middle + _NEAR * (k // 2 + k % 2) * (1 - 2 * (k % 2)) / (_FINE // 2))
+        best = made if best is None or made[0] < best[0] else best
+        if best[0] == 0:
+            break
+    if best is None or best[0] > _OFF * work.inventory.numel:
+        raise ValueError(f"no share streams {streamed} parameters")
+    return best[1]
+
+
+def keeps_of(text: str, layers: int) -> tuple[Keep, ...]:
+    """What a row of activations.py does with each layer."""
+    row, found = row_of(text), []
+    for i in range(layers):
+        kind = "recompute" if row.checkpoints(i, layers) else "elementwise" if row.elementwise else "keep"
+        away = {"keep": "offload"}.get(kind, f"{kind}_offload")
+        found.append(Keep(away if i < row.offloaded else kind))
+    return tuple(found)
+
+
+def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | None:
+    if row["row"] == TORCH or "device_peak_bytes" not in row:
+        return None
+    shape = shape_of(result["shape"])
+    work = workload(shape, row["tokens"], result["shape"]["seq"])
+    buckets, layers = work.inventory.buckets, work.repeated
+    options = row_options(row["row"])
+    placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)
+    if options is not None:
+        if row["placed_parameters"]["streamed"] and row["buckets"] != len(buckets):
+            return None
+        plan = streamed_like(work, options, row["placed_parameters"]["streamed"])
+        placements = tuple(b.placement for b in plan.buckets)
+    away = frozenset(layer.name for layer in layers[:-1]) if options is not None and options.weights else frozenset()
+    choice = Choice(tuple(placements), (Keep.RECOMPUTE,) * len(layers), away)
+    needs = required(work, choice).phase(STEADY_STEP)
+    device = device_bytes(needs, with_optimizer=options is not None)
+    measured = row["device_peak_bytes"]
+    pinned = needs.pinned_bytes if options is not None else None
+    return Row(file, row["row"], row["tokens"], device, measured, pinned, row.get("pinned_bytes"))
+
+
+def of_activations(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | None:
+    if row_of(row["row"]).save_on_cpu:
+        return None
+    work = workload(shape_of(result["shape"]), result["tokens"], result["seq"])
+    choice = Choice((Placement.DEVICE,) * len(work.inventory.buckets), keeps_of(row["row"], len(work.repeated)))
+    needs = required(work, choice).phase(STEADY_STEP)
+    device = device_bytes(needs, with_optimizer=False)
+    host = needs.host.get("activations") if row.get("host_bytes") else None
+    return Row(file, row["row"], result["tokens"], device, row["device_peak_bytes"], host, row.get("host_bytes"))
+
+
+def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
+    words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
+    config = apply_overrides(recipes.load(result["recipe"]), words)
+    work = recipe_workload(config)
+    asked = shares(config)
+    if isinstance(asked.streamed_fraction, str):
+        return None
+    plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)
+    choice = Choice(tuple(b.placement for b in plan.buckets), (Keep.KEEP,) * len(work.repeated))
+    needs = required(work, choice).phase(STEADY_STEP)
+    memory = result["memory"]
+    name = " ".join([result["recipe"], *(w for w in words if w.startswith("model."))])
+    device = device_bytes(needs, with_optimizer=True)
+    host = needs.pinned_bytes
+    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], host, memory["pinned_bytes"])
+
+
+def device_bytes(needs: PhaseNeeds, *, with_optimizer: bool) -> int:
+    """At the peak; rows without an optimizer have no state."""
+    return needs.device_bytes - (0 if with_optimizer else needs.device.get("optimizer state", 0))
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """The rows of a file that can be predicted; none for results of other kinds."""
+    result = json.loads(path.read_text())
+    found: list[Row | None] = []
+    rows = [row for row in result.get("rows", ()) if row.get("status") == "ok"]
+    if result.get("benchmark") == "step" and "model" in result.get("shape", {}):
+        found = [of_step(path.name, result, row) for row in rows]
+    elif "activations.py" in str(result.get("command")):
+        found = [of_activations(path.name, result, row) for row in rows]
+    elif "device_peak_bytes" in result.get("memory", {}):
+        found = [of_recipe(path.name, result)]
+    yield from (row for row in found if row is not None)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    print(f"{'':24} {'tokens':>6} {'device GiB':>10} {'measured':>8} {'error':>8}", end=" ")
+    print(f"{'host GiB':>8} {'measured':>8} {'error':>8}")
+    file = None
+    for row in rows:
+        if row.file != file:
+            file = row.file
+            print(file)
+        sides = f"{row.device_bytes / GIB:10.3f} {row.device_measured_bytes / GIB:8.3f} {row.device_error:+8.3%}"
+        if row.host_error is not None and row.host_bytes is not None and row.host_measured_bytes is not None:
+            sides += f" {row.host_bytes / GIB:8.3f} {row.host_measured_bytes / GIB:8.3f} {row.host_error:+8.3%}"
+        print(f"  {row.row[:22]:22} {row.tokens:6} {sides}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    rows = [row for path in arguments.results for row in rows_of(path)]
+    print_table(rows)
+    if arguments.json is not None:
+        facts = {"benchmark": "predictions", "machine": describe()}
+        found = [{**asdict(row), "device_error": row.device_error, "host_error": row.host_error} for row in rows]
+        arguments.json.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

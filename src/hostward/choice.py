@@ -1,0 +1,40 @@
+"""What is decided about a workload: a placement for each bucket, and what becomes of each layer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .plan import Placement
+
+
+class Keep(StrEnum):
+    """What becomes of what a layer saves for backward."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    """All that it saves goes to the host."""
+    RECOMPUTE = "recompute"
+    """The layer keeps its input and runs again in backward."""
+    RECOMPUTE_OFFLOAD = "recompute_offload"
+    """As recompute, and the input goes to the host."""
+    ELEMENTWISE = "elementwise"
+    """Norms and activations run again, the rest stays."""
+    ELEMENTWISE_OFFLOAD = "elementwise_offload"
+    """Norms and activations run again, the rest goes to the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to train a workload."""
+
+    placements: tuple[Placement, ...]
+    """Of the inventory's buckets, in their order."""
+    activations: tuple[Keep, ...]
+    """Of the workload's repeated layers, in order."""
+    offloaded_weights: frozenset[str] = frozenset()
+    """Names of layers whose weights live on the host."""
+    gradients_on_host: bool = False
+    """Whether gradients of several microbatches are added up on the host."""
+    staging_bytes: int | None = None
+    """Most device bytes of staging slots; None: what backward has freed."""

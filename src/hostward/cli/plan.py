@@ -1,0 +1,213 @@
+"""`hostward plan`: what a run would take, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hostward.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hostward.hardware_profile import Hardware
+    from hostward.planning.assignment import Forced
+    from hostward.planning.needs import Budgets
+    from hostward.planning.speeds import Speeds
+    from hostward.workload import Workload
+
+DEFAULT_PROFILE = "h200"
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OVERRIDES]... | diff A B", help="Options of the recipe, or two plan files to compare."),
+]
+Recipe = Annotated[str | None, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="PATH", help="A transformers config.json instead of a recipe.")
+]
+Sequence = Annotated[int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.")]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="With --config: sequences in a step, of all GPUs.")]
+Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.")]
+Device = Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="Of each GPU, as in 40GiB.")]
+Host = Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Of the machine, all GPUs together.")]
+Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", help="Page-locked, of the machine.")]
+HardwareName = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="FILE|PROFILE", help="From `hostward bench machine`, or a shipped profile."),
+]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, help="GPUs that share parameters, gradients and state.")]
+Place = Annotated[
+    list[str] | None,
+    typer.Option("--place", metavar="PATTERN=device|streamed|host", help="Chosen by hand: layers or buckets by name."),
+]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option("--keep", metavar="PATTERN=WHAT", help="keep, offload, recompute ...: chosen by hand."),
+]
+Weights = Annotated[int | None, typer.Option("--weights", min=0, help="So many first layers' weights on the host.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw step time against device memory.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan.")]
+
+
+def plan(
+    words: Words = None,
+    recipe: Recipe = None,
+    config: ConfigFile = None,
+    sequence: Sequence = None,
+    batch: Batch = None,
+    micro_batch: Micro = None,
+    device_memory: Device = None,
+    host_memory: Host = None,
+    pinned_memory: Pinned = None,
+    hardware: HardwareName = None,
+    gpus: Gpus = 1,
+    place: Place = None,
+    keep: KeepOption = None,
+    weights: Weights = None,
+    plot: Plot = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what a run would take: bytes by phase, where everything goes, seconds per step, and what less memory costs.
+
+    Exit code 1 if it does not fit, with the smallest change that would. `hostward plan diff A B` compares two plans.
+    """
+    from .main import _require_writable
+
+    if words and words[0] == "diff":
+        _diff(words[1:])
+        return
+    _require_writable("--json", json_file)
+    _require_writable("--plot", plot)
+    from hostward.planning.speeds import speeds_of
+
+    machine = _hardware(hardware)
+    budgets = _budgets(machine, gpus, device_memory, host_memory, pinned_memory)
+    speeds = speeds_of(machine, gpus)
+    if config is not None:
+        if recipe is not None or words:
+            raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
+        workload, forced, phases = _of_file(config, sequence, batch, micro_batch, gpus)
+    else:
+        given = [
+            o for o, v in (("--seq", sequence), ("--batch", batch), ("--micro-batch", micro_batch)) if v is not None
+        ]
+        if given:
+            raise ConfigError(
+                f"{given[0]} goes with --config",
+                fix="for a recipe: model.seq_length, train.global_batch_size, train.micro_batch_size",
+            )
+        workload, forced, phases = _of_recipe(recipe, words, gpus, speeds)
+    from hostward.train.planning import forced_by_hand
+
+    forced = forced_by_hand(workload, forced, place or [], keep or [], weights)
+    _answer(workload, machine, gpus, replace(budgets, phases=phases), forced, plot, json_file)
+
+
+def _answer(
+    workload: Workload,
+    machine: Hardware,
+    gpus: int,
+    budgets: Budgets,
+    forced: Forced,
+    plot: Path | None,
+    json_file: Path | None,
+) -> None:
+    from hostward.planning import plan_file
+    from hostward.planning.answer import Question, answer
+    from hostward.planning.plan_text import render
+    from hostward.planning.shards import required_of
+
+    found = answer(Question(workload, machine, gpus, budgets, forced), required_of(workload))
+    if plot is not None:
+        from hostward.planning.plan_picture import draw
+
+        draw(found, plot)
+    if json_file is not None and found.chosen is not None:
+        plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen), json_file)
+    typer.echo(render(found), nl=False)
+    if found.chosen is None:
+        raise typer.Exit(1)
+
+
+def _of_recipe(
+    recipe: str | None, overrides: list[str] | None, gpus: int, speeds: Speeds
+) -> tuple[Workload, Forced, tuple[str, ...]]:
+    from hostward.memory_model import RESUME, SAVE, TRAINING
+    from hostward.planning.shards import sharded
+    from hostward.rules import check
+    from hostward.train.planning import asked_of
+    from hostward.train.workload import recipe_workload
+
+    from .main import DEFAULT_RECIPE, _configured
+
+    name = recipe or DEFAULT_RECIPE
+    configured = _configured(name, overrides)
+    check(configured, world_size=1)
+    workload = sharded(recipe_workload(configured, name=name), gpus)
+    saves = (SAVE,) if configured.checkpoint.save is not None else ()
+    resumes = (RESUME,) if configured.checkpoint.load is not None else ()
+    return workload, asked_of(configured, workload, speeds), (*TRAINING, *saves, *resumes)
+
+
+def _of_file(
+    path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int
+) -> tuple[Workload, Forced, tuple[str, ...]]:
+    from hostward.memory_model import TRAINING
+    from hostward.planning.assignment import Forced
+    from hostward.planning.shards import sharded
+    from hostward.train.workload import config_workload
+
+    size = micro_batch or 1
+    total = batch or size * gpus
+    if total % size:
+        raise ConfigError(
+            f"--batch {total} is no multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
+        )
+    workload = config_workload(
+        path, sequence_tokens=sequence or 4096, microbatch_sequences=size, microbatches=total // size
+    )
+    return sharded(workload, gpus), Forced(), TRAINING
+
+
+def _hardware(text: str | None) -> Hardware:
+    from hostward import hardware_profile
+
+    if text is None:
+        return hardware_profile.profile(DEFAULT_PROFILE)
+    if text in hardware_profile.PROFILES:
+        return hardware_profile.profile(text)
+    path = Path(text)
+    if not path.exists() and path.suffix != ".json":
+        raise ConfigError(
+            f"--hardware {text} is neither a file nor a shipped profile",
+            fix=f"choose from {', '.join(hardware_profile.PROFILES)}, or write a file: hostward bench machine",
+        )
+    return hardware_profile.load(path)
+
+
+def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None, pinned: str | None) -> Budgets:
+    """Of one GPU; what is not given is what the machine has less a reserve."""
+    from hostward.planning.answer import default_budgets
+    from hostward.planning.needs import Budgets
+    from hostward.sizes import size_bytes
+
+    usual = default_budgets(machine, gpus)
+    return Budgets(
+        usual.device_bytes if device is None else size_bytes(device, "--device-memory"),
+        usual.host_bytes if host is None else size_bytes(host, "--host-memory") // gpus,
+        usual.pinned_bytes if pinned is None else size_bytes(pinned, "--pinned-memory") // gpus,
+    )
+
+
+def _diff(words: list[str]) -> None:
+    """Exit code 1 if the plans differ."""
+    from hostward.planning import plan_file
+
+    if len(words) != 2:
+        raise ConfigError(f"plan diff takes two files, got {len(words)}", fix="hostward plan diff A.json B.json")
+    lines = plan_file.differences(*(plan_file.load(Path(word)) for word in words))
+    typer.echo("\n".join(lines) if lines else "the plans are equal")
+    if lines:
+        raise typer.Exit(1)

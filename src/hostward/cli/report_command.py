@@ -1,0 +1,54 @@
+"""`hostward report`: a page about a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hostward.errors import ConfigError
+
+PAGE = "report.html"
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, its report.json, or a file that --json wrote.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help=f"The page to write; {PAGE} beside the report.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FOLDER", help="Write the charts as PNGs too; needs matplotlib.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="The trace of the run; trace.json beside the report by default."),
+    ] = None,
+) -> None:
+    """Render the report of a run as one HTML page: memory, a step's lanes, predictions, loss and speed."""
+    from hostward.engine.trace import from_chrome
+    from hostward.pages.page import render
+    from hostward.replace_file import replace_text
+    from hostward.run_report import TRACE_FILE, read_report
+
+    found = read_report(run)
+    folder = run if run.is_dir() else run.parent
+    if trace is None and run.is_dir() and (run / TRACE_FILE).is_file():
+        trace = run / TRACE_FILE
+    spans = None if trace is None else from_chrome(trace)
+    page = folder / PAGE if html is None else html
+    replace_text(page, render(found, spans), what="page")
+    typer.echo(f"written to {page}")
+    if png is None:
+        return
+    from hostward.pages.pictures import draw_all
+
+    try:
+        png.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(f"--png {png} cannot be made", why=why, fix="name a folder") from error
+    for file in draw_all(found, spans, png):
+        typer.echo(f"written to {file}")

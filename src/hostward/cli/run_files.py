@@ -1,0 +1,139 @@
+"""The files of a run, `report.json` and `trace.json`: written at its end, whatever ends it, and now and then before."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hostward.errors import ConfigError, HostwardError
+from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport
+
+if TYPE_CHECKING:
+    from hostward.train.loop import Run
+
+log = logging.getLogger("hostward")
+
+INTERVAL_S = 30.0
+"""Between two reports of a run that goes on."""
+_SHARE = 0.005
+"""Of a run's time, at most, that goes into such reports."""
+
+
+class Terminated(BaseException):
+    """SIGTERM has arrived. Like KeyboardInterrupt, no Exception: nothing that mends errors takes it for one."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, the first SIGTERM raises Terminated; a second one ends the process as it would without."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class RunFiles:
+    """A context around training that leaves a report of it.
+
+    Args:
+        folder: the run's; None: nothing is written on the way or after an error, and `report` is all there is.
+        circumstances: `date`, `command` and `versions` as of now.
+    """
+
+    def __init__(self, run: Run, folder: Path | None, circumstances: Callable[[], dict[str, Any]]) -> None:
+        self._run = run
+        self._folder = folder
+        self._circumstances = circumstances
+        self._next_s = time.monotonic() + INTERVAL_S
+        self.report: RunReport | None = None
+        """Of the run as it ended."""
+
+    def __enter__(self) -> RunFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ended, reason = _how(error)
+        if error is None:
+            self.report = self._made(ended, reason)
+            self._write(self.report)
+            return
+        try:
+            self._write(self._made(ended, reason))
+        except HostwardError as second:  # the first error is the one to show
+            log.warning("the report of this run could not be written: %s", second.why or second.what)
+
+    def going_on(self, run: Run) -> None:
+        """An iteration has arrived: write a report of the run so far, if the last one is old. It outlives signal 9."""
+        began_s = time.monotonic()
+        if self._folder is None or began_s < self._next_s:
+            return
+        try:
+            require_folder("the run's folder", self._folder)  # that of checkpoints is made with the first of them
+            self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
+        except HostwardError as error:  # a full disk: no reason to stop training
+            log.warning("the report so far could not be written: %s", error.why or error.what)
+        ended_s = time.monotonic()
+        self._next_s = ended_s + max(INTERVAL_S, (ended_s - began_s) / _SHARE)
+
+    def _made(self, ended: Ended, reason: str | None) -> RunReport:
+        from hostward.train.report import report
+
+        return report(self._run, self._circumstances(), ended=ended, reason=reason)
+
+    def _write(self, made: RunReport) -> None:
+        if self._folder is None:
+            return
+        require_folder("the run's folder", self._folder)
+        made.write(self._folder / REPORT_FILE)
+        trace = self._folder / TRACE_FILE
+        if self._run.trace is not None:
+            self._run.trace.write(trace)
+        else:
+            trace.unlink(missing_ok=True)  # of an earlier run in this folder, and not of this one
+
+
+def require_folder(option: str, folder: Path | None) -> None:
+    """Make the folder, if need be. Raises ConfigError where it cannot be made or written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(f"{option} {folder} cannot be written", why=why, fix="name another folder") from error
+
+
+def run_folder(run_dir: Path | None, save: str | None) -> Path | None:
+    """Where the files of a run go: to `--run-dir`, else to checkpoint.save, else nowhere."""
+    return run_dir if run_dir is not None or save is None else Path(save)
+
+
+def _how(error: BaseException | None) -> tuple[Ended, str | None]:
+    if error is None:
+        return Ended.FINISHED, None
+    if isinstance(error, KeyboardInterrupt):
+        return Ended.INTERRUPTED, "Ctrl-C (SIGINT)"
+    if isinstance(error, Terminated):
+        return Ended.TERMINATED, "SIGTERM"
+    what = error.what if isinstance(error, HostwardError) else f"{type(error).__name__}: {error}"
+    return Ended.FAILED, what.partition("\n")[0]

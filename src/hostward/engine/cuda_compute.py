@@ -1,0 +1,45 @@
+"""The stream that the compute lane is: whichever is current when something is issued."""
+
+from __future__ import annotations
+
+from .commands import Command, CommandList, DriverTable, Streams, Verb
+
+
+class ComputeLane:
+    """Follows the caller from stream to stream, so that the lane stays one queue: the new one waits for the old one.
+
+    Not so into a capture: a graph waits for nothing outside of it, and whoever replays it says behind what. Once the
+    capture is over the lane goes on behind the last stream that was outside.
+
+    Args:
+        streams: where the lane's stream is set. index: the lane's place there. handle: its first stream.
+        turned: an event for these waits alone.
+    """
+
+    def __init__(self, streams: Streams, index: int, handle: int, turned: int, driver: DriverTable) -> None:
+        self._streams = streams
+        self._index = index
+        self._turned = turned
+        self._driver = driver
+        self._outside = self._now = handle
+        streams.set(index, handle)
+
+    def is_at(self, handle: int) -> bool:
+        """Whether there is nothing to do for this stream. In the capture of a stream that was current before there is
+        not, either.
+        """
+        return handle == self._now == self._outside
+
+    def go_to(self, handle: int, *, capturing: bool) -> None:
+        """`handle` is current now. Raises DeviceError."""
+        if not capturing and handle != self._outside:
+            self._set(self._outside)
+            CommandList([Command(Verb.RECORD, self._index, self._turned)], self._driver).issue(self._streams)
+            self._outside = handle
+            self._set(handle)
+            CommandList([Command(Verb.WAIT, self._index, self._turned)], self._driver).issue(self._streams)
+        self._set(handle)
+
+    def _set(self, handle: int) -> None:
+        self._now = handle
+        self._streams.set(self._index, handle)

@@ -1,0 +1,139 @@
+"""Which gradients the device holds, at each moment of backward. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .choice import Choice
+from .inventory import Bucket, Dtype
+from .lowering.optimizer import GRADIENTS_IN_FLIGHT
+from .plan import Placement
+from .planner import summed_on_host
+from .workload import Layer, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """After a gradient was made: bytes of all that are on the device, and buckets whose gradient points have come."""
+
+    held_bytes: int
+    completed: Sequence[int] = ()
+
+
+class Facts:
+    """What does not depend on the choice: which buckets hold a parameter's gradient, and which parameters a bucket."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.parameters = {p.name: p for p in workload.inventory.parameters}
+        buckets = workload.inventory.buckets
+        self.names_of = [tuple(dict.fromkeys(r.name for r in bucket.ranges)) for bucket in buckets]
+        found: dict[str, list[int]] = {name: [] for name in self.parameters}
+        for b, names in enumerate(self.names_of):
+            for name in names:
+                found.setdefault(name, []).append(b)
+        self.buckets_of = {name: tuple(held) for name, held in found.items()}
+        self.numels = [bucket.numel for bucket in buckets]
+        self.padded = [bucket.offsets[-1] for bucket in buckets]
+        """Elements, with what aligns ranges."""
+
+
+class Gradients:
+    """Of one step in steady state.
+
+    With one microbatch, or where the host adds them up, gradients of host buckets leave during backward, a few at a
+    time; with more, all are there from the second microbatch on, in float32.
+    """
+
+    def __init__(self, facts: Facts, choice: Choice) -> None:
+        self._facts, self._choice = facts, choice
+        workload = facts.workload
+        several = workload.microbatches > 1
+        self._in_fp32 = several or choice.gradients_on_host
+        self.summed = (
+            summed_on_host(workload.inventory.buckets, choice.placements)
+            if choice.gradients_on_host
+            else frozenset[int]()
+        )
+        self._leaving = {
+            b
+            for b, placement in enumerate(choice.placements)
+            if placement is Placement.HOST and (not several or b in self.summed)
+        }
+        self.accumulate = several
+        """Whether those that stay are added to what is there already."""
+        self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
+        self._bytes_of = {p.name: p.numel * self._itemsize(p.name, p.dtype) for p in facts.parameters.values()}
+        self._added_bytes = {
+            p.name: p.numel * (p.dtype.itemsize_bytes + (4 if p.dtype is not Dtype.FP32 else 0))
+            for p in (facts.parameters.values() if several else ())
+            if self._stays[p.name]
+        }
+        self.staying_bytes = sum(n for name, n in self._bytes_of.items() if self._stays[name])
+        """Of those that stay on the device until the step."""
+
+    def _itemsize(self, name: str, dtype: Dtype) -> int:
+        if not self._in_fp32 or (self.summed and self.summed.issuperset(self._facts.buckets_of[name])):
+            return dtype.itemsize_bytes
+        return 4
+
+    def landed_itemsize_bytes(self, bucket: Bucket) -> int:
+        """Of a gradient on the host."""
+        return 4 if self._in_fp32 else bucket.dtype.itemsize_bytes
+
+    @property
+    def before_bytes(self) -> int:
+        """On the device when backward begins."""
+        return self.staying_bytes if self.accumulate else 0
+
+    def temporary_bytes(self, layer: Layer, made: int) -> int:
+        """Of a gradient on its way to be added to what is there: as autograd made it, and in float32."""
+        sizes = (self._added_bytes.get(name, 0) for name in layer.gradients[:made])
+        return max(sizes, default=0) if self.accumulate else 0
+
+    def backward(self) -> Iterator[list[Made]]:
+        """By layer, from last to first: after each of its gradients, in order."""
+        facts, held = self._facts, self.before_bytes
+        missing = [len(names) for names in facts.names_of]
+        unreleased = {name: len(buckets) for name, buckets in facts.buckets_of.items()}
+        in_flight: deque[int] = deque()
+        for layer in reversed(facts.workload.layers):
+            found = []
+            for name in layer.gradients:
+                buckets = facts.buckets_of.get(name, ())
+                if buckets and not (self.accumulate and self._stays[name]):
+                    held += self._bytes_of[name]
+                completed = []
+                for b in buckets:
+                    missing[b] -= 1
+                    if not missing[b]:
+                        completed.append(b)
+                found.append(Made(held, completed))
+                for b in completed:
+                    if b in self._leaving:
+                        in_flight.append(b)
+                    if len(in_flight) > GRADIENTS_IN_FLIGHT:
+                        held -= self._released(in_flight.popleft(), unreleased)
+            yield found
+
+    def _released(self, bucket: int, unreleased: dict[str, int]) -> int:
+        freed = 0
+        for name in self._facts.names_of[bucket]:
+            unreleased[name] -= 1
+            if not unreleased[name]:
+                freed += self._bytes_of[name]
+        return freed
+
+    def used_in_forward(self) -> dict[str, int]:
+        """By layer, bytes of gradients that wait for its next forward: of streamed buckets."""
+        found: dict[str, int] = {}
+        seen = set[str]()
+        buckets = self._facts.workload.inventory.buckets
+        for bucket, names, placement in zip(buckets, self._facts.names_of, self._choice.placements, strict=True):
+            if placement is Placement.STREAMED:
+                for name in set(names) - seen:
+                    seen.add(name)
+                    found[bucket.layer] = found.get(bucket.layer, 0) + self._bytes_of[name]
+        return found

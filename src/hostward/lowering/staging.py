@@ -1,0 +1,81 @@
+"""Staging slots of streamed buckets: how large, how many, taken and given back when. Decisions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hostward.inventory import MasterKind, align
+
+FEWEST = 2
+"""One slot is read or written while the other is stepped."""
+STAGED_SHARE = 0.4
+"""Share of backward, by elements, that is left when the slots are taken: reading them takes about as long."""
+SLOT_ALIGNMENT_BYTES = 256
+
+_LOW_BYTES = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}
+
+
+@dataclass(slots=True)
+class Span:
+    """From a use point (`layer`) or a gradient point (`bucket`) to the next of any kind."""
+
+    layer: str | None
+    bucket: int | None
+    held_bytes: int = 0
+    """By slots, when it began."""
+    peak_bytes: int = 0
+    """On the device, besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How many slots there are from now on, and the layer before whose forward they are given back; None: the last."""
+
+    count: int
+    unstage_at: str | None
+
+
+def streamed_bytes(kind: MasterKind, padded: int) -> tuple[int, ...]:
+    """What travels when a bucket of so many elements is streamed: exp_avg, exp_avg_sq, and the remainder or master if
+    there is one.
+    """
+    return tuple(padded * size for size in (4, 4, _LOW_BYTES[kind]) if size)
+
+
+def slot_bytes(parts: Sequence[Sequence[int]]) -> int:
+    """Of a slot that takes each bucket of these parts in turn."""
+    return max((sum(align(n, SLOT_ALIGNMENT_BYTES) for n in part) for part in parts), default=0)
+
+
+def most_slots(streamed: int, slot_size_bytes: int, staging_bytes: int | None) -> int:
+    """For so many streamed buckets, within `staging_bytes` if that is given."""
+    if staging_bytes is None:
+        return streamed
+    return min(streamed, max(1, staging_bytes // max(1, slot_size_bytes)))
+
+
+def late_bucket(numels: Sequence[int]) -> int:
+    """The bucket at whose gradient point STAGED_SHARE of backward is left, if it goes from last to first."""
+    total, left = sum(numels), 0
+    for b, numel in enumerate(numels):
+        left += numel
+        if left >= STAGED_SHARE * total:
+            return b
+    return 0
+
+
+def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: int) -> Settled | None:
+    """From the spans of one step: slots may use what backward has freed, and FEWEST of them besides. None: backward
+    reported no point.
+    """
+    limit = max((span.peak_bytes for span in spans), default=0) + FEWEST * slot_size_bytes
+    points = [i for i, span in enumerate(spans) if span.bucket is not None]
+    if not points:
+        return None
+    staged = next((i for i in points if (spans[i].bucket or 0) <= stage_at), points[0])
+    later = max(span.peak_bytes for span in spans[staged:])
+    count = min(most, (limit - later) // slot_size_bytes)
+    held = count * slot_size_bytes
+    uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
+    return Settled(count, next((layer for layer, peak in uses if peak + held > limit), None))

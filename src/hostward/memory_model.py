@@ -1,0 +1,197 @@
+"""How many bytes a run needs, by phase and owner, from a workload and what is decided about it. No torch.
+
+The device's peak is the most at any moment of a step. Moments are those of the workload's curves; what lives around
+them (weights, what earlier layers keep, gradients that have not left, staging slots) follows the schedules that the
+engine carries out: gradients leave as `hostward.lowering.optimizer` says, saved tensors as
+`hostward.lowering.activations`, weights as `hostward.lowering.weights`, and slots are counted by
+`hostward.lowering.staging` from the same spans that the engine measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .choice import Choice
+from .errors import ConfigError
+from .gradient_model import Facts, Gradients
+from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
+from .lowering.optimizer import INBOXES, inbox_bytes
+from .lowering.staging import FEWEST
+from .plan import Placement
+from .step_model import Owner, StepModel
+from .workload import Workload
+
+MIB = 1024 * 1024
+CUBLAS_WORKSPACES = 2
+"""One of the thread that runs forward, one of autograd's."""
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""Of each on a GPU of compute capability 9.0 and later; less on earlier ones."""
+KERNEL_TABLES_BYTES = 2 * MIB
+"""Page-locked, for addresses and constants on their way to kernels: one for each lane that launches them."""
+_PARTIAL_BYTES = 12
+"""Of the norm, for each chunk of a gradient."""
+_SCALARS_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseNeeds:
+    """Bytes by owner: on the device at its peak, on the host, and page-locked of those on the host."""
+
+    name: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    pinned: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self.pinned.values())
+
+
+LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME, SLEEP = "load", "first step", "steady step", "save", "resume", "sleep"
+TRAINING = (LOAD, FIRST_STEP, STEADY_STEP)
+"""Phases that every run has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes by phase, in the order of `LOAD` to `SLEEP`. Totals are those of every run: the most of `TRAINING`."""
+
+    phases: tuple[PhaseNeeds, ...]
+    slots: int = 0
+    """Staging slots from the fourth step on."""
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max(phase.device_bytes for phase in self.phases if phase.name in TRAINING)
+
+    @property
+    def host_bytes(self) -> int:
+        return max(phase.host_bytes for phase in self.phases if phase.name in TRAINING)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return max(phase.pinned_bytes for phase in self.phases if phase.name in TRAINING)
+
+    def phase(self, name: str) -> PhaseNeeds:
+        """The phase of that name. Raises KeyError."""
+        return {phase.name: phase for phase in self.phases}[name]
+
+
+def required(workload: Workload, choice: Choice) -> Needs:
+    """What a run needs, in each of its phases.
+
+    Not counted are the context of the CUDA driver and its modules (about 0.5 GiB on either side), and what the caching
+    allocator holds besides what is allocated.
+
+    Raises:
+        ConfigError: a choice that is not of this workload.
+    """
+    return MemoryModel(workload).required(choice)
+
+
+class MemoryModel:
+    """`required` for many choices of one workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._facts = Facts(workload)
+        parameters = workload.inventory.parameters
+        self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
+        """Host bytes of a whole state beside the one that is being filled."""
+        masters = sum(p.numel for p in parameters if master_kind(p.dtype) is not MasterKind.WEIGHT)
+        self._written_bytes = 4 * masters + 4 * max((p.numel for p in parameters), default=0)
+        """Of masters, and of one tensor at a time on its way to a file."""
+        chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
+        self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
+
+    def required(self, choice: Choice) -> Needs:
+        """Raises ConfigError for a choice that is not of this workload."""
+        _check(self._workload, choice)
+        gradients = Gradients(self._facts, choice)
+        step = StepModel(self._facts, choice, gradients)
+        host = self._host(choice, gradients, step.parked_bytes)
+        buckets = self._workload.inventory.buckets
+        state = sum(
+            self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
+            for b, placement in enumerate(choice.placements)
+            if placement is Placement.DEVICE
+        )
+        workspaces = CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
+        rest: dict[Owner, float] = {Owner.STATE: state, Owner.WORKSPACE: workspaces}
+        slots = step.slots()
+        first: dict[Owner, float] = {**rest, **step.peak(min(FEWEST, slots.most), None)}
+        steady: dict[Owner, float] = {**rest, **step.peak(slots.count, slots.unstage_at)}
+        resident = step.resident_weight_bytes
+        loading = {**rest, Owner.WEIGHTS: self._workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
+        asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
+        settled = {**host, Owner.ACTIVATIONS: 0.0}
+        phases = (
+            _phase(LOAD, loading, settled, settled),
+            _phase(FIRST_STEP, first, host, host),
+            _phase(STEADY_STEP, steady, host, host),
+            _phase(SAVE, {**rest, Owner.WEIGHTS: resident}, {**host, Owner.COPIES: self._saved_copies(choice)}, host),
+            _phase(RESUME, loading, {**settled, Owner.COPIES: self._loaded_bytes}, settled),
+            _phase(SLEEP, {}, asleep, asleep),
+        )
+        return Needs(phases, slots.count)
+
+    def _host(self, choice: Choice, gradients: Gradients, parked_bytes: float) -> dict[Owner, float]:
+        """Host bytes of a step, all of them page-locked."""
+        buckets, padded = self._workload.inventory.buckets, self._facts.padded
+        state = weights = landing = 0.0
+        for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
+            if placement.offloaded:
+                state += elements * state_bytes_per_element(bucket.kind)
+            if placement is Placement.HOST:
+                state += 8 * len(bucket.ranges)
+                weights += elements * bucket.dtype.itemsize_bytes
+                landing += elements * gradients.landed_itemsize_bytes(bucket)
+        if gradients.summed:
+            inboxes = inbox_bytes([buckets[b] for b in gradients.summed]) // INBOXES
+            landing += inboxes * min(INBOXES, len(gradients.summed)) + self._partial_bytes
+        weights += sum(la.frozen_weight_bytes for la in self._workload.repeated if la.name in choice.offloaded_weights)
+        lanes = 2 if Placement.STREAMED in choice.placements else 1
+        return {
+            Owner.STATE: state,
+            Owner.WEIGHTS: weights,
+            Owner.GRADIENTS: landing,
+            Owner.ACTIVATIONS: parked_bytes,
+            Owner.WORKSPACE: lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES,
+        }
+
+    def _saved_copies(self, choice: Choice) -> int:
+        """Host bytes beside the state while `hostward train` saves: what is written, and moments that do not lie on the
+        host in one piece.
+        """
+        total = self._written_bytes
+        for name, parameter in self._facts.parameters.items():
+            held = {choice.placements[b] for b in self._facts.buckets_of[name]}
+            total += 8 * parameter.numel if len(held) > 1 or Placement.DEVICE in held else 0
+        return total
+
+
+def _phase(
+    name: str, device: Mapping[Owner, float], host: Mapping[Owner, float], pinned: Mapping[Owner, float]
+) -> PhaseNeeds:
+    return PhaseNeeds(name, *({o.value: round(v) for o, v in held.items() if v} for held in (device, host, pinned)))
+
+
+def _check(workload: Workload, choice: Choice) -> None:
+    buckets, layers = len(workload.inventory.buckets), len(workload.repeated)
+    fix = "make the choice for this workload"
+    if len(choice.placements) != buckets:
+        raise ConfigError(f"{len(choice.placements)} placements for {buckets} buckets", fix=fix)
+    if len(choice.activations) != layers:
+        raise ConfigError(f"{len(choice.activations)} choices of activations for {layers} layers", fix=fix)
+    unknown = choice.offloaded_weights - {layer.name for layer in workload.repeated}
+    if unknown:
+        raise ConfigError(f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix)

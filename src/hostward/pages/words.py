@@ -1,0 +1,156 @@
+"""What a page says in words and figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hostward.run_report import Ended, RunReport
+
+WEIGHTS, STATE, GRADIENTS, SLOTS = "weights", "optimizer state", "gradients", "staging slots"
+ACTIVATIONS, OTHER = "activations", "other"
+ROLES = (WEIGHTS, STATE, GRADIENTS, SLOTS, ACTIVATIONS, OTHER)
+"""What owners of memory are for, in the order in which they are stacked."""
+REST = "activations and workspaces"
+"""What the device holds besides the bytes that hostward or torch's optimizer own."""
+
+_ROLE_OF = {
+    "weights": WEIGHTS,
+    "weights for upload": WEIGHTS,
+    "offloaded weights": WEIGHTS,
+    "exp_avg": STATE,
+    "exp_avg_sq": STATE,
+    "master": STATE,
+    "remainder": STATE,
+    "gradients": GRADIENTS,
+    "staging slots": SLOTS,
+    "saved activations": ACTIVATIONS,
+    REST: ACTIVATIONS,
+}
+_MISSING = "–"
+
+
+def role_of(owner: str) -> str:
+    """One of ROLES."""
+    return _ROLE_OF.get(owner, OTHER)
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes for people, with three digits or so."""
+    if nbytes is None:
+        return _MISSING
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1023.95 or unit == "GiB":
+            return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 1000 else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    return _MISSING
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people: in ms or µs where they are few."""
+    if seconds is None:
+        return _MISSING
+    if seconds >= 0.9995 or seconds == 0:
+        return f"{seconds:,.2f} s"
+    scaled, unit = (seconds * 1e3, "ms") if seconds >= 0.9995e-3 else (seconds * 1e6, "µs")
+    return f"{scaled:.0f} {unit}" if scaled >= 99.95 else f"{scaled:.1f} {unit}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A figure with about so many digits."""
+    if value is None:
+        return _MISSING
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.095 or share == 0 else f"{100 * share:.1f} %"
+
+
+def error_percent(predicted: float | None, measured: float | None) -> str:
+    """How far a prediction is off, of what was measured."""
+    if predicted is None or measured is None:
+        return _MISSING
+    if measured == 0:
+        return "0.0 %" if predicted == 0 else _MISSING
+    return f"{100 * (predicted - measured) / measured:+.1f} %"
+
+
+def answer(report: RunReport) -> str:
+    """How much memory left the device, and at what cost, in a sentence."""
+    left = _left(report)
+    if left is None:
+        return f"Nothing was offloaded: all {size(report.state_bytes)} of optimizer state stayed on the device."
+    where = "the simulated device" if report.simulated else "the device"
+    return f"{left} left {where}{_cost(report)}."
+
+
+def _left(report: RunReport) -> str | None:
+    parts = []
+    if report.offloaded_bytes:
+        parts.append(f"{size(report.offloaded_bytes)} of optimizer state ({percent(report.placed_fraction)} of it)")
+    done = max(1, report.last_iteration - report.first_iteration)
+    freed = _count(report, "freed_bytes")
+    if freed:
+        parts.append(f"{size(freed / done)} of saved activations per step")
+    return " and ".join(parts) or None
+
+
+def _count(report: RunReport, key: str) -> int:
+    """A number of the report on activations, 0 where there is none: that part of the file is checked by nobody else."""
+    value = (report.activations or {}).get(key, 0)
+    return value if type(value) is int else 0
+
+
+def _cost(report: RunReport) -> str:
+    if report.simulated:
+        return "; without a GPU there is no cost in time to tell"
+    offload, step_s = report.offload, report.measured.step_s
+    if offload is None or not step_s:
+        return "; what that cost in time was not measured"
+    share = percent(min(1.0, offload.exposed_s / step_s))
+    return (
+        f", at the cost of {duration(offload.exposed_s)} in each step of {duration(step_s)} ({share}) in which the GPU "
+        f"stood still for it; {duration(offload.hidden_s)} of copies and host steps were hidden"
+    )
+
+
+def status(report: RunReport) -> str | None:
+    """A sentence about a run that did not come to its end; None for one that did."""
+    done = f"{report.last_iteration} of {report.planned_iterations} iterations"
+    sentences = {
+        Ended.RUNNING.value: f"When this was written the run was going on, after {done}. If it is over, it ended in a "
+        "way that leaves no trace, such as signal 9.",
+        Ended.FAILED.value: f"The run failed after {done}: {report.reason}.",
+        Ended.INTERRUPTED.value: f"The run was interrupted after {done}: {report.reason}.",
+        Ended.TERMINATED.value: f"The run was terminated after {done}: {report.reason}.",
+    }
+    return sentences.get(report.ended)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRun:
+    """Neighbouring buckets with one placement."""
+
+    first: str
+    last: str
+    buckets: int
+    numel: int
+    state_bytes: int
+    placement: str
+
+
+def placed_runs(report: RunReport) -> list[PlacedRun]:
+    """The plan with neighbours of one placement put together, in order of use in forward."""
+    found: list[PlacedRun] = []
+    for b in report.plan:
+        if found and found[-1].placement == b.placement:
+            p = found[-1]
+            found[-1] = PlacedRun(
+                p.first, b.name, p.buckets + 1, p.numel + b.numel, p.state_bytes + b.state_bytes, b.placement
+            )
+        else:
+            found.append(PlacedRun(b.name, b.name, 1, b.numel, b.state_bytes, b.placement))
+    return found

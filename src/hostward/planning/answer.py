@@ -1,0 +1,146 @@
+"""What planning has to say: the plan, or why nothing fits and the smallest change that would. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hostward.hardware_profile import Hardware
+from hostward.sizes import GIB, gib
+from hostward.workload import Workload
+
+from .assignment import Forced
+from .frontier import Candidate, Frontier
+from .needs import Budgets, Required, needed
+from .speeds import Speeds, speeds_of
+from .time_model import explain
+
+DEVICE_RESERVE_BYTES = 2 * GIB
+"""Of the GPU's memory: the driver's context, libraries, and what the allocator cannot use."""
+HOST_RESERVE_SHARE = 0.1
+"""Of the machine's memory: the system and the process itself."""
+_WORTH_IT = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned. `budgets` are of one GPU and its share of the node."""
+
+    workload: Workload
+    hardware: Hardware
+    gpus: int
+    budgets: Budgets
+    forced: Forced
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`chosen` is None where nothing fits; then `nearest` misses the budgets by least, and `changes` would make it
+    fit.
+    """
+
+    question: Question
+    frontier: Frontier
+    speeds: Speeds
+    chosen: Candidate | None
+    nearest: Candidate
+    why: tuple[str, ...]
+    changes: tuple[str, ...]
+
+    @property
+    def shown(self) -> Candidate:
+        return self.chosen or self.nearest
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the plan moves anything off the device."""
+        choice = self.shown.choice
+        leaves = any(keep.value.endswith("offload") for keep in choice.activations)
+        return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
+
+
+def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
+    """What the machine has less a reserve, per GPU; no limit where the hardware file knows none."""
+    memory = hardware.limits.memory_bytes
+    locked = hardware.limits.locked_bytes
+    return Budgets(
+        max(0, hardware.gpu.memory_bytes - DEVICE_RESERVE_BYTES) if hardware.gpu else None,
+        int(memory * (1 - HOST_RESERVE_SHARE)) // gpus if memory is not None else None,
+        locked // gpus if locked is not None else None,
+    )
+
+
+def answer(question: Question, required: Required, *, smaller: Callable[[int], Workload] | None = None) -> Answer:
+    """Plan it.
+
+    Args:
+        smaller: the workload with so many sequences in a microbatch; None: made from the workload itself.
+
+    Raises:
+        ConfigError: the hardware file has no GPU, or SciPy is missing.
+    """
+    speeds = speeds_of(question.hardware, question.gpus)
+    frontier = Frontier(question.workload, speeds, required, question.forced)
+    chosen = frontier.best(question.budgets)
+    nearest = chosen or frontier.nearest(question.budgets)
+    why = explain(frontier.costs, nearest.choice, nearest.prediction) if chosen else []
+    changes = [] if chosen else _changes(question, frontier, required, smaller)
+    return Answer(question, frontier, speeds, chosen, nearest, tuple(why), tuple(changes))
+
+
+def verdict(found: Answer) -> str:
+    """One sentence: whether offloading helps."""
+    base, budgets = found.frontier.base, found.question.budgets
+    if found.chosen is None:
+        return "It does not fit."
+    if not budgets.over(base.needs) and found.chosen.prediction.step_s >= base.prediction.step_s * (1 - _WORTH_IT):
+        peak = gib(base.needs.device_peak_bytes)
+        return f"Everything fits on the device ({peak} GiB at the peak): offloading will not help, it only takes time."
+    if not found.offloads:
+        return "Nothing needs to be offloaded: what is saved for backward is computed again instead."
+    if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
+        return (
+            "It fits, but the GPU stands still for longer than it computes: a larger batch or more GPUs will help more."
+        )
+    return "It fits with offloading."
+
+
+def _changes(
+    question: Question, frontier: Frontier, required: Required, smaller: Callable[[int], Workload] | None
+) -> list[str]:
+    """The smallest raise of one budget that would make it fit, and the largest microbatch that does."""
+    found = []
+    for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
+        others = _without(question.budgets, name)
+        needs = [needed(c.needs, others.phases)[name] for c in frontier.candidates if not others.over(c.needs)]
+        if needs:
+            scale = 1 if name == "device" else question.gpus
+            found.append(f"{option} {-(-min(needs) * scale // (GIB // 10)) / 10:.1f}GiB")
+    sequences = question.workload.microbatch_sequences
+    while sequences > 1:
+        sequences //= 2
+        tried = smaller(sequences) if smaller else _with_sequences(question.workload, sequences)
+        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
+        if again.best(question.budgets) is not None:
+            found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
+            break
+    if not found:
+        nearest = frontier.nearest(question.budgets)
+        over = question.budgets.over(nearest.needs)
+        short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
+        found.append(short)
+    return found
+
+
+def _without(budgets: Budgets, name: str) -> Budgets:
+    if name == "device":
+        return replace(budgets, device_bytes=None)
+    return replace(budgets, host_bytes=None) if name == "host" else replace(budgets, pinned_bytes=None)
+
+
+def _with_sequences(workload: Workload, sequences: int) -> Workload:
+    return replace(
+        workload,
+        microbatch_sequences=sequences,
+        microbatches=workload.microbatches * workload.microbatch_sequences // sequences,
+    )

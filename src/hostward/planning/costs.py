@@ -1,0 +1,168 @@
+"""What each layer and bucket of a workload costs on a machine, before anything is decided. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hostward.choice import Choice, Keep
+from hostward.inventory import Bucket, MasterKind
+from hostward.plan import Placement
+from hostward.workload import Layer, PerToken, Workload
+
+from .speeds import HOST_STEP_BYTES, LAYER_S, Speeds
+
+RECOMPUTED = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
+ELEMENTWISE = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
+LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
+_ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over those of its forward: it makes the scores again."""
+_TRAFFIC_BACKWARD = 2.0
+LARGEST_UNIT = 160
+"""Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds and bytes of one layer and one microbatch."""
+
+    layer: Layer
+    forward_s: float
+    backward_s: float
+    elementwise_s: float
+    """To make norms and activations again."""
+    saved_bytes: float
+    elementwise_bytes: float
+    """Of `saved_bytes`, what norms and activations save."""
+    input_bytes: float
+
+    def held_bytes(self, keep: Keep) -> float:
+        """What the layer keeps for backward, wherever it lies."""
+        if keep in RECOMPUTED:
+            return self.input_bytes
+        return self.saved_bytes - (self.elementwise_bytes if keep in ELEMENTWISE else 0.0)
+
+    def again_s(self, keep: Keep) -> float:
+        """What backward computes again."""
+        if keep in RECOMPUTED:
+            return self.forward_s
+        return self.elementwise_s if keep in ELEMENTWISE else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Neighbouring buckets of one layer with one placement, timed as one."""
+
+    layer: str
+    placement: Placement
+    numel: int
+    weight_bytes: int
+    state_bytes: int
+    gradient_bytes: int
+    host_s: float
+    device_s: float
+
+
+class Costs:
+    """Of one workload on one machine; what depends on no choice is computed once."""
+
+    def __init__(self, workload: Workload, speeds: Speeds) -> None:
+        self.workload, self.speeds = workload, speeds
+        self.layers = tuple(self._layer(layer) for layer in workload.layers)
+        self.repeated = [i for i, cost in enumerate(self.layers) if cost.layer.repeated]
+        self.numels = [bucket.numel for bucket in workload.inventory.buckets]
+
+    def _layer(self, layer: Layer) -> LayerCost:
+        workload, speeds = self.workload, self.speeds
+        tokens, sequence = workload.microbatch_tokens, workload.sequence_tokens
+
+        def seconds(flops: float, traffic_bytes: float, passes: float) -> float:
+            return flops / speeds.flops_per_s + traffic_bytes / speeds.traffic_bytes_per_s + passes * LAYER_S
+
+        flops, traffic = layer.forward_flops, layer.forward_traffic_bytes.of(tokens, sequence)
+        trained = layer.trained_weight_bytes / layer.weight_bytes if layer.weight_bytes else 1.0
+        back = PerToken(flops.linear * (1 + trained), flops.square * _ATTENTION_BACKWARD)
+        passes = 1.0 if layer.repeated else 0.0
+        again = [part for part in layer.saved if part.elementwise]
+        again_flops = sum(part.recompute_flops.of(tokens, sequence) for part in again)
+        again_traffic = sum(part.recompute_traffic_bytes.of(tokens, sequence) for part in again)
+        return LayerCost(
+            layer,
+            seconds(flops.of(tokens, sequence), traffic, passes),
+            seconds(back.of(tokens, sequence), _TRAFFIC_BACKWARD * traffic, 2 * passes),
+            seconds(again_flops, again_traffic, 0.0),
+            layer.saved_bytes.of(tokens, sequence),
+            sum(part.bytes.of(tokens, sequence) for part in again),
+            layer.input_bytes.of(tokens, sequence),
+        )
+
+    @cached_property
+    def accumulation_s(self) -> float:
+        """Adding one microbatch's gradients, per parameter: read it, read and write the fp32 total."""
+        return 0.0 if self.workload.microbatches == 1 else 10 / self.speeds.traffic_bytes_per_s
+
+    def keep_of(self, choice: Choice) -> dict[int, Keep]:
+        """By position in `layers`, for repeated layers."""
+        return dict(zip(self.repeated, choice.activations, strict=True))
+
+    @cached_property
+    def _buckets(self) -> list[_BucketBytes]:
+        return [_bucket_bytes(bucket) for bucket in self.workload.inventory.buckets]
+
+    def units(self, choice: Choice) -> list[Unit]:
+        """In order of use in forward."""
+        merge_below = sum(self.numels) / LARGEST_UNIT
+        return [self._unit(*run, choice) for run in _runs(self._buckets, choice.placements, merge_below)]
+
+    def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes], choice: Choice) -> Unit:
+        wide = self.workload.microbatches > 1 and (placement is not Placement.HOST or choice.gradients_on_host)
+        numel = sum(b.numel for b in run)
+        weights = sum(b.weight_bytes for b in run)
+        state = sum(b.state_bytes for b in run)
+        gradients = 4 * numel if wide else weights
+        host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
+        return Unit(
+            layer,
+            placement,
+            numel,
+            weights,
+            state,
+            gradients,
+            host_bytes / HOST_STEP_BYTES / self.speeds.host_parameters_per_s,
+            (gradients + 2 * state + 2 * weights) / self.speeds.traffic_bytes_per_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketBytes:
+    layer: str
+    numel: int
+    weight_bytes: int
+    state_bytes: int
+    source_bytes: int
+    """What the host's step reads and writes of the weight."""
+
+
+def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
+    weight_bytes = bucket.numel * bucket.dtype.itemsize_bytes
+    source_bytes = weight_bytes * (2 if bucket.kind is MasterKind.WEIGHT else 1)
+    return _BucketBytes(bucket.layer, bucket.numel, weight_bytes, bucket.state_bytes, source_bytes)
+
+
+def _runs(
+    buckets: Sequence[_BucketBytes], placements: Sequence[Placement], merge_below: float
+) -> Iterator[tuple[str, Placement, list[_BucketBytes]]]:
+    """Buckets of one layer and placement together while they are few parameters; those of a layer interleave."""
+    open_runs: dict[Placement, list[_BucketBytes]] = {}
+    layer = None
+    for bucket, placement in zip(buckets, placements, strict=True):
+        if bucket.layer != layer:
+            yield from ((layer or "", p, run) for p, run in open_runs.items())
+            open_runs, layer = {}, bucket.layer
+        run = open_runs.setdefault(placement, [])
+        if run and placement is not Placement.DEVICE and sum(b.numel for b in run) + bucket.numel > merge_below:
+            yield layer, placement, run
+            open_runs[placement] = run = []
+        run.append(bucket)
+    yield from ((layer or "", p, run) for p, run in open_runs.items())

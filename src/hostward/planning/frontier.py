@@ -1,0 +1,191 @@
+"""The best choice within budgets, and what less device memory costs. No torch.
+
+First the *frontier* is made, without regard to budgets: an integer programme for each of a ladder of device limits, and
+of host limits, each solution timed by `hostward.time_model` and weighed by the memory model. Budgets then select among
+these. So what fits in a budget also fits in a larger one, and a larger budget never gives a slower plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hostward.choice import Choice, Keep
+from hostward.memory_model import Needs
+from hostward.plan import Placement
+from hostward.planner import place_fraction
+from hostward.workload import Workload
+
+from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
+from .costs import Costs
+from .needs import Budgets, Required
+from .speeds import Speeds, balanced_share
+from .time_model import Prediction, predict_of
+
+DEVICE_LEVELS = 12
+HOST_LEVELS = (0.7, 0.4, 0.2)
+"""Of the most host memory that any choice on the ladder of device limits takes."""
+_HOST_DEVICE_LEVELS = 4
+_EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A choice, its needs and its predicted time."""
+
+    choice: Choice
+    needs: Needs
+    prediction: Prediction
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Faster first; of equally fast ones, what takes less of the host, then of the device."""
+        return self.prediction.step_s, self.needs.host_bytes, self.needs.device_peak_bytes
+
+
+class Frontier:
+    """Candidates for one workload on one machine.
+
+    Args:
+        required: the memory model.
+        forced: what is not to be chosen.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        speeds: Speeds,
+        required: Required,
+        forced: Forced | None = None,
+    ) -> None:
+        self.workload = workload
+        self.costs = Costs(workload, speeds)
+        self._required = required
+        self._forced = forced or Forced()
+        self._seen: dict[Choice, Candidate] = {}
+        self.base = self._add(self._plain())
+        """Everything on the device, nothing computed twice, as far as nothing else is forced."""
+        sets = self._weight_sets()
+        for weights in sets:
+            self._climb(weights)
+        if frozenset() in sets:
+            self._even()
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return list(self._seen.values())
+
+    def _plain(self) -> Choice:
+        forced = self._forced
+        weights = forced.offloaded_weights or frozenset()
+        placements = tuple(
+            forced.placements.get(i, Placement.HOST if b.layer in weights else Placement.DEVICE)
+            for i, b in enumerate(self.workload.inventory.buckets)
+        )
+        count = len(self.workload.repeated)
+        keeps = tuple(forced.activations.get(i, Keep.KEEP) for i in range(count))
+        return Choice(placements, keeps, weights)
+
+    def _weight_sets(self) -> list[frozenset[str]]:
+        """Weights leave as a last resort, so few numbers of layers are tried: none, half, all but the last."""
+        if self._forced.offloaded_weights is not None:
+            return [self._forced.offloaded_weights]
+        names = [layer.name for layer in self.workload.repeated]
+        elsewhere = {
+            self.workload.inventory.buckets[i].layer
+            for i, placement in self._forced.placements.items()
+            if placement is not Placement.HOST
+        }
+        counts = sorted({0, len(names) // 2, max(0, len(names) - 1)})
+        sets = [frozenset(names[:count]) for count in counts]
+        return [chosen for chosen in sets if not chosen & elsewhere]
+
+    def _add(self, choice: Choice) -> Candidate:
+        if gradients_on_host(self.costs, choice):
+            choice = replace(choice, gradients_on_host=True)
+        if choice not in self._seen:
+            needs = self._required(self.workload, choice)
+            prediction = predict_of(self.costs, choice, needs.slots)
+            if self._seen:
+                # What the device saves by not stepping some state itself has never been seen in a measured step: no
+                # offloading is promised to be faster than none.
+                prediction = replace(prediction, step_s=max(prediction.step_s, self.base.prediction.step_s))
+            self._seen[choice] = Candidate(choice, needs, prediction)
+        return self._seen[choice]
+
+    def _climb(self, weights: frozenset[str]) -> None:
+        programme = Programme(self.costs, self._forced, weights)
+        least = programme.solve(Limits(), least_device=True)
+        if least is None:
+            return
+        for keep in (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD):
+            self._alike(1.0, 0.0, keep, weights)
+        low = programme.device_bytes(least)
+        self._add(least)
+        best = programme.solve(Limits())
+        if best is None:
+            return
+        high = programme.device_bytes(best)
+        found = [self._add(best)]
+        whole = not weights or self._forced.offloaded_weights is not None
+        levels = DEVICE_LEVELS if whole else 2
+        for level in range(levels + 1):
+            limit = low + (high - low) * level / levels
+            choice = programme.solve(Limits(device_bytes=limit * (1 + 1e-9)))
+            if choice is not None:
+                found.append(self._add(choice))
+        most = max(programme.host_bytes(candidate.choice) for candidate in found)
+        for share in HOST_LEVELS if whole else ():
+            for level in range(_HOST_DEVICE_LEVELS):
+                limits = Limits(low + (high - low) * level / _HOST_DEVICE_LEVELS, most * share)
+                choice = programme.solve(limits)
+                if choice is not None:
+                    self._add(choice)
+
+    def _even(self) -> None:
+        """All layers alike, and a share of the state off the device: what the programme, whose times are linear, may
+        pass by.
+        """
+        share = balanced_share(self.costs.speeds, self.workload)
+        asked = [(eighths / 8, share, keep) for eighths in range(9) for keep in _EVEN]
+        for fraction, streamed, keep in [*asked, (1.0, 1.0, Keep.RECOMPUTE)]:
+            self._alike(fraction, streamed, keep, frozenset())
+
+    def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> None:
+        forced, buckets = self._forced, self.workload.inventory.buckets
+        rows = place_fraction(buckets, fraction, streamed).buckets
+        placements = tuple(
+            forced.placements.get(i, Placement.HOST if bucket.layer in weights else row.placement)
+            for i, (bucket, row) in enumerate(zip(buckets, rows, strict=True))
+        )
+        keeps = [keep] * len(self.workload.repeated)
+        if keep is Keep.RECOMPUTE_OFFLOAD:
+            keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
+        chosen = tuple(forced.activations.get(i, keep) for i, keep in enumerate(keeps))
+        self._add(Choice(placements, chosen, weights))
+
+    # ------------------------------------------------------------------ answers
+
+    def best(self, budgets: Budgets) -> Candidate | None:
+        """The fastest candidate within the budgets; None where none fits."""
+        fitting = [c for c in self._seen.values() if not budgets.over(c.needs)]
+        return min(fitting, key=lambda c: c.order, default=None)
+
+    def nearest(self, budgets: Budgets) -> Candidate:
+        """The candidate that needs the smallest change of the budgets."""
+        return min(self._seen.values(), key=lambda c: (sum(budgets.over(c.needs).values()), c.order))
+
+    def unbeaten(self, budgets: Budgets | None = None) -> Sequence[Candidate]:
+        """Candidates than which none is both faster and smaller on the device, by device memory; within the budgets of
+        host memory.
+        """
+        within = replace(budgets or Budgets(), device_bytes=None)
+        ordered = sorted(
+            (c for c in self._seen.values() if not within.over(c.needs)),
+            key=lambda c: (c.needs.device_peak_bytes, c.order),
+        )
+        found: list[Candidate] = []
+        for candidate in ordered:
+            if not found or candidate.prediction.step_s < found[-1].prediction.step_s:
+                found.append(candidate)
+        return found

@@ -1,0 +1,298 @@
+"""The plan as a file: read, edited, compared and fed back. No torch.
+
+A plan says for each bucket where its optimizer state is and where it is stepped, for each layer what becomes of what it
+saves and whether its weights leave, and what was predicted of that. docs/plan-file.md describes the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from hostward import strict_json
+from hostward.choice import Choice, Keep
+from hostward.errors import ConfigError
+from hostward.hardware_profile import Hardware
+from hostward.inventory import Inventory
+from hostward.plan import Placement, Plan, placed
+from hostward.text_files import read_text, write_text
+from hostward.workload import Workload
+
+from .frontier import Candidate
+from .needs import Budgets
+
+VERSION = 1
+FORMAT = "hostward-plan"
+_WRITE_ONE = "write one with: hostward plan --json FILE"
+E = TypeVar("E", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a plan is for."""
+
+    name: str
+    parameters: int
+    digest: str
+    """Of names, sizes and dtypes of buckets and layers: a plan fits no model with another one."""
+    sequence_tokens: int
+    microbatch_sequences: int
+    microbatches: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine of the rates that the plan was made with."""
+
+    name: str
+    gpu: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRow:
+    """`placement`: device, streamed or host."""
+
+    bucket: str
+    numel: int
+    placement: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """`activations`: keep, offload, recompute, recompute_offload, elementwise or elementwise_offload. `weights`: device
+    or host.
+    """
+
+    layer: str
+    activations: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Of one GPU and one step."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    device_peak_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets in bytes of one GPU; None: no limit."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+    pinned_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """All that the file holds."""
+
+    format: str
+    version: int
+    workload: Fingerprint
+    machine: Machine
+    limits: Limits
+    predicted: Predicted
+    gradients_on_host: bool
+    staging_bytes: int | None
+    buckets: tuple[BucketRow, ...]
+    """In order of use in forward."""
+    layers: tuple[LayerRow, ...]
+
+    def to_json(self) -> str:
+        return strict_json.to_text(self)
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "the text") -> PlanFile:
+        """Raises ConfigError, which names `origin` and the place, if `text` is no plan."""
+        try:
+            found = strict_json.parse(cls, text)
+            if found.format != FORMAT:
+                raise ValueError(f"its format is {found.format[:40]!r}, not {FORMAT!r}")
+            if found.version != VERSION:
+                raise ValueError(f"it has version {found.version}, this hostward reads version {VERSION}")
+            for i, bucket in enumerate(found.buckets):
+                _word(Placement, bucket.placement, f"buckets[{i}].placement")
+            for i, layer in enumerate(found.layers):
+                _word(Keep, layer.activations, f"layers[{i}].activations")
+                if layer.weights not in ("device", "host"):
+                    raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
+        except ValueError as error:
+            raise ConfigError(f"{origin} is no plan file", why=str(error), fix=_WRITE_ONE) from error
+        return found
+
+    def choice(self, workload: Workload) -> Choice:
+        """What the plan decides about `workload`. Raises ConfigError if it is a plan of something else."""
+        inventory = workload.inventory
+        self._require_same(inventory, [layer.name for layer in workload.repeated])
+        if self.workload.digest != digest(workload):
+            raise self._of_another_model("layers of the same names have other sizes or element types")
+        return Choice(
+            tuple(Placement(row.placement) for row in self.buckets),
+            tuple(Keep(row.activations) for row in self.layers),
+            frozenset(row.layer for row in self.layers if row.weights == "host"),
+            self.gradients_on_host,
+            self.staging_bytes,
+        )
+
+    def placements(self, inventory: Inventory) -> Plan:
+        """Placements of the optimizer alone. Raises ConfigError if the buckets are others."""
+        self._require_same(inventory, None)
+        return placed(inventory.buckets, [Placement(row.placement) for row in self.buckets], self.asked_fraction)
+
+    @property
+    def asked_fraction(self) -> float:
+        """Share of parameters whose state is off the device."""
+        total = sum(row.numel for row in self.buckets)
+        away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
+        return away / total if total else 0.0
+
+    def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
+        ours = [(row.bucket, row.numel) for row in self.buckets]
+        theirs = [(bucket.name, bucket.numel) for bucket in inventory.buckets]
+        why = _first_difference("bucket", ours, theirs)
+        if not why and layers is not None:
+            why = _first_difference("layer", [row.layer for row in self.layers], list(layers))
+        if why:
+            raise self._of_another_model(why)
+
+    def _of_another_model(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the plan is of another model: {self.workload.name}, {self.workload.parameters:,} parameters",
+            why=why,
+            fix="make a plan of this model: hostward plan --json FILE",
+        )
+
+    def require_machine(self, gpu: str) -> None:
+        """Raises ConfigError if the plan's rates are of another GPU than the one of this name."""
+        if self.machine.gpu != gpu:
+            raise ConfigError(
+                f"the plan is for {self.machine.gpu}, this GPU is {gpu}",
+                why="rates and memory of the two differ, so the plan's placements and predictions do not hold here",
+                fix="make a plan for this machine (hostward plan --hardware FILE --json FILE), or use --force",
+            )
+
+
+def _word(cls: type[E], text: str, place: str) -> E:
+    if text not in set(cls):
+        raise ValueError(f"{place} is {text[:40]!r}, not one of {', '.join(cls)}")
+    return cls(text)
+
+
+def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object]) -> str:
+    if len(ours) != len(theirs):
+        return f"it has {len(ours)} {what}s, the model has {len(theirs)}"
+    pairs = zip(ours, theirs, strict=True)
+    return next((f"{what} {i} is {a} in the plan, {b} in the model" for i, (a, b) in enumerate(pairs) if a != b), "")
+
+
+def digest(workload: Workload) -> str:
+    """The same for workloads that a plan can be exchanged between."""
+    rows = [f"{b.name} {b.numel} {b.dtype.value} {b.kind.value}" for b in workload.inventory.buckets]
+    rows += [f"{layer.name} {layer.weight_bytes} {layer.repeated}" for layer in workload.layers]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+def plan_of(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets, candidate: Candidate) -> PlanFile:
+    """The file of a candidate."""
+    choice, needs, prediction = candidate.choice, candidate.needs, candidate.prediction
+    repeated = [layer.name for layer in workload.repeated]
+    return PlanFile(
+        FORMAT,
+        VERSION,
+        Fingerprint(
+            workload.name,
+            workload.inventory.numel,
+            digest(workload),
+            workload.sequence_tokens,
+            workload.microbatch_sequences,
+            workload.microbatches,
+            workload.ranks,
+        ),
+        Machine(hardware.name, hardware.gpu.name if hardware.gpu else "", gpus),
+        Limits(budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes),
+        Predicted(
+            prediction.step_s,
+            prediction.compute_s,
+            prediction.exposed_s,
+            needs.device_peak_bytes,
+            needs.host_bytes,
+            needs.pinned_bytes,
+        ),
+        choice.gradients_on_host,
+        choice.staging_bytes,
+        tuple(
+            BucketRow(bucket.name, bucket.numel, placement.value)
+            for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True)
+        ),
+        tuple(
+            LayerRow(name, keep.value, "host" if name in choice.offloaded_weights else "device")
+            for name, keep in zip(repeated, choice.activations, strict=True)
+        ),
+    )
+
+
+def load(path: Path) -> PlanFile:
+    """Raises ConfigError where the file cannot be read or is no plan."""
+    return PlanFile.from_json(read_text(path, _WRITE_ONE), str(path))
+
+
+def save(plan: PlanFile, path: Path) -> None:
+    """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+    write_text(path, plan.to_json())
+
+
+def differences(a: PlanFile, b: PlanFile) -> list[str]:
+    """What differs, line by line; empty for equal plans."""
+    lines = []
+    for part in ("workload", "machine", "limits", "predicted"):
+        old, new = getattr(a, part), getattr(b, part)
+        for name in type(old).__dataclass_fields__:
+            before, after = getattr(old, name), getattr(new, name)
+            if before != after:
+                lines.append(f"{part}.{name}: {_value(before)} -> {_value(after)}")
+    for name in ("gradients_on_host", "staging_bytes"):
+        if getattr(a, name) != getattr(b, name):
+            lines.append(f"{name}: {_value(getattr(a, name))} -> {_value(getattr(b, name))}")
+    lines += _row_differences(
+        "bucket", {r.bucket: r.placement for r in a.buckets}, {r.bucket: r.placement for r in b.buckets}
+    )
+    for column in ("activations", "weights"):
+        lines += _row_differences(
+            column, {r.layer: getattr(r, column) for r in a.layers}, {r.layer: getattr(r, column) for r in b.layers}
+        )
+    return lines
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _row_differences(what: str, old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """Runs of neighbours that changed alike as one line."""
+    names = list(dict.fromkeys((*old, *new)))
+    runs: list[tuple[str, str, str, str]] = []
+    before: tuple[str | None, str | None] = (None, None)
+    for name in names:
+        change = old.get(name), new.get(name)
+        if change[0] != change[1]:
+            if change == before and runs:
+                runs[-1] = runs[-1][0], name, runs[-1][2], runs[-1][3]
+            else:
+                runs.append((name, name, change[0] or "(not there)", change[1] or "(not there)"))
+        before = change
+    return [f"{what} {a if a == b else f'{a} to {b}'}: {x} -> {y}" for a, b, x, y in runs]

@@ -1,0 +1,210 @@
+"""An answer as text for a terminal: needs by phase, placements, time and why, the frontier. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from hostward.choice import Choice, Keep
+from hostward.memory_model import TRAINING, Needs
+from hostward.plan import Placement
+from hostward.sizes import GIB, gib
+from hostward.workload import Workload
+
+from .answer import Answer, Question, verdict
+
+_KEEPS = {
+    Keep.KEEP: "keep",
+    Keep.OFFLOAD: "offload",
+    Keep.RECOMPUTE: "recompute",
+    Keep.RECOMPUTE_OFFLOAD: "recompute, input offloaded",
+    Keep.ELEMENTWISE: "recompute norms and activations",
+    Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute norms and activations",
+}
+_SHOWN_BYTES = GIB // 20
+
+
+def render(found: Answer) -> str:
+    """The whole answer."""
+    question, shown = found.question, found.shown
+    workload = question.workload
+    blocks = [_title(found), verdict(found)]
+    if found.chosen is None:
+        blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
+        blocks.append("The choice that comes nearest:")
+    blocks.append(_needs_table(shown.needs, question))
+    blocks.append(_owners(shown.needs))
+    blocks.append(_placements(workload, shown.choice))
+    blocks.append(_time(found))
+    blocks.append(_frontier(found))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _title(found: Answer) -> str:
+    question = found.question
+    workload, hardware = question.workload, question.hardware
+    gpu = hardware.gpu.name if hardware.gpu else "no GPU"
+    sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
+    what = f"{workload.name}: {workload.inventory.numel * workload.ranks / 1e9:.2f} G trained parameters"
+    counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
+    measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
+    lines = [
+        f"{what}, {workload.step_tokens:,} tokens per step and GPU ({counts})",
+        f"on {question.gpus} x {gpu} (hardware {hardware.name}{measured})",
+    ]
+    if workload.ranks > 1:
+        lines.append(f"state, gradients and weights shared among {workload.ranks} GPUs; their exchange is not timed")
+    if found.speeds.assumed:
+        lines.append(f"not measured, assumed: {'; '.join(found.speeds.assumed)}")
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side; the first to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _needs_table(needs: Needs, question: Question) -> str:
+    gpus, budgets = question.gpus, question.budgets
+    rows = [["GiB per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
+    outside = []
+    for phase in needs.phases:
+        sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
+        sizes += [phase.host_bytes * gpus] if gpus > 1 else []
+        rows.append([phase.name, *(gib(size) for size in sizes)])
+        over = replace(budgets, phases=(phase.name,)).over(needs)
+        if over and phase.name not in budgets.phases:
+            outside.append(f"{phase.name} takes more {' and '.join(over)} memory than the limit; not every run does it")
+    limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
+    limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
+    rows.append(["limit", *("none" if limit is None else gib(limit) for limit in limits)])
+    return "\n".join([_table(rows), *outside])
+
+
+def _owners(needs: Needs) -> str:
+    # Of phases that are equally full the later one, which is the one that lasts.
+    training = [phase for phase in reversed(needs.phases) if phase.name in TRAINING]
+    fullest = max(training, key=lambda phase: phase.device_bytes)
+    on_host = max(training, key=lambda phase: phase.host_bytes)
+    lines = [f"device, {fullest.name}: {_list(fullest.device)}"]
+    if on_host.host_bytes >= _SHOWN_BYTES:
+        lines.append(f"host, {on_host.name}: {_list(on_host.host)}")
+    return "\n".join(lines)
+
+
+def _list(sizes: Mapping[str, int]) -> str:
+    shown = sorted(((size, name) for name, size in sizes.items() if size >= _SHOWN_BYTES), reverse=True)
+    return ", ".join(f"{name} {gib(size)}" for size, name in shown)
+
+
+def _placements(workload: Workload, choice: Choice) -> str:
+    """One row per run of layers that are treated alike."""
+    by_layer: dict[str, Counter[Placement]] = {}
+    for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
+        by_layer.setdefault(bucket.layer, Counter())[placement] += bucket.numel
+    keeps = iter(choice.activations)
+    described = []
+    for layer in workload.layers:
+        keep = _KEEPS[next(keeps)] if layer.repeated else "-"
+        weights = "host" if layer.name in choice.offloaded_weights else "device"
+        described.append((layer.name, (frozenset(by_layer.get(layer.name, ())), keep, weights)))
+    rows: list[list[str]] = [["layers", "optimizer state", "saved activations", "weights"]]
+    for (_, keep, weights), run in groupby(described, key=lambda entry: entry[1]):
+        names = [name for name, _ in run]
+        counts = sum((by_layer.get(name, Counter()) for name in names), Counter[Placement]())
+        shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rsplit('.', 1)[-1]}"
+        rows.append([shown, _share(counts), keep, weights])
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, _state_line(workload, choice)])
+
+
+def _share(counts: Counter[Placement]) -> str:
+    if not counts:
+        return "-"
+    total = sum(counts.values())
+    parts = [(placement, counts[placement]) for placement in Placement if counts[placement]]
+    if len(parts) == 1:
+        return parts[0][0].value
+    return ", ".join(f"{placement.value} {_percent(n / total)}" for placement, n in parts)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _state_line(workload: Workload, choice: Choice) -> str:
+    shares = _state_shares(workload, choice)
+    where = {
+        Placement.DEVICE: "on the device",
+        Placement.STREAMED: "on the host, stepped on the GPU",
+        Placement.HOST: "on the host, stepped there",
+    }
+    parts = [f"{_percent(shares[p])} {where[p]}" for p in Placement if shares[p]]
+    line = f"optimizer state: {'; '.join(parts)}"
+    return f"{line}; gradients added up on the host" if choice.gradients_on_host else line
+
+
+def _time(found: Answer) -> str:
+    prediction, base = found.shown.prediction, found.frontier.base.prediction
+    said = f"predicted step {prediction.step_s:.3f} s: the GPU computes {prediction.compute_s:.3f} s"
+    if found.offloads:
+        said += f", {prediction.exposed_s:.3f} s exposed"
+    if found.shown is not found.frontier.base:
+        ratio = prediction.step_s / base.step_s
+        said += f"; {ratio:.2f} times the step with everything on the device, {base.step_s:.3f} s"
+    return "\n".join([said, *(f"  why: {reason}" for reason in found.why if found.offloads)])
+
+
+def label(workload: Workload, choice: Choice) -> str:
+    """A choice in a few words."""
+    shares = _state_shares(workload, choice)
+    state = [f"{_percent(shares[p])} {p.value}" for p in Placement if p.offloaded and shares[p]]
+    parts = [f"state {', '.join(state)}"] if state else []
+    kept = Counter(choice.activations)
+    parts += [f"{_layers(kept[k])} {_KEEPS[k]}" for k in Keep if k is not Keep.KEEP and kept[k]]
+    if choice.offloaded_weights:
+        parts.append(f"weights of {_layers(len(choice.offloaded_weights))} on the host")
+    return "; ".join(parts) or "everything on the device"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"
+
+
+def _state_shares(workload: Workload, choice: Choice) -> dict[Placement, float]:
+    counts = dict.fromkeys(Placement, 0)
+    for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
+        counts[placement] += bucket.state_bytes
+    return {placement: size / (sum(counts.values()) or 1) for placement, size in counts.items()}
+
+
+def _frontier(found: Answer) -> str:
+    rows = [["", "device GiB", "host GiB", "step s", "exposed s"]]
+    names = ["choice"]
+    shown = {id(c): c for c in (*found.frontier.unbeaten(found.question.budgets), *filter(None, [found.chosen]))}
+    for candidate in sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes):
+        needs, prediction = candidate.needs, candidate.prediction
+        rows.append(
+            [
+                ">" if candidate is found.chosen else "",
+                gib(needs.device_peak_bytes),
+                gib(needs.host_bytes),
+                f"{prediction.step_s:.3f}",
+                f"{prediction.exposed_s:.3f}",
+            ]
+        )
+        names.append(label(found.question.workload, candidate.choice))
+    lines = _table(rows).split("\n")
+    width = max(len(line) for line in lines)
+    joined = [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
+    return "\n".join(["less device memory, more time:", *joined])

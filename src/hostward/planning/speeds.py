@@ -1,0 +1,138 @@
+"""How fast a machine does each kind of work of a training step, from its hardware file. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hostward.errors import ConfigError
+from hostward.hardware import Rates
+from hostward.hardware_profile import Hardware
+from hostward.inventory import state_bytes_per_element
+from hostward.planner import streamed_share
+from hostward.workload import Workload
+
+from .lanes import Queue, Slowdown
+
+# Of forward and backward of decoder models in benchmarks/results (1.7 G at 8 K and 32 K tokens, 8 G at 16 K), as a
+# share of one large matrix product's rate and of the device memory's peak rate.
+MATMUL_SHARE = 0.877
+TRAFFIC_SHARE = 0.81
+LAYER_S = 150e-6
+"""What one pass over a layer takes beyond its operations and its traffic: kernels that do not fill the device."""
+COPY_S = 13e-6
+"""What a copy takes beyond its bytes."""
+HOST_STEP_BYTES = 26
+"""Host memory that the step of the hardware file's rate reads and writes per parameter."""
+
+# What stands in for rates that a hardware file does not know. Each use is said in `Speeds.assumed`.
+_MATMUL_OF_PEAK = 0.7
+_LINK_OF_PEAK = 0.85
+_DUPLEX_OF_LINK = 1.6
+_HOST_PARAMETERS_PER_S = 2.0e9
+_BUSY_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Rates of one GPU and its share of the node, each for work that runs alone; `slowdown` says what sharing costs."""
+
+    flops_per_s: float
+    """Of a model's matrix products."""
+    traffic_bytes_per_s: float
+    """Of its other operations, in device memory."""
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    host_parameters_per_s: float
+    slowdown: Slowdown
+    assumed: tuple[str, ...]
+    """Rates that the hardware file does not know, and what was taken in their place."""
+
+    def copy_s(self, size_bytes: float, rate_bytes_per_s: float) -> float:
+        """Seconds of one copy."""
+        return COPY_S + size_bytes / rate_bytes_per_s if size_bytes else 0.0
+
+
+def balanced_share(speeds: Speeds, workload: Workload) -> float:
+    """The share of offloaded state to stream so that the host's step and the link end together."""
+    buckets = workload.inventory.buckets
+    if not buckets:
+        return 0.0
+    busy = speeds.slowdown[7]
+    duplex = busy[Queue.H2D] * speeds.h2d_bytes_per_s + busy[Queue.D2H] * speeds.d2h_bytes_per_s
+    rates = Rates(speeds.host_parameters_per_s, duplex, busy[Queue.HOST] * speeds.host_parameters_per_s, duplex)
+    return streamed_share(
+        rates, state_bytes=state_bytes_per_element(buckets[0].kind), weight_bytes=buckets[0].dtype.itemsize_bytes
+    )
+
+
+def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
+    """Speeds of one of `gpus` GPUs of a machine that all do the same.
+
+    Raises ConfigError for a machine without a GPU, and where not even the vendor's rates of it are known.
+    """
+    gpu = hardware.gpu
+    if gpu is None:
+        raise ConfigError(
+            f"the hardware file {hardware.name!r} has no GPU",
+            why="a plan is about the time and the memory of a GPU",
+            fix="name a shipped profile or a file that was measured on a GPU machine: --hardware h200",
+        )
+    assumed: list[str] = []
+
+    def known(value: float | None, name: str, instead: float | None) -> float:
+        if value is not None:
+            return value
+        if instead is None:
+            raise ConfigError(
+                f"the hardware file {hardware.name!r} does not say {name}",
+                fix="measure it: hostward bench machine --json FILE",
+            )
+        assumed.append(f"{name} {instead:.3g}")
+        return instead
+
+    peak, link_peak = gpu.bf16_peak_flops_per_s, gpu.link_peak_bytes_per_s
+    matmul = known(gpu.bf16_matmul_flops_per_s, "gpu.bf16_matmul_flops_per_s", peak and peak * _MATMUL_OF_PEAK)
+    memory = known(gpu.memory_peak_bytes_per_s, "gpu.memory_peak_bytes_per_s", None)
+    largest = hardware.links[-1] if hardware.links else None
+    link = link_peak and link_peak * _LINK_OF_PEAK
+    h2d = largest.h2d_bytes_per_s if largest else known(None, "link bytes/s in each direction", link)
+    d2h = largest.d2h_bytes_per_s if largest else h2d
+    duplex = known(hardware.duplex_bytes_per_s, "duplex_bytes_per_s", _DUPLEX_OF_LINK * min(h2d, d2h))
+    busy_duplex = known(hardware.busy_duplex_bytes_per_s, "busy_duplex_bytes_per_s", duplex)
+    host = known(hardware.host_parameters_per_s, "host_parameters_per_s", _HOST_PARAMETERS_PER_S)
+    busy_host = known(hardware.busy_host_parameters_per_s, "busy_host_parameters_per_s", host * _BUSY_SHARE)
+    if gpus > 1:
+        # All GPUs of a node share its memory: a rank has its part where that is less than it reaches alone.
+        node_host = known(hardware.node_host_parameters_per_s, "node_host_parameters_per_s", host * 1.6)
+        node_duplex = known(hardware.node_duplex_bytes_per_s, "node_duplex_bytes_per_s", duplex * 2)
+        shared_host, shared_duplex = min(host, node_host / gpus), min(duplex, node_duplex / gpus)
+        busy_host *= shared_host / host
+        busy_duplex *= shared_duplex / duplex
+        # One direction alone is held up by memory as well, at the node's rate for both.
+        h2d, d2h = min(h2d, shared_duplex), min(d2h, shared_duplex)
+        host, duplex = shared_host, shared_duplex
+    return Speeds(
+        matmul * (hardware.matmul_share or MATMUL_SHARE),
+        memory * (hardware.traffic_share or TRAFFIC_SHARE),
+        h2d,
+        d2h,
+        host,
+        _slowdown(h2d, d2h, duplex, busy_duplex, host, busy_host),
+        tuple(assumed),
+    )
+
+
+def _slowdown(h2d: float, d2h: float, duplex: float, busy_duplex: float, host: float, busy_host: float) -> Slowdown:
+    """Speeds by which lanes run. Beside copies in both directions the host goes at its busy rate; beside one copy it
+    loses as much of that as that copy's part of the bytes.
+    """
+    both = min(1.0, duplex / (h2d + d2h))
+    busy_both = min(both, busy_duplex / (h2d + d2h))
+    lost = max(0.0, 1.0 - busy_host / host)
+    table = []
+    for bits in range(8):
+        copies, steps = bits & 3, bits & 4
+        link = 1.0 if copies != 3 else busy_both if steps else both
+        moved = {0: 0.0, 1: d2h, 2: h2d, 3: busy_duplex}[copies]
+        table.append((1.0, link, link, 1.0 - lost * min(1.0, moved / busy_duplex)))
+    return tuple(table)

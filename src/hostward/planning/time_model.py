@@ -1,0 +1,210 @@
+"""Predicted seconds of a training step, for a workload, a choice and a machine. Pure arithmetic; no torch.
+
+A step is played as work on four lanes (`hostward.lanes`): compute, both directions of the link, the host's step. Two
+steps in a row are played, and the second counts, so that what drains into the next step is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hostward.choice import Choice
+from hostward.memory_model import required
+from hostward.workload import Workload
+
+from .costs import Costs
+from .lanes import Program, Queue, Timeline, run
+from .speeds import Speeds
+from .turn import Turn
+
+_SHORTEST_S = 1e-4
+"""Waits shorter than this are not told."""
+_HIDDEN = 0.02
+"""Of a step: less than this exposed counts as hidden."""
+_TOLD = 0.05
+"""Of what is exposed: lesser waits are not told."""
+_MOST_DOUBLINGS = 6
+
+RESOURCES = {
+    Queue.COMPUTE: "GPU",
+    Queue.D2H: "link to the host",
+    Queue.H2D: "link to the GPU",
+    Queue.HOST: "host AdamW",
+}
+_NAMES = {
+    "upload": "host AdamW and the weights' way back",
+    "host": "host AdamW",
+    "read": "optimizer state on its way to the GPU",
+    "write": "optimizer state on its way to the host",
+    "gradient": "gradients on their way to the host",
+    "offload": "activations on their way to the host",
+    "reload": "activations on their way to the GPU",
+    "fetch": "weights on their way to the GPU",
+    "add": "gradients added up on the host",
+    "quiet": "a small copy of the model's own behind the state's writes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of one step."""
+
+    step_s: float
+    compute_s: float
+    """What the GPU computes, recomputation and its own optimizer step included."""
+    forward_s: float
+    """Of the first microbatch: what hides the work between two steps."""
+    backward_s: float
+    """Of the last."""
+    busy_s: Mapping[Queue, float]
+    """Work per lane, each alone."""
+    waited_s: Mapping[str, float]
+    """What compute waited for, by kind."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the GPU stands still for offloading."""
+        return max(0.0, self.step_s - self.compute_s)
+
+
+def predict(workload: Workload, choice: Choice, speeds: Speeds) -> Prediction:
+    """The step of `workload` as `choice` has it."""
+    return predict_of(Costs(workload, speeds), choice, required(workload, choice).slots)
+
+
+def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
+    """As `predict`, for many choices of one workload; `slots` as the memory model counts them."""
+    microbatches = costs.workload.microbatches
+    pair_s = 0.0
+    if microbatches > 2:
+        pair_s = _middle_s(costs, choice, slots)
+    turn = Turn(costs, choice, slots)
+    marks = []
+    for _ in range(2):
+        first = len(turn.program.works)
+        turn.backward(last=True)
+        turn.step()
+        turn.forward(first=True)
+        if microbatches > 1:
+            turn.backward(last=False)
+            turn.forward(first=False)
+        if microbatches > 2:
+            turn.compute = turn.program.add("middle", Queue.COMPUTE, (microbatches - 2) * pair_s)
+        marks.append((first, len(turn.program.works)))
+    timeline = run(turn.program, costs.speeds.slowdown)
+    return _prediction(costs, turn.program, timeline, marks, microbatches, pair_s)
+
+
+def _middle_s(costs: Costs, choice: Choice, slots: int) -> float:
+    """Seconds of one microbatch among many, without a step near it."""
+    turn = Turn(costs, choice, slots)
+    if not (turn.leaving or turn.fetched or choice.gradients_on_host):
+        again = sum(costs.layers[i].again_s(keep) for i, keep in turn.keep.items())
+        computed = sum(c.forward_s + c.backward_s for c in costs.layers)
+        return computed + again + sum(costs.numels) * costs.accumulation_s
+    ends = []
+    for _ in range(2):
+        turn.backward(last=False)
+        turn.forward(first=False)
+        ends.append(turn.compute)
+    timeline = run(turn.program, costs.speeds.slowdown)
+    before, after = (timeline.ends_s[e] for e in ends if e is not None)
+    return after - before
+
+
+def _prediction(
+    costs: Costs,
+    program: Program,
+    timeline: Timeline,
+    marks: list[tuple[int, int]],
+    microbatches: int,
+    pair_s: float,
+) -> Prediction:
+    (_, middle), (_, stop) = marks
+    compute = [i for i, work in enumerate(program.works) if work.queue is Queue.COMPUTE]
+    ends = [max(i for i in compute if i < mark) for mark in (middle, stop)]
+    step_s = timeline.ends_s[ends[1]] - timeline.ends_s[ends[0]]
+    busy = dict.fromkeys(Queue, 0.0)
+    for work in program.works[middle:stop]:
+        busy[work.queue] += work.seconds
+    more = microbatches - 2
+    if more > 0:
+        computed = [w for w in program.works[middle:stop] if w.queue is Queue.COMPUTE]
+        own = sum(w.seconds for w in computed if w.name.startswith(("forward", "backward")))
+        busy[Queue.COMPUTE] += more * (own / 2 - pair_s)
+    waited = _waited(program, timeline, [i for i in compute if i >= ends[0]])
+    if more > 0:
+        stalled = more * pair_s - more * own / 2
+        if stalled > _SHORTEST_S:
+            waited["microbatches in between"] = stalled
+    forward = sum(c.forward_s for c in costs.layers)
+    names = [i for i in compute if i >= middle and program.works[i].name.startswith("backward")]
+    backward = sum(program.works[i].seconds for i in names) / max(1, min(2, microbatches))
+    return Prediction(step_s, busy[Queue.COMPUTE], forward, backward, busy, waited)
+
+
+def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[str, float]:
+    """Seconds for which compute stood still, by the kind of work that ended last before it went on."""
+    found: dict[str, float] = {}
+    for before, after in pairwise(compute):
+        gap = timeline.starts_s[after] - timeline.ends_s[before]
+        if gap <= _SHORTEST_S:
+            continue
+        work = program.works[after]
+        latest = max(work.waits, key=lambda w: timeline.ends_s[w], default=None)
+        if latest is None or timeline.ends_s[latest] < timeline.starts_s[after] - 1e-9:
+            kind = "quiet"
+        else:
+            kind = program.works[latest].name
+        name = _NAMES.get(kind, kind)
+        found[name] = found.get(name, 0.0) + gap
+    return found
+
+
+def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
+    """Sentences that say what is exposed and why, and what would hide it."""
+    if prediction.exposed_s < _HIDDEN * prediction.step_s:
+        return [f"all but {prediction.exposed_s:.2f} s of the offloading is hidden behind compute"]
+    said = []
+    host_s = prediction.busy_s[Queue.HOST]
+    if prediction.waited_s.get(_NAMES["upload"], 0.0) >= 0.5 * prediction.exposed_s:
+        said.append(f"host AdamW {host_s:.2f} s does not fit behind a {prediction.forward_s:.2f} s forward")
+    for queue in (Queue.D2H, Queue.H2D):
+        window = prediction.forward_s + prediction.backward_s
+        if prediction.busy_s[queue] > window * costs.workload.microbatches:
+            said.append(
+                f"the {RESOURCES[queue]} is busy for {prediction.busy_s[queue]:.2f} s, "
+                f"forward and backward take {window:.2f} s"
+            )
+    waits = sorted(prediction.waited_s.items(), key=lambda pair: -pair[1])
+    told = [f"{seconds:.2f} s for {name}" for name, seconds in waits if seconds >= _TOLD * prediction.exposed_s]
+    said = ["; ".join([*said, _cure(costs, choice)])]
+    return [*said, f"the GPU waits {', '.join(told)}"] if told else said
+
+
+def _cure(costs: Costs, choice: Choice) -> str:
+    """How many tokens per step of one GPU would hide it, by trying."""
+    workload = costs.workload
+    sequences = workload.microbatch_sequences
+    for _ in range(_MOST_DOUBLINGS):
+        sequences *= 2
+        if _is_hidden(costs, choice, sequences):
+            break
+    else:
+        return f"even {_thousand(sequences * workload.microbatches * workload.sequence_tokens)} would not hide it"
+    low, high = sequences // 2, sequences
+    while high - low > max(1, high // 8):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _is_hidden(costs, choice, middle) else (middle, high)
+    return f"{_thousand(high * workload.microbatches * workload.sequence_tokens)} would hide it"
+
+
+def _is_hidden(costs: Costs, choice: Choice, sequences: int) -> bool:
+    found = predict(replace(costs.workload, microbatch_sequences=sequences), choice, costs.speeds)
+    return found.exposed_s < _HIDDEN * found.step_s
+
+
+def _thousand(tokens: int) -> str:
+    return f"{tokens / 1024:.0f} K tokens per step" if tokens >= 1024 else f"{tokens} tokens per step"

@@ -1,0 +1,193 @@
+"""A training step as work on lanes: the last backward, the optimizer's step, the first forward, and the microbatches in
+between. No torch.
+
+It follows the schedules of `hostward.lowering` as far as they take time, in the same order on each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hostward.choice import Choice, Keep
+from hostward.plan import Placement
+
+from .costs import LEAVES, Costs, Unit
+from .lanes import Program, Queue
+
+STAGED_SHARE = 0.4
+"""Share of backward, by parameters, that is left when staging begins."""
+_IN_FLIGHT = 2
+"""Layers after which the memory of gradients that leave is wanted back."""
+
+
+class Turn:
+    """Appends the parts of a step to a program, with what each waits for across parts.
+
+    Args:
+        slots: staging slots of streamed buckets (`hostward.memory_model` counts them).
+    """
+
+    def __init__(self, costs: Costs, choice: Choice, slots: int) -> None:
+        self.costs, self.choice = costs, choice
+        self.program = Program()
+        self.units = costs.units(choice)
+        self.keep = costs.keep_of(choice)
+        self.by_layer: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            self.by_layer.setdefault(unit.layer, []).append(number)
+        self.streamed = [i for i, u in enumerate(self.units) if u.placement is Placement.STREAMED]
+        leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
+        self.leaving = leaving
+        self.window = max(1, len(costs.repeated) - len(leaving))
+        self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
+        self.slots = self._units_staged(slots)
+        # Newest work of each kind, by unit or layer.
+        self.compute: int | None = None
+        self.offloads: dict[int, int] = {}
+        self.hosts: dict[int, int] = {}
+        self.arrivals: dict[int, int] = {}
+        self.reads: dict[int, int] = {}
+        self.writes: list[int] = []
+        self.downloaded: list[int] = []
+
+    def _units_staged(self, slots: int) -> int:
+        """Streamed units that fit in so many slots, each for the largest streamed bucket."""
+        if not self.streamed:
+            return 0
+        buckets = zip(self.costs.workload.inventory.buckets, self.choice.placements, strict=True)
+        slot_bytes = max(bucket.state_bytes for bucket, p in buckets if p is Placement.STREAMED)
+        largest = max(self.units[i].state_bytes for i in self.streamed)
+        return max(1, min(len(self.streamed), slots * slot_bytes // largest))
+
+    def _staged_layer(self) -> int:
+        total, left = sum(self.costs.numels), 0
+        for i in range(len(self.costs.layers)):
+            left += sum(self.units[u].numel for u in self._of(i))
+            if left >= STAGED_SHARE * total:
+                return i
+        return 0
+
+    def _of(self, layer: int) -> Sequence[int]:
+        return self.by_layer.get(self.costs.layers[layer].layer.name, ())
+
+    # ------------------------------------------------------------------ parts
+
+    def forward(self, *, first: bool) -> None:
+        """`first`: the one after a step, whose layers wait for their weights."""
+        flag = next(iter(self.costs.repeated), None)
+        for i, cost in enumerate(self.costs.layers):
+            waits: list[int | None] = []
+            if first:
+                waits += [self.arrivals[u] for u in self._of(i) if u in self.arrivals]
+                # Before the last layer staging goes back, behind the last write.
+                waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
+            waits += [self._fetch(i)]
+            if cost.layer.repeated:
+                before = self.costs.repeated.index(i) - self.window
+                waits += [self.offloads.get(self.costs.repeated[before])] if before >= 0 else []
+            self.compute = self.program.add(
+                f"forward/{cost.layer.name}", Queue.COMPUTE, cost.forward_s, waits, quiet=first and i == flag
+            )
+            if i in self.leaving:
+                speeds = self.costs.speeds
+                size = cost.held_bytes(self.keep[i])
+                self.offloads[i] = self.program.add(
+                    "offload", Queue.D2H, speeds.copy_s(size, speeds.d2h_bytes_per_s), [self.compute]
+                )
+
+    def _fetch(self, i: int) -> int | None:
+        """Weights of a layer that lie on the host come while the layer before runs."""
+        if i not in self.fetched:
+            return None
+        before = [w for w in (self.compute,) if w is not None]
+        # Issued when the layer before was entered: its own start is not known as a wait, the end of the one before is.
+        entered = [self._previous_compute(before[0])] if before else []
+        steps = [self.hosts[u] for u in self._of(i) if u in self.hosts]
+        speeds = self.costs.speeds
+        seconds = speeds.copy_s(self.costs.layers[i].layer.weight_bytes, speeds.h2d_bytes_per_s)
+        return self.program.add("fetch", Queue.H2D, seconds, [*entered, *steps])
+
+    def _previous_compute(self, number: int) -> int | None:
+        works = self.program.works
+        return next((i for i in reversed(range(number)) if works[i].queue is Queue.COMPUTE), None)
+
+    def backward(self, *, last: bool) -> None:
+        """`last`: of the step's microbatches, whose gradients leave and behind which state is staged."""
+        costs, speeds = self.costs, self.costs.speeds
+        reloads: dict[int, int] = {}
+        released = self.leaving[: max(0, len(costs.repeated) - self.window)]
+        waiting = list(released)
+        downloads: list[int] = []
+        left_before: list[int | None] = [None] * _IN_FLIGHT
+        staged_at = self._staged_layer() if last else -1
+        leaves = last or self.choice.gradients_on_host
+        for i in reversed(range(len(costs.layers))):
+            if costs.layers[i].layer.repeated:
+                limit = costs.repeated.index(i) - self.window
+                while waiting and costs.repeated.index(waiting[-1]) >= limit:
+                    u = waiting.pop()
+                    size = costs.layers[u].held_bytes(self.keep[u])
+                    reloads[u] = self.program.add(
+                        "reload",
+                        Queue.H2D,
+                        speeds.copy_s(size, speeds.h2d_bytes_per_s),
+                        [self.compute, self.offloads.get(u)],
+                    )
+            if last and i == staged_at:
+                self._stage()
+            cost = costs.layers[i]
+            units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
+            numel = sum(self.units[u].numel for u in self._of(i))
+            seconds = cost.backward_s + cost.again_s(self.keep.get(i, Keep.KEEP)) + numel * costs.accumulation_s
+            waits = [reloads.get(i), self._fetch(i), left_before[-_IN_FLIGHT]]
+            self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
+            for u in reversed(units if leaves else []):
+                size = self.units[u].weight_bytes
+                downloads.append(
+                    self.program.add("gradient", Queue.D2H, speeds.copy_s(size, speeds.d2h_bytes_per_s), [self.compute])
+                )
+                if self.choice.gradients_on_host:
+                    added_s = 10 * self.units[u].numel / 26 / speeds.host_parameters_per_s
+                    self.program.add("add", Queue.HOST, added_s, [downloads[-1]])
+            left_before.append(downloads[-1] if downloads else None)
+        self.downloaded = downloads[-1:]
+
+    def _read(self, u: int, waits: Sequence[int | None]) -> None:
+        speeds = self.costs.speeds
+        seconds = speeds.copy_s(self.units[u].state_bytes, speeds.h2d_bytes_per_s)
+        self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
+
+    def _stage(self) -> None:
+        written = self.writes[-1:]
+        self.reads = {}
+        for u in self.streamed[: self.slots]:
+            self._read(u, [self.compute, *written])
+
+    def step(self) -> None:
+        """Norm, steps and uploads, in order of use in forward."""
+        costs, speeds, program = self.costs, self.costs.speeds, self.program
+        on_device = sum(u.device_s for u in self.units if u.placement is Placement.DEVICE)
+        norm_s = sum(u.gradient_bytes for u in self.units) / speeds.traffic_bytes_per_s
+        norm = self.compute = program.add("step", Queue.COMPUTE, on_device + norm_s, [self.compute])
+        self.hosts, self.arrivals, self.writes = {}, {}, []
+        following = iter(self.streamed[self.slots :])
+        steps: list[int] = []
+        fetched = {costs.layers[i].layer.name for i in self.fetched}
+        for number, unit in enumerate(self.units):
+            if unit.placement is Placement.HOST:
+                self.hosts[number] = program.add("host", Queue.HOST, unit.host_s, [norm, *self.downloaded])
+                steps.append(self.hosts[number])
+                if unit.layer not in fetched:
+                    seconds = speeds.copy_s(unit.weight_bytes, speeds.h2d_bytes_per_s)
+                    self.arrivals[number] = program.add("upload", Queue.H2D, seconds, [steps[-1]])
+            elif unit.placement is Placement.STREAMED:
+                self._stream(number, unit, norm, steps[-2:-1])
+                after = next(following, None)
+                if after is not None:
+                    self._read(after, self.writes[-1:])
+
+    def _stream(self, number: int, unit: Unit, norm: int, pace: Sequence[int]) -> None:
+        speeds = self.costs.speeds
+        self.arrivals[number] = self.reads[number]
+        seconds = speeds.copy_s(unit.state_bytes, speeds.d2h_bytes_per_s)
+        self.writes.append(self.program.add("write", Queue.D2H, seconds, [norm, self.reads[number], *pace]))

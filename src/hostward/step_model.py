@@ -1,0 +1,268 @@
+"""Device memory along a training step, from forward's first operation to the end of backward. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate
+
+from .choice import Choice, Keep
+from .gradient_model import Facts, Gradients, Made
+from .lowering.staging import Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
+from .plan import Placement
+from .workload import Curve, Layer, Moment, PerToken, Way
+
+_WAYS = {
+    Keep.KEEP: Way.KEEP,
+    Keep.OFFLOAD: Way.KEEP,
+    Keep.RECOMPUTE: Way.RECOMPUTE,
+    Keep.RECOMPUTE_OFFLOAD: Way.RECOMPUTE,
+    Keep.ELEMENTWISE: Way.ELEMENTWISE,
+    Keep.ELEMENTWISE_OFFLOAD: Way.ELEMENTWISE,
+}
+_NOTHING = PerToken(0.0)
+_AWAY = {Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD}
+
+
+class Owner(StrEnum):
+    """What bytes are for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    STATE = "optimizer state"
+    SLOTS = "staging slots"
+    ACTIVATIONS = "activations"
+    LOSS = "logits and loss"
+    WORKSPACE = "workspaces"
+    COPIES = "copies for a checkpoint"
+
+
+@dataclass(slots=True)
+class Sample:
+    """What is on the device at one moment, slots and optimizer state left out."""
+
+    weights: float
+    gradients: float
+    activations: float
+    loss: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.gradients + self.activations + self.loss
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCount:
+    """Staging slots: how many there are, at most would be, and before which layer's forward they go back."""
+
+    count: int
+    most: int
+    unstage_at: str | None
+
+
+@dataclass(slots=True)
+class _Timeline:
+    samples: list[Sample] = field(default_factory=list)
+    points: list[tuple[int, str | None, int | None]] = field(default_factory=list)
+    """(first sample after it, layer of a use point, bucket of a gradient point)"""
+
+    def use(self, layer: str) -> None:
+        self.points.append((len(self.samples), layer, None))
+
+    def gradient(self, bucket: int) -> None:
+        self.points.append((len(self.samples), None, bucket))
+
+
+class StepModel:
+    """One step in steady state: the last microbatch, with what earlier ones have left."""
+
+    def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
+        workload = self._workload = facts.workload
+        self._gradients = gradients
+        self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
+        layers = workload.layers
+        self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
+        self._visits = [0, *accumulate(int(layer.repeated) for layer in layers)][:-1]
+        """By layer, how many of the list's come before."""
+        keeps: list[Keep | None] = [None] * len(layers)
+        for i, keep in zip(self._numbers, choice.activations, strict=True):
+            keeps[i] = keep
+        self._curves = [_curve_of(layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
+        self._bytes_at: dict[int, float] = {}
+        """By the moment's object: layers of a kind share theirs."""
+        kept = [self._at(curve.kept) for curve in self._curves]
+        self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
+        self._away = [keep in _AWAY for keep in keeps]
+        self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
+        self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
+        """Of saved tensors on the host."""
+        self._parked = [n if away else 0.0 for away, n in zip(self._away, kept, strict=True)]
+        last_away = max((at for at, i in enumerate(self._numbers) if self._away[i]), default=-1)
+        self._window = max(1, len(self._numbers) - 1 - last_away)
+        self._weights = [layer.weight_bytes for layer in layers]
+        self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
+        self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
+        buckets = workload.inventory.buckets
+        streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
+        self._slot_bytes = slot_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
+        self._most = most_slots(len(streamed), self._slot_bytes, choice.staging_bytes)
+        self._stage_at = late_bucket(facts.numels)
+
+    def _at(self, moment: Moment) -> float:
+        found = self._bytes_at.get(id(moment))
+        if found is None:
+            found = self._bytes_at[id(moment)] = moment.of(self._tokens, self._length)
+        return found
+
+    @property
+    def resident_weight_bytes(self) -> int:
+        """Between steps: the first of the offloaded layers is on its way already."""
+        first = self._numbers[0] if self._numbers else 0
+        return round(self._weights_at(first, None))
+
+    # ---------------------------------------------------------------- along the step
+
+    @cached_property
+    def _timeline(self) -> _Timeline:
+        timeline = _Timeline()
+        self._forward(timeline)
+        self._backward(timeline)
+        return timeline
+
+    def _forward(self, timeline: _Timeline) -> None:
+        layers = self._workload.layers
+        waiting = {} if self._gradients.accumulate else self._gradients.used_in_forward()
+        held = self._gradients.before_bytes + sum(waiting.values())
+        kept = 0.0
+        for i, layer in enumerate(layers):
+            timeline.use(layer.name)
+            held -= waiting.pop(layer.name, 0)
+            base = kept + self._leaving(i)
+            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, i + 1))
+            kept += self._kept[i]
+
+    def _backward(self, timeline: _Timeline) -> None:
+        layers, total = self._workload.layers, sum(self._kept)
+        made_by_layer = self._gradients.backward()
+        held = self._gradients.before_bytes
+        for i in reversed(range(len(layers))):
+            made = next(made_by_layer)
+            total -= self._kept[i]
+            base = total + self._back(i)
+            weights = self._weights_at(i, i - 1)
+            after = [held, *(m.held_bytes for m in made)]
+            self._moments(timeline, i, made, base, after, weights)
+            held = after[-1]
+        timeline.samples.append(Sample(self._weights_at(self._first, None), held, self._kept[0]))
+
+    @property
+    def _first(self) -> int:
+        return self._numbers[0] if self._numbers else 0
+
+    def _moments(
+        self, timeline: _Timeline, i: int, made: Sequence[Made], base: float, after: Sequence[int], weights: float
+    ) -> None:
+        """The moments of a layer's backward, with gradient points where they come."""
+        done = 0
+        # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
+        reloaded = self._parked[i] if self._recomputed[i] else 0.0
+        for moment in self._curves[i].backward:
+            while done < min(moment.gradients, len(made)):
+                for bucket in made[done].completed:
+                    timeline.gradient(bucket)
+                done += 1
+            gone = reloaded if moment.gradients else 0.0
+            self._sample(timeline, i, (moment,), base - gone, after, weights)
+        for at in range(done, len(made)):
+            for bucket in made[at].completed:
+                timeline.gradient(bucket)
+        timeline.samples.append(Sample(weights, after[-1], base))
+
+    def _sample(
+        self, timeline: _Timeline, i: int, moments: Sequence[Moment], base: float, held: Sequence[int], weights: float
+    ) -> None:
+        layer = self._workload.layers[i]
+        behind = not layer.repeated and i > self._first
+        for moment in moments:
+            own = self._at(moment)
+            gradients = held[min(moment.gradients, len(held) - 1)]
+            gradients += self._gradients.temporary_bytes(layer, moment.gradients)
+            timeline.samples.append(Sample(weights, gradients, base if behind else base + own, own if behind else 0.0))
+
+    def _leaving(self, i: int) -> float:
+        """Of layers before `i` in forward, saved tensors that are on their way to the host and still here."""
+        at = self._visits[i]
+        return sum(self._parked[self._numbers[v]] for v in range(max(0, at - self._window + 1), at))
+
+    def _back(self, i: int) -> float:
+        """Of layers before `i` in backward, saved tensors that are here again, or on their way."""
+        at = self._visits[i]
+        if at == len(self._numbers):
+            return 0.0
+        return sum(self._parked[self._numbers[v]] for v in range(max(0, at - self._window), at))
+
+    def _weights_at(self, i: int, other: int | None) -> float:
+        """While layer `i` runs, and `other` is fetched."""
+        here = (at for at in {i, other} if at is not None and 0 <= at < len(self._weights) and self._offloaded[at])
+        return self._always + sum(self._weights[at] for at in here)
+
+    # ---------------------------------------------------------------- slots
+
+    def slots(self) -> SlotCount:
+        """As the engine settles them after its profile of the third step."""
+        if not self._most:
+            return SlotCount(0, 0, None)
+        settled = settle(
+            self._spans(), slot_size_bytes=self._slot_bytes, most=self._most, stage_at=self._stage_at
+        ) or Settled(self._most, None)
+        return SlotCount(settled.count, self._most, settled.unstage_at)
+
+    def _spans(self) -> list[Span]:
+        samples, points = [s.bytes for s in self._timeline.samples], self._timeline.points
+        ends = [*(at for at, _, _ in points[1:]), len(samples)]
+        found = []
+        for (start, layer, bucket), end in zip(points, ends, strict=True):
+            # What is there at a point is there in its span, even if no moment falls into it.
+            peak = max(samples[min(start, len(samples) - 1) : max(end, start + 1)])
+            found.append(Span(layer, bucket, 0, round(peak)))
+        return found
+
+    def peak(self, slots: int, unstage_at: str | None) -> Mapping[Owner, float]:
+        """By owner, at the moment at which the device holds the most.
+
+        Args:
+            slots: how many are held from the point `stage` in backward to `unstage_at` in forward; None: the last.
+        """
+        samples, points = self._timeline.samples, self._timeline.points
+        held = slots * self._slot_bytes
+        staged = next((at for at, _, b in points if b is not None and b <= self._stage_at), len(samples) - 1)
+        uses = [(at, layer) for at, layer, _ in points if layer is not None]
+        back = next((at for at, layer in uses if layer == unstage_at), uses[-1][0] if uses else 0)
+        most = max(range(len(samples)), key=lambda t: samples[t].bytes + (held if t >= staged or t < back else 0))
+        found, slots_held = samples[most], held if most >= staged or most < back else 0
+        return {
+            Owner.WEIGHTS: found.weights,
+            Owner.GRADIENTS: found.gradients,
+            Owner.SLOTS: slots_held,
+            Owner.ACTIVATIONS: found.activations,
+            Owner.LOSS: found.loss,
+        }
+
+
+def _curve_of(layer: Layer, keep: Keep | None) -> Curve:
+    """How a layer runs: one without norms and activations that can run again keeps all. Without curves, from what is
+    known in sum.
+    """
+    way = Way.KEEP if keep is None else _WAYS[keep]
+    if layer.curves:
+        return layer.curves.get(way) or layer.curves[Way.KEEP]
+    saved, kept = layer.saved_bytes, layer.saved_bytes
+    if way is Way.RECOMPUTE:
+        kept = layer.input_bytes
+    elif way is Way.ELEMENTWISE:
+        kept = sum((part.bytes for part in layer.saved if not part.elementwise), _NOTHING)
+    running = Moment(layer.input_bytes + saved)
+    backward = Moment(running.bytes + layer.workspace_bytes, 0.0, len(layer.gradients))
+    return Curve((running,), Moment(kept), (backward,))

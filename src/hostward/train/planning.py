@@ -1,0 +1,100 @@
+"""What a recipe's options, and options of `hostward plan`, leave to the planner, and what not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from hostward.choice import Keep
+from hostward.config import Config
+from hostward.errors import ConfigError
+from hostward.plan import Placement
+from hostward.planner import place_fraction
+from hostward.planning.assignment import Forced
+from hostward.planning.speeds import Speeds, balanced_share
+from hostward.workload import Workload
+
+T = TypeVar("T", Placement, Keep)
+_ELEMENTWISE = {"layernorm", "mlp_act", "moe_act"}
+
+
+def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:
+    """What a recipe's options say themselves; all else is the planner's to choose. `speeds` divide an "auto" mix."""
+    options, model = config.optimizer, config.model
+    placements: dict[int, Placement] = {}
+    if options.optimizer_cpu_offload or options.offload_optimizer_states:
+        from .placing import shares
+
+        asked = shares(config)
+        share = asked.streamed_fraction
+        if isinstance(share, str):
+            share = 0.0 if speeds is None else balanced_share(speeds, workload)
+        plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
+        placements = {i: row.placement for i, row in enumerate(plan.buckets)}
+    count = len(workload.repeated)
+    leaving = model.cpu_offloading_num_layers if model.cpu_offloading and model.cpu_offloading_activations else 0
+    keeps: dict[int, Keep] = {}
+    if leaving or model.recompute_granularity is not None:
+        keeps = {i: _keep(config, i, leaving) for i in range(count)}
+    elif model.cuda_graph_impl != "none":
+        keeps = dict.fromkeys(range(count), Keep.KEEP)
+    weights = None
+    if model.cpu_offloading and model.cpu_offloading_weights:
+        weights = frozenset(layer.name for layer in workload.repeated[: model.cpu_offloading_num_layers])
+    return Forced(placements, keeps, weights)
+
+
+def _keep(config: Config, layer: int, leaving: int) -> Keep:
+    model = config.model
+    first = model.recompute_num_layers or 0
+    whole = model.recompute_granularity == "full" and (model.recompute_method == "uniform" or layer < first)
+    parts = model.recompute_granularity == "selective" and _ELEMENTWISE & set(model.recompute_modules)
+    if layer < leaving:
+        return Keep.RECOMPUTE_OFFLOAD if whole else Keep.ELEMENTWISE_OFFLOAD if parts else Keep.OFFLOAD
+    return Keep.RECOMPUTE if whole else Keep.ELEMENTWISE if parts else Keep.KEEP
+
+
+def forced_by_hand(
+    workload: Workload, before: Forced, places: list[str], keeps: list[str], weights: int | None
+) -> Forced:
+    """`before`, changed by `--place PATTERN=PLACEMENT` and `--keep PATTERN=WHAT` (patterns of layer or bucket names, as
+    in shells) and by the number of first layers whose weights leave.
+
+    Raises ConfigError for a pattern that nothing matches, a word that is none, or more layers than there are.
+    """
+    placements, activations = dict(before.placements), dict(before.activations)
+    buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
+    layers = [(layer.name,) for layer in workload.repeated]
+    placements |= _matched("--place", places, Placement, buckets)
+    activations |= _matched("--keep", keeps, Keep, layers)
+    chosen = before.offloaded_weights
+    if weights is not None:
+        if weights >= len(layers) and weights:
+            raise ConfigError(
+                f"--weights {weights}: the model has {len(layers)} layers",
+                why="the weights of the last layer are wanted by forward and backward in a row, so they stay",
+                fix=f"at most --weights {len(layers) - 1}",
+            )
+        chosen = frozenset(layer.name for layer in workload.repeated[:weights])
+    return Forced(placements, activations, chosen)
+
+
+def _matched(option: str, texts: list[str], cls: type[T], names: Sequence[tuple[str, ...]]) -> Mapping[int, T]:
+    found: dict[int, T] = {}
+    for text in texts:
+        pattern, separator, word = text.rpartition("=")
+        if not separator or word not in [known.value for known in cls]:
+            raise ConfigError(
+                f"{option} {text} is not of the form PATTERN=WHAT",
+                why=f"WHAT is one of {', '.join(cls)}",
+                fix=f"{option} 'model.layers.0={next(iter(cls)).value}'",
+            )
+        hit = [i for i, held in enumerate(names) if any(fnmatchcase(name, pattern) for name in held)]
+        if not hit:
+            raise ConfigError(
+                f"{option} {text}: nothing has a name like {pattern}",
+                why=f"names are like {names[0][-1]}" if names else "",
+            )
+        found |= dict.fromkeys(hit, cls(word))
+    return found

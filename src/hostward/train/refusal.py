@@ -1,0 +1,105 @@
+"""Refusing a run that cannot fit, by the memory model, before anything is allocated."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hostward.choice import Choice, Keep
+from hostward.config import Config
+from hostward.engine.backend import TORCH_DTYPES
+from hostward.errors import MemoryLimitError, ModelError
+from hostward.hardware import host_memory
+from hostward.inventory import Dtype
+from hostward.memory_model import Needs, required
+from hostward.plan import Placement
+from hostward.planning.needs import Budgets
+from hostward.planning.plan_file import PlanFile
+from hostward.planning.speeds import Speeds
+from hostward.sizes import gib
+from hostward.training.planned import layers_of
+from hostward.training.workload_of import inventory_of
+from hostward.workload import Workload
+
+from .memory import need
+from .models import empty_model, parameter_count, pretrained_config, transformers_config
+from .planning import asked_of
+from .workload import recipe_workload
+
+log = logging.getLogger("hostward")
+
+SMALL_SHARE = 0.05
+"""A model whose weights, gradients and state take less than this of the free memory is not looked at any closer."""
+_CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+
+
+def require_fit(
+    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None
+) -> Needs | None:
+    """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model.
+
+    Raises:
+        MemoryLimitError: it does not fit what is free on the device and on the host.
+        ConfigError: the plan is of another model.
+    """
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if need(config, parameter_count(config, vocab_size)).total_bytes < SMALL_SHARE * free_bytes:
+        return None
+    try:
+        workload = recipe_workload(config, name=recipe, vocab_size=vocab_size)
+    except ModelError as error:
+        log.warning("what this run needs is not known before it starts: %s", error.what)
+        return None
+    choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
+    needs = required(workload, choice)
+    refuse(needs, Budgets(free_bytes, host_memory().available_bytes))
+    return needs
+
+
+def require_same_model(plan: PlanFile, config: Config, vocab_size: int) -> None:
+    """Raises ConfigError if the plan's buckets are not those of the model, or if it cannot be carried out."""
+    path = config.model.hf_model_path
+    if path is None:
+        described = transformers_config(config.model, vocab_size=vocab_size)
+    else:
+        described = pretrained_config(config.model, path)
+    with torch.device("meta"):
+        model = empty_model(described, TORCH_DTYPES[Dtype(config.model.params_dtype)])
+    plan.placements(inventory_of(model, split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload))
+    layers_of(plan)
+
+
+def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = None) -> Choice:
+    """What the options ask for. An "auto" mix is weighed as if the host stepped all of it, which takes most memory of
+    the host, unless `speeds` are known.
+    """
+    forced = asked_of(config, workload, speeds)
+    buckets, layers = workload.inventory.buckets, workload.repeated
+    return Choice(
+        tuple(forced.placements.get(i, Placement.DEVICE) for i in range(len(buckets))),
+        tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(layers))),
+        forced.offloaded_weights or frozenset(),
+        config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host",
+        config.optimizer.optimizer_state_offload_chunk_size_mb * 1024 * 1024 or None,
+    )
+
+
+def refuse(needs: Needs, free: Budgets) -> None:
+    """Raises MemoryLimitError, with the needs by phase, if they exceed what is free."""
+    over = free.over(needs)
+    if not over:
+        return
+    rows = [
+        f"{phase.name}: device {gib(phase.device_bytes)}, host {gib(phase.host_bytes)} GiB"
+        for phase in needs.phases
+        if phase.name in free.phases
+    ]
+    limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
+    named = " and ".join(f"{name} memory" for name in over)
+    there = ", ".join(f"{name} {gib(limits[name] or 0)} GiB" for name in over)
+    raise MemoryLimitError(
+        f"the run needs more {named} than there is: free are {there}", why="; ".join(rows), fix=_CURE
+    )

@@ -1,0 +1,135 @@
+"""Memory of a run as it goes on: counters that the host has anyway, read while steps are issued. Waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from hostward.engine.backend import Ledger, Tier
+from hostward.hardware import resident_bytes
+from hostward.run_report import OwnerSamples, StepMemory
+from hostward.training.placeholder import MovedGradient, Where
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+MOMENTS = {FORWARD: 1 / 3, BACKWARD: 2 / 3, STEP: 1.0}
+"""Where each moment is drawn within its iteration: when it comes depends on how far the host is ahead."""
+FIRST_ITERATIONS = 8
+"""Sampled one and all: memory grows here."""
+MOST_SAMPLED = 128
+"""Iterations after those that are sampled, at about equal distances, so that no run's report grows large."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """One entry of each column of `StepMemory`."""
+
+    device_allocated_bytes: int | None
+    device_peak_bytes: int | None
+    host_resident_bytes: int
+    pinned_bytes: int
+
+
+class MemorySampler:
+    """Bytes per iteration, and by owner at the moments of some iterations.
+
+    Args:
+        parameters: whose gradients count as owner "gradients" on the device.
+        staying: names of those whose gradients stay there until the step, also when they have left `.grad`.
+        first: the first iteration; `until`: the one after the last.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        staying: Set[str],
+        first: int,
+        until: int,
+    ) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._ledger = ledger
+        self._parameters = list(parameters)
+        self._staying = staying
+        self._first = first
+        self._stride = max(1, -(-(until - first) // MOST_SAMPLED))
+        self.steps: list[StepBytes] = []
+        """By iteration."""
+        self._at: list[float] = []
+        self._moments: list[str] = []
+        self._rows: dict[Tier, list[dict[str, int]]] = {Tier.DEVICE: [], Tier.HOST: []}
+        self._rest: list[int] = []
+        self._pinned_then: list[int] = []
+
+    def issued(self, iteration: int) -> None:
+        """The step of an iteration has been issued."""
+        cuda = self._device is not None
+        self.steps.append(
+            StepBytes(
+                torch.cuda.memory_allocated(self._device) if cuda else None,
+                torch.cuda.max_memory_allocated(self._device) if cuda else None,
+                resident_bytes(),
+                self._ledger.pinned_bytes,
+            )
+        )
+        self.sample(iteration, STEP)
+
+    def sample(self, iteration: int, moment: str) -> None:
+        """Take bytes by owner, if this iteration is one of those."""
+        number = iteration - self._first
+        if number >= FIRST_ITERATIONS and number % self._stride:
+            return
+        held = self._ledger.by_owner(Tier.DEVICE)
+        gradients = sum(self._gradient_bytes(p.grad) for p in self._parameters)
+        if gradients:
+            held["gradients"] = held.get("gradients", 0) + gradients
+        if self._device is not None:
+            self._rest.append(max(0, torch.cuda.memory_allocated(self._device) - sum(held.values())))
+        self._rows[Tier.DEVICE].append(held)
+        self._rows[Tier.HOST].append(self._ledger.by_owner(Tier.HOST))
+        self._pinned_then.append(self._ledger.pinned_bytes)
+        self._at.append(iteration + MOMENTS[moment])
+        self._moments.append(moment)
+
+    def _gradient_bytes(self, gradient: torch.Tensor | None) -> int:
+        """What stands in `.grad` for a gradient that was taken has its shape and no bytes."""
+        if gradient is None:
+            return 0
+        if isinstance(gradient, MovedGradient):
+            here = gradient.became is Where.TAKEN and gradient.parameter_name in self._staying
+            return gradient.numel() * gradient.itemsize if here else 0
+        return gradient.nbytes
+
+    def step_memory(self) -> StepMemory:
+        """The columns so far."""
+        return StepMemory(
+            device_allocated_bytes=_known([step.device_allocated_bytes for step in self.steps]),
+            device_peak_bytes=_known([step.device_peak_bytes for step in self.steps]),
+            host_resident_bytes=tuple(step.host_resident_bytes for step in self.steps),
+            pinned_bytes=tuple(step.pinned_bytes for step in self.steps),
+        )
+
+    def owners(self) -> OwnerSamples:
+        """The samples so far."""
+        return OwnerSamples(
+            at_iteration=tuple(self._at),
+            moments=tuple(self._moments),
+            device_by_owner_bytes=_columns(self._rows[Tier.DEVICE]),
+            rest_of_device_bytes=None if self._device is None else tuple(self._rest),
+            host_by_owner_bytes=_columns(self._rows[Tier.HOST]),
+            pinned_bytes=tuple(self._pinned_then),
+        )
+
+
+def _known(column: list[int | None]) -> tuple[int, ...] | None:
+    found = tuple(n for n in column if n is not None)
+    return found if len(found) == len(column) else None
+
+
+def _columns(rows: list[dict[str, int]]) -> dict[str, tuple[int, ...]]:
+    owners = dict.fromkeys(chain.from_iterable(rows))
+    return {owner: tuple(row.get(owner, 0) for row in rows) for owner in owners}

@@ -1,0 +1,105 @@
+"""What a plan says about layers, as `attach` carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hostward.choice import Keep
+from hostward.errors import ConfigError, ModelError
+from hostward.planning.plan_file import PlanFile
+
+from .recompute_names import find_parts
+
+ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
+_LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
+_PARTS = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
+_WHOLE = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayers:
+    """How many of the first layers' activations leave, how many of the first layers' weights, in how many of the first
+    layers norms and activations run again, and which layers run again as a whole.
+    """
+
+    activations: int
+    weights: int
+    parts: int
+    whole: frozenset[int]
+
+    def recompute(self, layers: Sequence[torch.nn.Module]) -> dict[str, int] | None:
+        """The norms and activations that these layers have. Raises ConfigError where the plan wants them, and there are
+        none.
+        """
+        if not self.parts:
+            return None
+        names = [name for name in ELEMENTWISE if _has(layers, name)]
+        if not names:
+            raise ConfigError(
+                "the plan recomputes norms and activations, and no layer of the model has any that can be",
+                fix="make a plan of this model: hostward plan --json FILE",
+            )
+        return dict.fromkeys(names, self.parts)
+
+
+def _has(layers: Sequence[torch.nn.Module], name: str) -> bool:
+    try:
+        find_parts(layers, {name: len(layers)})
+    except (ConfigError, ModelError):
+        return False
+    return True
+
+
+def layers_of(plan: PlanFile) -> PlannedLayers:
+    """Raises ConfigError for an edited plan that cannot be carried out: what leaves belongs to the first layers."""
+    keeps = [Keep(row.activations) for row in plan.layers]
+    away = [row.weights == "host" for row in plan.layers]
+    found = PlannedLayers(
+        _first([k in _LEAVES for k in keeps], "activations leave"),
+        _first(away, "weights leave"),
+        _first([k in _PARTS for k in keeps], "norms and activations are recomputed"),
+        frozenset(i for i, k in enumerate(keeps) if k in _WHOLE),
+    )
+    if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
+        raise ConfigError(
+            "the plan lets everything of the last layer leave",
+            why="its backward begins as soon as its forward ends",
+            fix="keep the last layer's activations and weights on the device",
+        )
+    return found
+
+
+def _first(yes: Sequence[bool], what: str) -> int:
+    count = sum(yes)
+    if not all(yes[:count]):
+        raise ConfigError(
+            f"in the plan, {what} in layer {max(i for i, y in enumerate(yes) if y)}, but not in all before it",
+            why="hostward.attach counts layers from the first",
+            fix="edit the plan so that these are the first layers",
+        )
+    return count
+
+
+def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int]) -> None:
+    """Put transformers' own checkpoint around these layers, and take it from the others.
+
+    Raises ConfigError for layers that have none.
+    """
+    causal: Any = model
+    # transformers 5.22 has renamed it.
+    enable = getattr(causal, "activation_checkpointing_enable", None)
+    enable = enable or getattr(causal, "gradient_checkpointing_enable", None)
+    if chosen and (enable is None or not all(hasattr(layer, "gradient_checkpointing") for layer in layers)):
+        raise ConfigError(
+            f"the plan recomputes {len(chosen)} layers of a {type(model).__name__}, which cannot be told to",
+            why="it is no model of transformers",
+            fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it",
+        )
+    if chosen and enable is not None:
+        enable({"use_reentrant": False})
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number in chosen  # type: ignore[assignment]

@@ -1,0 +1,249 @@
+"""What a forward and backward allocates, operation by operation, on the meta device: shapes are computed, data is not.
+
+A *tape* records every storage that operations make, when it is made and when it goes. Autograd runs as it always does,
+so what it saves, and when it lets go of it, is not modelled but observed. What the meta device does otherwise than a
+CUDA device is put right here: attention, sums of gradients, and values that Python reads. On another device the same is
+recorded of what really runs.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_META = torch.device("meta")
+_ATEN: Any = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Block:
+    """A storage: bytes, the number of the operation that made it, and of the first one that ran without it."""
+
+    nbytes: int
+    made: int
+    gone: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an operation computes: matrix operations (a multiplication and an addition are two), and for all others
+    bytes of device memory that they read and write.
+    """
+
+    flops: float = 0.0
+    traffic_bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records while it is entered.
+
+    Args:
+        device: whose storages count.
+        outside: tensors whose storages do not: weights, buffers, inputs.
+        label: says to whom an operation belongs.
+    """
+
+    def __init__(self, device: torch.device, outside: Sequence[torch.Tensor], label: Callable[[], str | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._label = device, label
+        self.attention = Attention(self)
+        """To be entered where attention may run: in backward once more, since modes do not last into it."""
+        self._experts = 1
+        self._unshared_uses = _uses(torch.empty(1, device=_META))
+        """Of a storage that one tensor has: the tensor's own, and that of the object which Python made to ask."""
+        self.outside = {t.untyped_storage()._cdata for t in outside}
+        self._held = [t.untyped_storage() for t in outside]
+        self.blocks: list[Block] = []
+        self.block_of: dict[int, Block] = {}
+        """By address of the storage's object, those that are alive."""
+        self.work: list[tuple[str | None, Work]] = []
+        """By operation."""
+
+    @property
+    def position(self) -> int:
+        """The number of the next operation."""
+        return len(self.work)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = self._special(func, args)
+        if out is None:
+            out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            self._see(tensor)
+        self.work.append((self._label(), _work_of(func, args, out)))
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.block_of or key in self.outside or tensor.device != self._device:
+            return
+        block = self.block_of[key] = Block(storage.nbytes(), self.position)
+        self.blocks.append(block)
+        weakref.finalize(storage, self._gone, key, block).atexit = False
+
+    def _gone(self, key: int, block: Block) -> None:
+        block.gone = self.position
+        self.block_of.pop(key, None)
+
+    def note(self, work: Work) -> None:
+        """What the last operation stands for."""
+        self.work[-1] = (self._label(), work)
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """Of a tensor's storage; None for those that do not count."""
+        return self.block_of.get(tensor.untyped_storage()._cdata)
+
+    def _special(self, func: Any, args: Sequence[Any]) -> Any:
+        """The result of operations that the meta device does otherwise than a CUDA device does; None: of all others."""
+        if func is _ATEN._local_scalar_dense.default and args[0].device == _META and args[0].dtype is torch.bool:
+            # Models ask whether all is as usual: nothing is packed, nothing is masked.
+            return True
+        if func is _ATEN.nonzero.default and args[0].device == _META:
+            return self._chosen(args[0])
+        if func is _ATEN._grouped_mm.default and args[0].device == _META:
+            return _grouped_out(*args[:3])
+        if func is not _ATEN.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return None
+        # Autograd adds gradients up in place where nobody else holds the first; in a dispatch mode it never does.
+        first, second = args
+        alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype is second.dtype
+        unshared = _uses(first) <= self._unshared_uses
+        return first.add_(second) if alike and unshared else None
+
+    def _chosen(self, mask: torch.Tensor) -> torch.Tensor:
+        """Where a mask of experts is true, if tokens are spread evenly. [experts + 1]: which experts have any, the last
+        one standing for none; [choices, tokens]: which of them one expert has.
+        """
+        if mask.dim() == 1:
+            self._experts = max(1, mask.shape[0] - 1)
+            return torch.arange(self._experts, device="cpu").unsqueeze(1)
+        rows = max(1, mask.numel() // self._experts)
+        return torch.empty(rows, mask.dim(), dtype=torch.int64, device=_META)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, (tuple, list)):
+        for item in out:
+            yield from _tensors(item)
+
+
+# ---------------------------------------------------------------- work
+
+
+def _work_of(func: Any, args: Sequence[Any], out: Any) -> Work:
+    packet = func.overloadpacket
+    if packet in _PRODUCTS:
+        return Work(flops=_PRODUCTS[packet](args))
+    if not func.is_view and isinstance(out, (torch.Tensor, tuple, list)) and packet not in _FREE:
+        given = sum(_nbytes(item) for a in args for item in _tensors(a))
+        made = sum(_nbytes(item) for item in _tensors(out))
+        return Work(traffic_bytes=given + made)
+    return Work()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading all elements touches: what is expanded is read once."""
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
+
+
+def _mm(args: Sequence[Any]) -> float:
+    return float(2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
+
+
+def _bmm(args: Sequence[Any]) -> float:
+    return float(2 * math.prod(args[0].shape) * args[1].shape[2])
+
+
+def _grouped(args: Sequence[Any]) -> float:
+    """Rows by experts: each row meets one matrix; in the gradient of matrices, rows are summed over."""
+    a, b = args[0], args[1]
+    if a.dim() == 2 and b.dim() == 2:
+        return float(2 * a.shape[0] * a.shape[1] * b.shape[1])
+    return float(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+def _grouped_out(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+    """The output, in any dtype: on the meta device torch takes bf16 alone. `ends` of the groups, [groups]."""
+    if a.dim() == 2 and b.dim() == 2 and ends is not None:
+        return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+_PRODUCTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
+    _ATEN.mm: _mm,
+    _ATEN.addmm: lambda args: _mm(args[1:]),
+    _ATEN.bmm: _bmm,
+    _ATEN.baddbmm: lambda args: _bmm(args[1:]),
+    _ATEN._grouped_mm: _grouped,
+}
+_FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.detach, _ATEN._unsafe_view}
+
+
+# ---------------------------------------------------------------- attention
+
+
+class Attention(TorchFunctionMode):
+    """Attention as the flash and cuDNN kernels do it; on the meta device torch would take it apart."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = weakref.proxy(tape)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].device == _META:
+            query, key, value = args[:3]
+            out = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+            causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+            # Of a causal mask the kernels compute the half that counts.
+            products = 2.0 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
+            self._tape.note(Work(flops=products / 2 if causal else products))
+            return out
+        return func(*args, **kwargs)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves its inputs, its output and the logarithms of the sums; backward adds up the queries' gradient in fp32.
+
+    query: [batch, heads, tokens, size]; key and value may have fewer heads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batch, heads, tokens, _ = query.shape
+        out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        query, key, value, _, sums = ctx.saved_tensors
+        workspace = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(sums)
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del workspace
+        return gradients

@@ -1,0 +1,161 @@
+"""What a training step does and holds, apart from where things are placed: facts as frozen data; no torch.
+
+All sizes are of one rank. A *sequence* has `sequence_tokens` tokens; a *microbatch* has `microbatch_sequences` of them;
+a step has `microbatches` microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .inventory import Dtype, Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """A quantity of one microbatch: `linear` for each token, and `square` for each token and token of its sequence.
+
+    Bytes, or operations. Exact as rational numbers are not needed: layers save whole numbers of bytes for a token.
+    """
+
+    linear: float
+    square: float = 0.0
+
+    def of(self, tokens: int, sequence_tokens: int) -> float:
+        """The quantity for `tokens` tokens in sequences of `sequence_tokens`."""
+        return tokens * (self.linear + self.square * sequence_tokens)
+
+    def __add__(self, other: PerToken) -> PerToken:
+        return PerToken(self.linear + other.linear, self.square + other.square)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one part of a layer saves for backward, each storage once, and what making it again costs.
+
+    `name` is Megatron's where it has one (`core_attn`, `qkv_linear`, `attn_norm`, `mlp_norm`, `mlp_act`, `expert_fc1`),
+    else the module's path within the layer. A tensor that several parts save belongs to the first in forward.
+    """
+
+    name: str
+    bytes: PerToken
+    elementwise: bool
+    """Whether hostward.attach(recompute=("layernorm", "mlp_act")) or its like makes it again within the layer."""
+    recompute_flops: PerToken
+    """Matrix operations (a multiplication and an addition are two) to make it again."""
+    recompute_traffic_bytes: PerToken
+    """Device memory read and written to make it again."""
+
+
+class Way(StrEnum):
+    """How a layer runs."""
+
+    KEEP = "keep"
+    """What it saves stays, or goes to the host."""
+    RECOMPUTE = "recompute"
+    """It saves its input, and runs again in backward."""
+    ELEMENTWISE = "elementwise"
+    """Norms and activations run again in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes that a layer holds at one moment, weights and their gradients left out; `gradients` says how many of the
+    layer's gradients there are. fixed_bytes: whatever the number of tokens.
+    """
+
+    bytes: PerToken
+    fixed_bytes: float = 0.0
+    gradients: int = 0
+
+    def of(self, tokens: int, sequence_tokens: int) -> float:
+        """All bytes, for `tokens` tokens in sequences of `sequence_tokens`."""
+        return self.fixed_bytes + self.bytes.of(tokens, sequence_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a layer holds while it runs, moment by moment, what earlier layers keep left out.
+
+    forward: its input and output included. kept: what stays of it until its backward begins. backward: what it has kept
+    included. Moments that another one of the same pass surpasses in all regards are left out; the rest is in order.
+    """
+
+    forward: tuple[Moment, ...]
+    kept: Moment
+    backward: tuple[Moment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the model, or one part outside of the layers (embeddings, final norm, head and loss).
+
+    `name` is that of `inventory.Parameter.layer`.
+    """
+
+    name: str
+    repeated: bool
+    """Whether it is one of the model's list of layers: only these can be offloaded or checkpointed."""
+    trained_weight_bytes: int
+    frozen_weight_bytes: int
+    input_bytes: PerToken
+    """What a checkpoint of the whole layer keeps."""
+    saved: tuple[Saved, ...]
+    forward_flops: PerToken
+    """Matrix operations of one forward. Backward has twice as many for what is trained."""
+    forward_traffic_bytes: PerToken
+    """Device memory that operations other than matrix products read and write in one forward."""
+    workspace_bytes: PerToken
+    """Most bytes that its backward holds at once beside weights, gradients of weights and saved tensors."""
+    curves: Mapping[Way, Curve] = field(default_factory=dict)
+    """Of the ways in which it can run. Without any, `saved` and `workspace_bytes` are all that is known."""
+    gradients: tuple[str, ...] = ()
+    """Names of trained parameters in the order in which its backward makes their gradients."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.trained_weight_bytes + self.frozen_weight_bytes
+
+    @property
+    def saved_bytes(self) -> PerToken:
+        total = PerToken(0.0)
+        for part in self.saved:
+            total += part.bytes
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and how it is trained: what one step computes and what it holds."""
+
+    name: str
+    """Of the recipe, or the configuration's model type."""
+    inventory: Inventory
+    """Trained parameters and their buckets, in order of use in forward."""
+    layers: tuple[Layer, ...]
+    """In order of use in forward, parts outside of the list of layers included."""
+    weight_dtype: Dtype
+    sequence_tokens: int
+    microbatch_sequences: int
+    microbatches: int
+    ranks: int = 1
+    """Among which parameters, gradients and state are sharded (1: this workload is one whole replica)."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.sequence_tokens * self.microbatch_sequences
+
+    @property
+    def step_tokens(self) -> int:
+        """Of this rank."""
+        return self.microbatch_tokens * self.microbatches
+
+    @property
+    def repeated(self) -> Sequence[Layer]:
+        return [layer for layer in self.layers if layer.repeated]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(layer.weight_bytes for layer in self.layers)

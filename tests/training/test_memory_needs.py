@@ -1,0 +1,106 @@
+"""Bytes that the memory model tells, against those that the optimizer and the attachment really take."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from networks import MIXES
+from test_tape import built, loss_of, tokens
+
+import hostward
+from hostward.choice import Choice, Keep
+from hostward.engine.backend import Tier
+from hostward.memory_model import LOAD, SAVE, STEADY_STEP, required
+from hostward.plan import Placement
+from hostward.training.workload_of import workload_of
+from hostward.workload import Workload
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WORKSPACES = 12
+"""Scalars of the step; the simulated device launches no kernels that read tables."""
+
+
+@cache
+def work(dtype: str = "bf16", microbatches: int = 1, layers: int = 4) -> Workload:
+    model = built("Llama", "meta", DTYPES[dtype], "sdpa", num_hidden_layers=layers)
+    return workload_of(model, sequence_tokens=24, microbatch_sequences=2, microbatches=microbatches, loss=loss_of)
+
+
+def held(optimizer: Any, tier: Tier, *owners: str) -> int:
+    """Bytes in the ledger, of these owners or of all but weights."""
+    ledger = optimizer.backend.ledger.held_bytes
+    wanted = owners or {owner for t, owner in ledger if t is tier and owner != "weights"}
+    return sum(ledger.get((tier, owner), 0) for owner in wanted)
+
+
+def kept(workload: Workload, optimizer: Any, on_host: bool = False) -> Choice:
+    placements = tuple(b.placement for b in optimizer.plan.buckets)
+    return Choice(placements, (Keep.KEEP,) * len(workload.repeated), gradients_on_host=on_host)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("microbatches", "gradients"), [(1, "device"), (2, "device"), (2, "host")])
+def test_host_bytes_are_those_of_the_ledger(dtype: str, mix: str, microbatches: int, gradients: str) -> None:
+    if gradients == "host" and dtype == "fp16":
+        pytest.skip("nothing that fp32 and bf16 do not show")
+    workload = work(dtype, microbatches)
+    options: dict[str, Any] = dict(MIXES[mix])
+    if microbatches > 1 and gradients == "device" and dtype != "fp32":
+        options["grad_dtype"] = torch.float32
+    optimizer = hostward.AdamW(
+        built("Llama", "cpu", DTYPES[dtype], num_hidden_layers=4), gradients=gradients, **options
+    )
+    needs = required(workload, kept(workload, optimizer, gradients == "host")).phase(LOAD)
+    host = {k: v for k, v in needs.host.items() if k != "workspaces"}
+    assert sum(host.values()) + WORKSPACES == held(optimizer, Tier.HOST)
+    state = held(optimizer, Tier.DEVICE, "exp_avg", "exp_avg_sq", "remainder", "master")
+    counts = 8 * sum(
+        len(bucket.ranges)
+        for bucket, placed in zip(optimizer.inventory.buckets, optimizer.plan.buckets, strict=True)
+        if placed.placement is Placement.DEVICE
+    )
+    assert needs.device.get("optimizer state", 0) == state + counts
+    assert needs.device["workspaces"] == held(optimizer, Tier.DEVICE, "norm partials")
+
+
+@pytest.mark.parametrize("mix", ["host", "streamed"])  # the simulated device lies on the host, and is not copied
+def test_copies_for_a_checkpoint_are_what_the_state_dict_allocates(mix: str) -> None:
+    workload, model = work(), built("Llama", "cpu", torch.bfloat16, num_hidden_layers=4)
+    optimizer = hostward.AdamW(model, **MIXES[mix])
+    own = {s.exp_avg.data.untyped_storage().data_ptr() for s in optimizer._states if s.placement.offloaded}
+    own |= {s.exp_avg_sq.data.untyped_storage().data_ptr() for s in optimizer._states if s.placement.offloaded}
+    copied = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for entry in optimizer.state_dict(copy=False)["state"].values()
+        for t in entry.values()
+        if t.dim() and t.untyped_storage().data_ptr() not in own
+    }
+    one_tensor = 4 * max(p.numel() for p in model.parameters())
+    found = required(workload, kept(workload, optimizer)).phase(SAVE).host["copies for a checkpoint"]
+    assert found - one_tensor == sum(copied.values())
+
+
+def run_once(model: Any, ids: torch.Tensor) -> None:
+    loss_of(model, ids).backward()
+
+
+@pytest.mark.parametrize(
+    ("keep", "recompute"),
+    [(Keep.OFFLOAD, None), (Keep.ELEMENTWISE_OFFLOAD, ("layernorm", "mlp_act"))],
+)
+def test_offloaded_activations_take_the_host_bytes_that_were_told(
+    keep: Keep, recompute: tuple[str, ...] | None
+) -> None:
+    workload, model = work("fp32"), built("Llama", "cpu", attention="sdpa", num_hidden_layers=4)
+    how = hostward.Activations(num_layers=2, min_bytes=1)
+    with hostward.attach(model, activations=how, recompute=recompute) as run:
+        run_once(model, tokens("cpu"))
+        measured = run.report().offloaded_bytes
+    rest = Keep.KEEP if recompute is None else Keep.ELEMENTWISE
+    choice = Choice((Placement.DEVICE,) * len(workload.inventory.buckets), (keep, keep, rest, rest))
+    predicted = required(workload, choice).phase(STEADY_STEP).host["activations"]
+    assert measured == pytest.approx(predicted, rel=0.01)

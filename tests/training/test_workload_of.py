@@ -1,0 +1,149 @@
+"""Workloads of models: exact at any size, complete, and the optimizer's own buckets."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_tape import EXPERTS, built, loss_of, parts, tokens
+
+import hostward
+from hostward.errors import ConfigError, ModelError
+from hostward.inventory import Dtype
+from hostward.recipes import load
+from hostward.train.workload import config_workload, recipe_workload
+from hostward.training.workload_of import inventory_of, workload_of
+from hostward.workload import Way, Workload
+
+pytest.importorskip("transformers")
+
+
+def work_of(model: Any, length: int = 24, sequences: int = 2, **more: Any) -> Workload:
+    return workload_of(model, sequence_tokens=length, microbatch_sequences=sequences, loss=loss_of, **more)
+
+
+@cache
+def of_attention(attention: str) -> Workload:
+    return work_of(built("Llama", "meta", torch.bfloat16, attention))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("sequences", "length"), [(2, 24), (1, 24), (6, 24), (2, 96), (5, 17)])
+def test_functions_of_tokens_meet_runs_at_other_sizes(attention: str, sequences: int, length: int) -> None:
+    work = of_attention(attention)
+    for way in Way:
+        found = parts(built("Llama", "meta", torch.bfloat16, attention), tokens("meta", sequences, length), way.value)
+        for layer, real in zip(work.repeated, found[1:-1], strict=True):
+            curve, at = layer.curves[way], (sequences * length, length)
+            assert curve.kept.of(*at) == pytest.approx(real.kept_bytes)
+            assert layer.input_bytes.of(*at) == pytest.approx(real.input_bytes)
+            # The first layer's input is held by the caller as well: behind it, that counts besides.
+            held = layer.input_bytes.of(*at) if layer is work.repeated[0] and way is Way.KEEP else 0
+            assert max(m.of(*at) for m in curve.forward) - held == pytest.approx(max(real.forward), abs=4096)
+            assert max(m.of(*at) for m in curve.backward) == pytest.approx(max(real.backward), abs=4096)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_a_model_of_many_layers_is_what_a_run_of_all_of_them_holds(kind: str) -> None:
+    more = {**EXPERTS, "output_router_logits": True} if kind == "Qwen3Moe" else {}
+    model = built(kind, "meta", torch.bfloat16, "sdpa", num_hidden_layers=7, **more)
+    work, whole = work_of(model), parts(model, tokens("meta"))
+    curves = [layer.curves[Way.KEEP] for layer in work.layers if layer.curves]
+    assert len(curves) == len(whole) == 9
+    for i, (curve, real) in enumerate(zip(curves, whole, strict=True)):
+        assert curve.kept.of(48, 24) == pytest.approx(real.kept_bytes)
+        held = real.input_bytes if i == 1 else 0  # by the caller as well
+        assert max(m.of(48, 24) for m in curve.forward) - held == pytest.approx(max(real.forward))
+        assert max(m.of(48, 24) for m in curve.backward) == pytest.approx(max(real.backward))
+    assert [name for layer in work.layers for name in layer.gradients] == [n for p in whole for n in p.gradients]
+
+
+def test_saved_parts_add_up_with_and_without_recomputation() -> None:
+    for kind, more in (("Llama", {}), ("Qwen3", {}), ("Qwen3Moe", EXPERTS)):
+        for layer in work_of(built(kind, "meta", torch.bfloat16, "sdpa", **more)).repeated:
+            kept, rest = layer.curves[Way.KEEP].kept, layer.curves[Way.ELEMENTWISE].kept
+            left = sum(part.bytes.of(48, 24) for part in layer.saved if not part.elementwise)
+            assert layer.saved_bytes.of(48, 24) == pytest.approx(kept.of(48, 24), rel=0.01)
+            assert left == pytest.approx(rest.of(48, 24), rel=0.01)
+            assert all(part.bytes.of(48, 24) >= 0 for part in layer.saved)
+            assert all(part.recompute_flops.of(48, 24) == 0 for part in layer.saved if part.elementwise)
+
+
+def test_weights_are_complete_and_in_order() -> None:
+    model = built("Llama", "meta", torch.bfloat16)
+    for p in model.model.layers[1].parameters():
+        p.requires_grad_(False)
+    work = work_of(model)
+    names = [layer.name for layer in work.layers]
+    assert names == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"]
+    assert work.weight_bytes == sum(p.nbytes for p in model.parameters())
+    assert [layer.trained_weight_bytes == 0 for layer in work.layers] == [False, False, True, False, False, False]
+    assert not work.layers[2].gradients
+    made = [name for layer in work.layers for name in layer.gradients]
+    assert sorted(made) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert [layer.repeated for layer in work.layers] == [False, True, True, True, False, False]
+
+
+def test_buckets_are_those_of_the_optimizer() -> None:
+    model = built("Llama", "cpu")
+    assert inventory_of(model) == hostward.AdamW(model).inventory
+    assert work_of(model).inventory == inventory_of(model)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = built("Llama", "cpu")
+    before = {name: (p.data_ptr(), p.grad) for name, p in model.named_parameters()}
+    modules = list(model.modules())
+    work_of(model)
+    assert {name: (p.data_ptr(), p.grad) for name, p in model.named_parameters()} == before
+    assert list(model.modules()) == modules
+    assert model.config.num_hidden_layers == 3
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+
+
+def test_a_tied_weight_has_one_gradient_and_what_waits_for_the_other_half_of_it_counts() -> None:
+    tied, plain = (work_of(built("Llama", "meta", tie_word_embeddings=tie)) for tie in (True, False))
+    assert tied.layers[0].gradients == ("model.embed_tokens.weight",)
+    assert tied.layers[-1].gradients == ("model.norm.weight",)
+    for a, b in zip(tied.repeated, plain.repeated, strict=True):
+        most = [max(m.of(48, 24) for m in layer.curves[Way.KEEP].backward) for layer in (a, b)]
+        assert most[0] - most[1] == pytest.approx(tied.layers[0].weight_bytes)
+
+
+def test_a_recipe_is_a_workload_without_a_weight() -> None:
+    config = load("qwen3_moe_tiny_pretrain_config")
+    work = recipe_workload(config)
+    assert (work.sequence_tokens, work.microbatch_sequences, work.microbatches) == (256, 4, 1)
+    assert len(work.repeated) == config.model.num_layers
+    assert work.weight_bytes == 4 * work.inventory.numel
+    assert work.weight_dtype is Dtype.FP32
+    # The whole model of 30 G parameters, for the price of its shapes.
+    big = recipe_workload(load("qwen3_30b_a3b_pretrain_config"))
+    assert big.inventory.numel == 30_532_122_624
+    assert big.microbatches == 8
+
+
+def test_a_configuration_file_is_a_workload(tmp_path: Path) -> None:
+    built("Llama", "meta").config.save_pretrained(tmp_path)
+    work = config_workload(tmp_path, sequence_tokens=24, microbatch_sequences=2)
+    assert work.name == "llama"
+    assert work.weight_dtype is Dtype.BF16
+    assert work.layers == work_of(built("Llama", "meta", torch.bfloat16, "sdpa")).layers
+    assert config_workload(tmp_path / "config.json", sequence_tokens=8).sequence_tokens == 8
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({"model_type": "none such"})])
+def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ModelError, match="describes no"):
+        config_workload(file, sequence_tokens=8)
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence_tokens"):
+        work_of(built("Llama", "meta"), length=0)

@@ -1,0 +1,162 @@
+"""`hostward plan` as a command: what it prints and writes, its exit codes, bad input. Nothing is allocated.
+
+Needs SciPy, as planning does.
+
+Seen red: exit 0 where nothing fits, a plan written although nothing fits, --config taken beside a recipe.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runs import SMALL
+from conftest import Cli
+
+from hostward.planning import plan_file
+
+pytest.importorskip("scipy", reason="planning needs SciPy")
+
+TINY = [*(word for word in SMALL if not word.startswith("train.device")), "model.params_dtype=bf16"]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def test_a_recipe_is_planned_and_written(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = cli("plan", *TINY, "--json", path)
+    assert found.code == 0, found.err
+    for text in ("steady step", "limit", "saved activations", "predicted step", "less device memory, more time:"):
+        assert text in found.out
+    assert "Everything fits on the device" in found.out
+    assert "on 1 x NVIDIA H200 (hardware h200)" in found.out
+    plan = plan_file.load(path)
+    assert plan.workload.name == "qwen3_moe_tiny_pretrain_config"
+    assert {row.placement for row in plan.buckets} == {"device"}
+
+
+def test_options_of_a_recipe_are_not_the_planners_to_choose(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    found = cli("plan", *TINY, *asked, "model.recompute_granularity=full", "model.recompute_method=uniform",
+                "model.recompute_num_layers=1", "--json", path)  # fmt: skip
+    assert found.code == 0, found.err
+    plan = plan_file.load(path)
+    assert {row.placement for row in plan.buckets} == {"host"}
+    assert {row.activations for row in plan.layers} == {"recompute"}
+
+
+def test_a_configuration_file_is_planned(cli: Cli, config_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    words = ["--config", config_file, "--seq", 512, "--batch", 4, "--micro-batch", 2]
+    found = cli(
+        "plan", *words, "--place", "*layers.0=streamed", "--keep", "*=recompute", "--weights", 0, "--json", path
+    )
+    assert found.code == 0, found.err
+    assert "2,048 tokens per step and GPU (2 x 2 sequences of 512)" in found.out
+    plan = plan_file.load(path)
+    assert all(row.placement == "streamed" for row in plan.buckets if row.bucket.endswith("layers.0"))
+    assert {row.activations for row in plan.layers} == {"recompute"}
+
+
+def test_several_gpus_have_a_column_for_the_node(cli: Cli, config_file: Path) -> None:
+    found = cli("plan", "--config", config_file, "--seq", 128, "--gpus", 4, "--host-memory", "64GiB")
+    assert found.code == 0, found.err
+    assert "host, node" in found.out
+    assert "on 4 x NVIDIA H200" in found.out
+    assert "their exchange is not timed" in found.out
+
+
+def test_what_does_not_fit_ends_with_1_and_the_smallest_change(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = cli("plan", *TINY, "--device-memory", "1MiB", "--json", path)
+    assert found.code == 1
+    assert "It does not fit." in found.out
+    assert "--device-memory 0." in found.out
+    assert not path.exists()
+
+
+def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    cli("plan", *TINY, "--json", one)
+    cli("plan", *TINY, "--place", "*=host", "--json", two)
+    same = cli("plan", "diff", one, one)
+    assert (same.code, same.out) == (0, "the plans are equal\n")
+    other = cli("plan", "diff", one, two)
+    assert other.code == 1
+    assert "device -> host" in other.out
+
+
+def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib")
+    path = tmp_path / "plan.png"
+    assert cli("plan", *TINY, "--plot", path).code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    refused = cli("plan", *TINY, "--plot", tmp_path / "plan.xyz")
+    assert refused.code == 2
+    assert "--plot" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["--device-memory", "40gib"], ["--device-memory 40gib is no size", "--device-memory 40GiB"]),
+        (["--host-memory", "100"], ["a number alone does not say its unit", "--host-memory 100GiB"]),
+        (["--pinned-memory", "many"], ["--pinned-memory many is no size"]),
+        (["--hardware", "h2000"], ["neither a file nor a shipped profile", "h200"]),
+        (["--hardware", "none.json"], ["none.json cannot be read"]),
+        (["--config", "none"], ["none"]),
+        (["--config", "none", "--recipe", "x"], ["--config goes with neither"]),
+        (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),
+        (["--place", "nothing*=host"], ["nothing has a name like nothing*"]),
+        (["--place", "*=gpu"], ["is not of the form PATTERN=WHAT", "device, streamed, host"]),
+        (["--keep", "*"], ["is not of the form PATTERN=WHAT", "recompute"]),
+        (["--weights", "2"], ["--weights 2: the model has 2 layers", "at most --weights 1"]),
+        (["--gpus", "0"], ["--gpus"]),
+        (["--gpus", "3"], ["cannot be divided among 3 GPUs", "train.global_batch_size=6"]),
+        (["--recipe", "qwen3_moe_tiny"], ["there is no recipe"]),
+        (["--json", "no/such/plan.json"], ["its folder does not exist"]),
+        (["diff", "one.json"], ["plan diff takes two files"]),
+        (["optimizer.optimizer_offload_fraction=2"], ["optimizer_offload_fraction"]),
+    ],
+)
+def test_bad_input_ends_with_2(cli: Cli, words: list[str], texts: list[str]) -> None:
+    small = [] if words[0] in ("--config", "--recipe", "diff") else TINY
+    found = cli("plan", *words[:1], *words[1:], *small) if words[0] == "diff" else cli("plan", *small, *words)
+    assert found.code == 2, found.out
+    assert "Traceback" not in found.err
+    for text in texts:
+        assert text in found.err
+
+
+def test_plans_that_are_none_and_hardware_without_a_gpu(cli: Cli, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    found = cli("plan", "diff", broken, broken)
+    assert found.code == 2
+    assert "is no plan file" in found.err
+    from dataclasses import replace
+
+    from hostward.hardware_profile import profile
+
+    bare = replace(profile("h200"), name="bare", gpu=None, gpu_count=0, links=())
+    hardware = tmp_path / "bare.json"
+    hardware.write_text(bare.to_json())
+    found = cli("plan", *TINY, "--hardware", hardware)
+    assert found.code == 2
+    assert "has no GPU" in found.err

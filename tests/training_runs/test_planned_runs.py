@@ -1,0 +1,188 @@
+"""Training with a plan: `hostward train --plan`, `AdamW(plan=...)`, `attach(plan=...)`, and refusal before allocation.
+
+Seen red: placements of the plan not handed on, gradients left on the device, a plan's layers counted from the last.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cli_runs import SMALL
+from conftest import Cli
+
+import hostward
+from hostward import recipes
+from hostward.choice import Choice, Keep
+from hostward.errors import ConfigError, MemoryLimitError
+from hostward.hardware_profile import profile
+from hostward.memory_model import required
+from hostward.overrides import apply_overrides
+from hostward.plan import Placement
+from hostward.planning import plan_file
+from hostward.planning.frontier import Candidate
+from hostward.planning.needs import Budgets
+from hostward.planning.plan_file import PlanFile, plan_of
+from hostward.planning.speeds import speeds_of
+from hostward.planning.time_model import predict
+from hostward.train.models import build_model
+from hostward.train.refusal import asked_choice, refuse
+from hostward.train.tokenizer import ByteTokenizer
+from hostward.train.workload import recipe_workload
+from hostward.workload import Workload
+
+WORDS = [word for word in SMALL if not word.startswith("train.")]
+TINY = "qwen3_moe_tiny_pretrain_config"
+BF16 = "model.params_dtype=bf16"
+
+
+def workload(*words: str) -> Workload:
+    return recipe_workload(apply_overrides(recipes.load(TINY), [*SMALL, BF16, *words]), name=TINY)
+
+
+def plan(of: Workload, choice: Choice) -> PlanFile:
+    hardware = profile("h200")
+    candidate = Candidate(choice, required(of, choice), predict(of, choice, speeds_of(hardware)))
+    return plan_of(of, hardware, 1, Budgets(), candidate)
+
+
+@pytest.fixture(scope="module")
+def small() -> Workload:
+    return workload()
+
+
+def mixed(of: Workload, keeps: tuple[Keep, ...], weights: frozenset[str] = frozenset()) -> Choice:
+    kinds = list(Placement)
+    placements = tuple(
+        Placement.HOST if bucket.layer in weights else kinds[i % 3] for i, bucket in enumerate(of.inventory.buckets)
+    )
+    return Choice(placements, keeps, weights, gradients_on_host=bool(weights))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "weights"),
+    [
+        ((Keep.KEEP, Keep.KEEP), 0),
+        ((Keep.OFFLOAD, Keep.KEEP), 0),
+        ((Keep.RECOMPUTE_OFFLOAD, Keep.RECOMPUTE), 0),
+        ((Keep.ELEMENTWISE_OFFLOAD, Keep.ELEMENTWISE), 0),
+        ((Keep.RECOMPUTE, Keep.KEEP), 1),
+    ],
+)
+def test_a_run_by_a_plan_has_the_bits_of_one_without(
+    train: Cli, small: Workload, tmp_path: Path, keeps: tuple[Keep, ...], weights: int
+) -> None:
+    path = tmp_path / "plan.json"
+    names = frozenset(layer.name for layer in small.repeated[:weights])
+    choice = mixed(small, keeps, names)
+    plan_file.save(plan(small, choice), path)
+    words = [BF16, "train.train_iters=3", "optimizer.clip_grad=0.5"]
+    plain = train(*words)
+    by_plan = train(*words, "--plan", path)
+    assert by_plan.report["losses"] == plain.report["losses"]
+    assert by_plan.report["grad_norms"] == plain.report["grad_norms"]
+    held = by_plan.report["memory"]["host_by_owner_bytes"]
+    state = sum(b.state_bytes for b, p in zip(small.inventory.buckets, choice.placements, strict=True) if p.offloaded)
+    assert held["exp_avg"] + held["exp_avg_sq"] + held["remainder"] >= state
+
+
+def test_a_plan_of_the_command_trains(cli: Cli, train: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="planning needs SciPy")
+    path = tmp_path / "plan.json"
+    words = [*SMALL, BF16]
+    assert cli("plan", *words, "--place", "*=host", "--keep", "*.1=keep", "--json", path).code == 0
+    found = train(BF16, "train.train_iters=2", "--plan", path)
+    assert found.report["placed_fraction"] == 1.0
+
+
+def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None:
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    path = tmp_path / "plan.json"
+    made = plan(small, mixed(small, (Keep.KEEP, Keep.KEEP)))
+    plan_file.save(made, path)
+    optimizer = hostward.AdamW(model, plan=str(path))
+    assert [b.placement.value for b in optimizer.plan.buckets] == [row.placement for row in made.buckets]
+    with pytest.raises(ConfigError, match=r"and offload_fraction=0\.5"):
+        hostward.AdamW(model, plan=made, offload_fraction=0.5)
+    with pytest.raises(ConfigError, match="adds gradients up on the host"):
+        hostward.AdamW(model, plan=replace(made, gradients_on_host=True))
+    with pytest.raises(ConfigError, match="neither a plan nor a file"):
+        hostward.AdamW(model, plan=7)
+    with pytest.raises(ConfigError, match="of another model"):
+        hostward.AdamW(torch.nn.Linear(8, 8), plan=made)
+
+
+def test_attach_by_a_plan(small: Workload) -> None:
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    everything = plan(small, mixed(small, (Keep.OFFLOAD, Keep.KEEP)))
+    with hostward.attach(model, plan=everything) as run:
+        assert run.schedule is not None
+    with pytest.raises(ConfigError, match="neither offloads nor recomputes"):
+        hostward.attach(model, plan=plan(small, mixed(small, (Keep.RECOMPUTE, Keep.KEEP))))
+    with pytest.raises(ConfigError, match=r"with plan=\.\.\. and activations"):
+        hostward.attach(model, activations=1, plan=everything)
+    backwards = json.loads(everything.to_json())
+    backwards["layers"].reverse()
+    backwards["layers"][0]["activations"], backwards["layers"][1]["activations"] = "keep", "offload"
+    with pytest.raises(ConfigError, match="activations leave in layer 1, but not in all before it"):
+        hostward.attach(model, plan=PlanFile.from_json(json.dumps(backwards)))
+    last = plan(small, mixed(small, (Keep.OFFLOAD, Keep.OFFLOAD)))
+    with pytest.raises(ConfigError, match="everything of the last layer leave"):
+        hostward.attach(model, plan=last)
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["optimizer.optimizer_cpu_offload=True"], ["--plan and optimizer.optimizer_cpu_offload"]),
+        (["model.num_layers=3"], ["the plan is of another model"]),
+    ],
+)
+def test_a_plan_that_does_not_go_with_the_options_is_refused(
+    refused: Cli, small: Workload, tmp_path: Path, words: list[str], texts: list[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    plan_file.save(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))), path)
+    found = refused(BF16, *words, "--plan", path)
+    for text in texts:
+        assert text in found.err
+
+
+def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    found = refused(BF16, "--plan", path)
+    assert "is no plan file" in found.err
+
+
+def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload) -> None:
+    choice = mixed(small, (Keep.KEEP, Keep.KEEP))
+    needs = required(small, choice)
+    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes))
+    with pytest.raises(MemoryLimitError, match="more device memory than there is") as caught:
+        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes))
+    assert "steady step: device " in caught.value.why
+    assert "--force" in caught.value.fix
+    with pytest.raises(MemoryLimitError, match="more host memory than there is"):
+        refuse(needs, Budgets(None, needs.host_bytes - 1))
+
+
+def test_what_options_ask_for_is_weighed(small: Workload) -> None:
+    words = [
+        "optimizer.optimizer_cpu_offload=True",
+        "optimizer.optimizer_offload_fraction=1.0",
+        "model.cpu_offloading=True",
+        "model.cpu_offloading_num_layers=1",
+    ]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *words])
+    choice = asked_choice(config, small)
+    assert set(choice.placements) == {Placement.HOST}
+    assert choice.activations == (Keep.OFFLOAD, Keep.KEEP)
+    plain = asked_choice(apply_overrides(recipes.load(TINY), [*SMALL, BF16]), small)
+    assert set(plain.placements) == {Placement.DEVICE}
+    assert set(plain.activations) == {Keep.KEEP}

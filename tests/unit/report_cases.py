@@ -1,0 +1,172 @@
+"""Reports of runs that never were, for tests of the file and of the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hostward.engine.trace import Span, SpanKind, Trace
+from hostward.run_report import (
+    FORMAT,
+    VERSION,
+    BucketRow,
+    Ended,
+    Estimate,
+    FrontierPoint,
+    MemoryReport,
+    OffloadReport,
+    OwnerSamples,
+    RunReport,
+    StepMemory,
+)
+from hostward.schedule import Lane
+
+MIB, GIB = 2**20, 2**30
+ITERATIONS = 40
+BUCKETS = 12
+
+
+def gpu_report() -> RunReport:
+    """A run of 40 iterations on a GPU, planned, metered and finished; 5 of 12 buckets on the host, 3 streamed."""
+    moments = ("forward", "backward", "step")
+    at = tuple(i + (k + 1) / 3 for i in range(8) for k in range(3))
+    state, host_state = 6 * GIB, 9 * GIB
+    return RunReport(
+        format=FORMAT,
+        version=VERSION,
+        date="2026-11-21T12:34:56+00:00",
+        command="hostward train --recipe llama_1_7b train.train_iters=40",
+        versions={"hostward": "0.1.0", "torch": "2.13.0"},
+        recipe="llama_1_7b_pretrain_config",
+        ended=Ended.FINISHED.value,
+        reason=None,
+        first_iteration=0,
+        last_iteration=ITERATIONS,
+        planned_iterations=ITERATIONS,
+        losses=tuple(3 + 8 * math.exp(-i / 12) for i in range(ITERATIONS)),
+        grad_norms=tuple(1 + 30 * math.exp(-i / 7) for i in range(ITERATIONS)),
+        learning_rates=tuple(3e-4 for _ in range(ITERATIONS)),
+        skipped_iterations=(17,),
+        tokens_per_iteration=8192,
+        tokens_per_s=19_000.0,
+        iteration_s=tuple(0.9 if i == 0 else 0.43 for i in range(ITERATIONS)),
+        step_memory=StepMemory(
+            device_allocated_bytes=(10 * GIB,) * ITERATIONS,
+            device_peak_bytes=(17 * GIB,) * ITERATIONS,
+            host_resident_bytes=(14 * GIB,) * ITERATIONS,
+            pinned_bytes=(11 * GIB,) * ITERATIONS,
+        ),
+        memory_over_time=OwnerSamples(
+            at_iteration=at,
+            moments=moments * 8,
+            device_by_owner_bytes={
+                "weights": (3 * GIB,) * 24,
+                "exp_avg": (state // 2,) * 24,
+                "exp_avg_sq": (state // 2,) * 24,
+                "gradients": (0, 2 * GIB, 0) * 8,
+                "staging slots": (0, 700 * MIB, 700 * MIB) * 8,
+                "norm partials": (4096,) * 24,
+            },
+            rest_of_device_bytes=(7 * GIB, GIB, GIB) * 8,
+            host_by_owner_bytes={
+                "exp_avg": (host_state // 2,) * 24,
+                "exp_avg_sq": (host_state // 2,) * 24,
+                "gradients": (GIB,) * 24,
+                "weights for upload": (GIB,) * 24,
+                "saved activations": (0, *(2 * GIB,) * 23),
+            },
+            pinned_bytes=(11 * GIB,) * 24,
+        ),
+        asked_fraction=0.6,
+        placed_fraction=0.6,
+        state_bytes=15 * GIB,
+        offloaded_bytes=9 * GIB,
+        buckets=BUCKETS,
+        host_buckets=5,
+        streamed_buckets=3,
+        placements="optimizer state on the host: asked 0.6000, placed 0.6000",
+        plan=tuple(BucketRow(f"{i:04}.model.layers.{i}", 10**8, 10**9, 10**9, _placement(i)) for i in range(BUCKETS)),
+        activations={"freed_bytes": 80 * GIB, "words": "saved activations: 2 GiB each way"},
+        offload=OffloadReport(
+            first_iteration=37,
+            last_iteration=39,
+            hidden_s=0.31,
+            exposed_s=0.024,
+            offload_s=0.334,
+            host_step_s=0.2,
+            transfer_s={"d2h": 0.1, "h2d": 0.12},
+            transfer_bytes={"d2h": 5e9, "h2d": 6e9},
+            lines=("offload work 0.334 s per step: 0.310 s hidden, 0.024 s exposed",),
+        ),
+        memory=MemoryReport(
+            device_by_owner_bytes={"weights": 3 * GIB, "exp_avg": state // 2, "gradients": 2 * GIB},
+            host_by_owner_bytes={"exp_avg": host_state // 2, "gradients": GIB},
+            pinned_bytes=11 * GIB,
+            resident_bytes=14 * GIB,
+            device_allocated_bytes=10 * GIB,
+            device_peak_bytes=17 * GIB,
+        ),
+        predicted=Estimate(int(16.6 * GIB), 13 * GIB, 11 * GIB, 0.41, 0.02),
+        measured=Estimate(17 * GIB, 13 * GIB, 11 * GIB, 0.43, 0.024),
+        frontier=tuple(
+            FrontierPoint(f"{percent} % offloaded", int((24 - percent * 0.16) * GIB), 0.30 + (percent / 100) ** 2 * 0.2)
+            for percent in (0, 25, 50, 75, 100)
+        ),
+        moved_d2h_bytes=200 * GIB,
+        moved_h2d_bytes=240 * GIB,
+        parameters=1_740_000_000,
+        model_parameters=1_740_000_000,
+        data="text of 3 files",
+        options={"optimizer.optimizer_cpu_offload": "true", "optimizer.optimizer_offload_fraction": "0.6"},
+        machine={"backend": "cuda", "device": "NVIDIA H200", "host_threads": 14, "isa": "avx512", "torch": "2.13.0"},
+        host={"system": "Linux x86_64", "cpus": 16, "memory_bytes": 126 * GIB, "limited_by": "the machine"},
+        checkpoint=None,
+    )
+
+
+def _placement(bucket: int) -> str:
+    return "device" if bucket < 4 else "host" if bucket < 9 else "streamed"
+
+
+def cut_short(ended: Ended, reason: str | None) -> RunReport:
+    """The same run, ended after 12 iterations of which 11 had come back, and never planned."""
+    whole = gpu_report()
+    return replace(
+        whole,
+        ended=ended.value,
+        reason=reason,
+        last_iteration=12,
+        losses=(*whole.losses[:10], None),
+        grad_norms=(*whole.grad_norms[:10], None),
+        iteration_s=whole.iteration_s[:11],
+        learning_rates=whole.learning_rates[:12],
+        step_memory=StepMemory(None, None, (GIB,) * 12, (GIB,) * 12),
+        offload=None,
+        predicted=None,
+        frontier=(),
+    )
+
+
+def gpu_trace() -> Trace:
+    """Steps 5, 6 and 7 of about 430 ms: backward, the host's steps behind the next forward, and a wait."""
+    trace = Trace()
+    for step in (5, 6, 7):
+        start = step * 0.43
+        for layer in range(6):
+            at = start + 0.03 * layer
+            name = f"model.layers.{5 - layer}"
+            trace.add(Span(f"backward/{name}", Lane.COMPUTE, at, at + 0.029, 0, step, kind=SpanKind.MARK))
+            trace.add(Span(f"offload/norm/{name}", Lane.COMPUTE, at + 0.029, at + 0.03, 0, step, kind=SpanKind.KERNEL))
+            copied = at + 0.03, at + 0.045
+            trace.add(Span(f"offload/d2h/grad/{name}", Lane.D2H, *copied, 700_000_000, step, kind=SpanKind.COPY))
+        for layer in range(6):
+            at, name = start + 0.2 + 0.035 * layer, f"model.layers.{layer}"
+            trace.add(Span(f"offload/host/adamw/{name}", Lane.HOST, at, at + 0.03, 0, step, kind=SpanKind.HOST))
+            up = at + 0.03, at + 0.042
+            trace.add(Span(f"offload/h2d/weight/{name}", Lane.H2D, *up, 600_000_000, step, kind=SpanKind.COPY))
+            wait = 0.024 if layer == 0 else 0.0001
+            trace.add(
+                Span(f"offload/wait/{name}", Lane.COMPUTE, at + 0.01, at + 0.01 + wait, 0, step, kind=SpanKind.WAIT)
+            )
+            trace.add(Span(f"forward/{name}", Lane.COMPUTE, at + 0.01 + wait, at + 0.045, 0, step, kind=SpanKind.MARK))
+    return trace

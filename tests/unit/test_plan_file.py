@@ -1,0 +1,160 @@
+"""The plan as a file: read back, edited, compared, refused.
+
+Seen red: a placement that is no word accepted, buckets compared by number alone, a digest that leaves dtypes out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workload_cases import chosen, llama
+
+from hostward.choice import Choice, Keep
+from hostward.errors import ConfigError
+from hostward.hardware_profile import profile
+from hostward.inventory import Dtype, Inventory, cut_buckets
+from hostward.memory_model import required
+from hostward.plan import Placement
+from hostward.planning import plan_file
+from hostward.planning.frontier import Candidate
+from hostward.planning.needs import Budgets
+from hostward.planning.plan_file import PlanFile, plan_of
+from hostward.planning.speeds import speeds_of
+from hostward.planning.time_model import predict
+from hostward.workload import Workload
+
+WORKLOAD = llama(layers=4, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=4000, sequence=1024)
+H200 = profile("h200")
+
+
+def made(workload: Workload, choice: Choice) -> PlanFile:
+    candidate = Candidate(choice, required(workload, choice), predict(workload, choice, speeds_of(H200)))
+    return plan_of(workload, H200, 1, Budgets(1 << 34), candidate)
+
+
+CHOICE = replace(chosen(WORKLOAD, 0.5, 0.5, Keep.RECOMPUTE), offloaded_weights=frozenset())
+PLAN = made(WORKLOAD, CHOICE)
+
+
+def edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(PLAN.to_json()), **changes})
+
+
+def test_a_plan_reads_back_and_decides_what_was_decided(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_file.save(PLAN, path)
+    found = plan_file.load(path)
+    assert found == PLAN
+    assert found.choice(WORKLOAD) == CHOICE
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_its_bytes_and_seconds_are_the_models() -> None:
+    needs = required(WORKLOAD, CHOICE)
+    assert PLAN.predicted.device_peak_bytes == needs.device_peak_bytes
+    assert PLAN.predicted.pinned_bytes == needs.pinned_bytes
+    assert PLAN.predicted.step_s == predict(WORKLOAD, CHOICE, speeds_of(H200)).step_s
+
+
+def test_an_edited_placement_counts() -> None:
+    content = json.loads(PLAN.to_json())
+    content["buckets"][0]["placement"] = "host"
+    content["layers"][1]["activations"] = "offload"
+    content["layers"][0]["weights"] = "host"
+    found = PlanFile.from_json(json.dumps(content)).choice(WORKLOAD)
+    assert found.placements[0] is Placement.HOST
+    assert found.activations[1] is Keep.OFFLOAD
+    assert found.offloaded_weights == {"layers.0"}
+
+
+def test_placements_alone_for_an_optimizer() -> None:
+    plan = PLAN.placements(WORKLOAD.inventory)
+    assert tuple(b.placement for b in plan.buckets) == CHOICE.placements
+    assert plan.asked_fraction == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Expecting value"),
+        ("[]", "not an object"),
+        (edited(format="other"), "its format is 'other'"),
+        (edited(version=2), "it has version 2"),
+        (edited(gradients_on_host="yes"), "not true or false"),
+        (
+            edited(buckets=[{"bucket": "a", "numel": 1, "placement": "gpu"}]),
+            r"buckets\[0\].placement is 'gpu', not one of",
+        ),
+        (edited(buckets=[{"bucket": "a", "numel": -1, "placement": "host"}]), "negative"),
+        (edited(layers=[{"layer": "a", "activations": "drop", "weights": "device"}]), "activations is 'drop'"),
+        (edited(layers=[{"layer": "a", "activations": "keep", "weights": "disk"}]), "weights is 'disk'"),
+        (edited(extra=1), "key 'extra' is unknown"),
+        (edited(predicted={}), "is missing"),
+        ("[" * 100_000, "nested too deeply"),
+        (edited(staging_bytes=1.5), "not a whole number"),
+    ],
+)
+def test_nonsense_is_refused_with_its_place(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        PlanFile.from_json(text, "plan.json")
+    assert caught.value.what == "plan.json is no plan file"
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    other = llama(layers=5, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=4000, sequence=1024)
+    for use in (lambda: PLAN.choice(other), lambda: PLAN.placements(other.inventory)):
+        with pytest.raises(ConfigError, match="of another model: llama, ") as caught:
+            use()
+        assert "buckets, the model has" in caught.value.why
+
+
+def test_a_plan_of_the_same_sizes_with_other_types_is_refused() -> None:
+    parts = tuple(replace(p, dtype=Dtype.FP16) for p in WORKLOAD.inventory.parameters)
+    other = replace(WORKLOAD, inventory=Inventory(parts, cut_buckets(parts)))
+    with pytest.raises(ConfigError, match="other sizes or element types"):
+        PLAN.choice(other)
+
+
+def test_a_missing_bucket_and_a_renamed_layer_are_named() -> None:
+    content = json.loads(PLAN.to_json())
+    content["buckets"][1]["bucket"] = "0001.other"
+    with pytest.raises(ConfigError, match="bucket 1 is"):
+        PlanFile.from_json(json.dumps(content)).choice(WORKLOAD)
+    content = json.loads(PLAN.to_json())
+    content["layers"][2]["layer"] = "layers.9"
+    with pytest.raises(ConfigError, match=r"layer 2 is layers\.9 in the plan"):
+        PlanFile.from_json(json.dumps(content)).choice(WORKLOAD)
+
+
+def test_a_plan_for_another_gpu_is_refused() -> None:
+    PLAN.require_machine("NVIDIA H200")
+    with pytest.raises(ConfigError, match="is for NVIDIA H200, this GPU is NVIDIA A10"):
+        PLAN.require_machine("NVIDIA A10")
+
+
+def test_differences_are_told_in_runs() -> None:
+    other = made(WORKLOAD, replace(CHOICE, activations=(Keep.KEEP, *CHOICE.activations[1:3], Keep.KEEP)))
+    lines = plan_file.differences(PLAN, other)
+    assert "activations layers.0: recompute -> keep" in lines
+    assert "activations layers.3: recompute -> keep" in lines
+    assert any(line.startswith("predicted.step_s: ") for line in lines)
+    assert not any(line.startswith("bucket") for line in lines)
+    assert plan_file.differences(PLAN, PLAN) == []
+    everything = made(WORKLOAD, chosen(WORKLOAD, 1.0, 0.0, Keep.RECOMPUTE))
+    changed = [line for line in plan_file.differences(PLAN, everything) if line.startswith("bucket")]
+    assert changed[0].endswith("device -> host")
+    assert " to " in changed[0]
+
+
+def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plan_file.load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plan_file.load(tmp_path / "binary")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        plan_file.save(PLAN, tmp_path / "none" / "plan.json")

@@ -1,0 +1,40 @@
+"""Sizes as people write them.
+
+Seen red: units compared without case, GB taken for GiB.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hostward.errors import ConfigError
+from hostward.sizes import gib, size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("40GiB", 40 << 30), ("512 MB", 512_000_000), ("1.5TiB", 3 << 39), ("7B", 7), (" 2KiB ", 2048), ("0GiB", 0)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_bytes(text, "--device-memory") == size
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [("40gib", "40GiB"), ("40Gib", "40GiB"), ("40", "40GiB"), ("40Gi", "40GiB"), ("40 gb", "40GB"), ("4Mb", "4MB")],
+)
+def test_a_misspelt_unit_is_refused_and_the_right_one_named(text: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match="--host-memory") as caught:
+        size_bytes(text, "--host-memory")
+    assert caught.value.fix == f"--host-memory {cure}"
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-4GiB", "4e3GiB", "4,5GiB", "nanGiB", "4GiB4", "forty"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        size_bytes(text, "--host-memory")
+
+
+def test_gib() -> None:
+    assert gib(3 << 29) == "1.5"
+    assert gib(2000 << 30) == "2,000.0"

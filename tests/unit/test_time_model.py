@@ -1,0 +1,191 @@
+"""Predicted step times: against measured steps, and in the directions that physics demands.
+
+Seen red: gradients that leave without being waited for, uploads that no layer waits for, one step played instead of
+two, recomputation without its forward.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from workload_cases import all_device, chosen, llama
+
+from hostward.choice import Choice, Keep
+from hostward.errors import ConfigError
+from hostward.hardware_profile import PROFILES, profile
+from hostward.planning.costs import Costs
+from hostward.planning.lanes import Queue
+from hostward.planning.speeds import balanced_share, speeds_of
+from hostward.planning.time_model import explain, predict
+from hostward.workload import Workload
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200 = speeds_of(profile("h200"))
+SMALL = llama(layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=8, vocab=8000, sequence=2048)
+
+
+def measured_s(file: str, row: str) -> float:
+    rows = json.loads((RESULTS / f"2026-11-21-{file}-h200.json").read_text())["rows"]
+    return float(next(r["step_s"] for r in rows if r["row"] == row))
+
+
+def with_keeps(workload: Workload, *runs: tuple[Keep, int]) -> Choice:
+    return Choice(all_device(workload), tuple(keep for keep, count in runs for _ in range(count)))
+
+
+CHECKPOINTED = Keep.RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "batch", "fraction", "share"),
+    [
+        ("step-8k", "0", 2, 0, 0),
+        ("step-8k", "host:0.5", 2, 0.5, 0),
+        ("step-8k", "auto:0.5", 2, 0.5, 0.4045),
+        ("step-8k", "host:1", 2, 1, 0),
+        ("step-8k", "auto:1", 2, 1, 0.411),
+        ("step-32k", "0", 8, 0, 0),
+    ],
+)
+def test_optimizer_rows_are_within_a_tenth(file: str, row: str, batch: int, fraction: float, share: float) -> None:
+    workload = llama(batch=batch)
+    found = predict(workload, chosen(workload, fraction, share, CHECKPOINTED), H200)
+    assert found.step_s == pytest.approx(measured_s(file, row), rel=0.1)
+
+
+def test_eight_billion_parameters_are_within_a_tenth() -> None:
+    workload = llama(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, batch=4, chunk=True)
+    found = predict(workload, chosen(workload, 1, 0.4136, CHECKPOINTED), H200)
+    assert found.step_s == pytest.approx(measured_s("step-8b-16k", "auto:1"), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "runs"),
+    [
+        ("activations-8k", "keep", [(Keep.KEEP, 24)]),
+        ("activations-8k", "checkpoint", [(Keep.RECOMPUTE, 24)]),
+        ("activations-8k", "offload:4", [(Keep.OFFLOAD, 4), (Keep.KEEP, 20)]),
+        ("activations-8k", "offload:8", [(Keep.OFFLOAD, 8), (Keep.KEEP, 16)]),
+        (
+            "activations-8k",
+            "offload:8+block:16",
+            [(Keep.RECOMPUTE_OFFLOAD, 8), (Keep.RECOMPUTE, 8), (Keep.KEEP, 8)],
+        ),
+        ("activations-8k", "offload:23+checkpoint", [(Keep.RECOMPUTE_OFFLOAD, 23), (Keep.RECOMPUTE, 1)]),
+        ("activations-8k-elementwise", "elementwise", [(Keep.ELEMENTWISE, 24)]),
+        (
+            "activations-8k-elementwise",
+            "offload:5+elementwise",
+            [(Keep.ELEMENTWISE_OFFLOAD, 5), (Keep.ELEMENTWISE, 19)],
+        ),
+    ],
+)
+def test_activation_rows_are_within_a_tenth(file: str, row: str, runs: list[tuple[Keep, int]]) -> None:
+    """These have no optimizer step; what the prediction has of it is taken off."""
+    workload = llama()
+    step_s = next(w for w in [sum(26 * b.numel + 2 * b.numel for b in workload.inventory.buckets)])
+    found = predict(workload, with_keeps(workload, *runs), H200)
+    assert found.step_s - step_s / H200.traffic_bytes_per_s == pytest.approx(measured_s(file, row), rel=0.1)
+
+
+def test_everything_on_the_device_is_compute_alone() -> None:
+    found = predict(SMALL, chosen(SMALL), H200)
+    assert found.exposed_s == pytest.approx(0.0, abs=1e-9)
+    assert found.busy_s[Queue.HOST] == found.busy_s[Queue.D2H] == found.busy_s[Queue.H2D] == 0.0
+
+
+fractions = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+
+
+@given(fractions, fractions, st.sampled_from(list(Keep)), st.integers(1, 3))
+@settings(deadline=None, max_examples=30)
+def test_no_step_is_shorter_than_any_of_its_lanes(fraction: float, share: float, keep: Keep, microbatches: int) -> None:
+    workload = replace(SMALL, microbatches=microbatches)
+    found = predict(workload, chosen(workload, fraction, share, keep), H200)
+    assert found.step_s >= max(found.busy_s.values()) * (1 - 1e-6)
+    assert found.step_s >= found.compute_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_a_slower_host_never_makes_a_step_shorter(fraction: float) -> None:
+    """With streamed state it can: its writes pause where they keep pace with the host's steps."""
+    choice = chosen(SMALL, fraction)
+    slower = replace(H200, host_parameters_per_s=H200.host_parameters_per_s / 2)
+    assert predict(SMALL, choice, slower).step_s >= predict(SMALL, choice, H200).step_s * (1 - 1e-6)
+
+
+def test_recomputation_costs_a_forward_of_the_layer() -> None:
+    kept, again = (predict(SMALL, chosen(SMALL, keep=keep), H200) for keep in (Keep.KEEP, Keep.RECOMPUTE))
+    layers = sum(cost.forward_s for cost in Costs(SMALL, H200).layers if cost.layer.repeated)
+    assert again.step_s - kept.step_s == pytest.approx(layers)
+
+
+def test_weights_on_the_host_come_twice() -> None:
+    workload = llama(layers=6, hidden=4096, ffn=16384)
+    names = frozenset(layer.name for layer in workload.repeated[:4])
+    here = chosen(workload, 1.0)
+    found = predict(workload, replace(here, offloaded_weights=names), H200)
+    weights = sum(layer.weight_bytes for layer in workload.repeated[:4])
+    more = found.busy_s[Queue.H2D] - predict(workload, here, H200).busy_s[Queue.H2D]
+    # Twice for each layer, instead of once as the step's result.
+    assert more == pytest.approx(weights / H200.h2d_bytes_per_s, rel=0.05)
+
+
+def test_why_names_the_host_and_the_tokens_that_would_hide_it() -> None:
+    workload = llama()
+    choice = chosen(workload, 1.0, 0.0, Keep.RECOMPUTE)
+    costs, found = Costs(workload, H200), predict(workload, choice, H200)
+    first = explain(costs, choice, found)[0]
+    assert first.startswith(
+        f"host AdamW {found.busy_s[Queue.HOST]:.2f} s does not fit behind a {found.forward_s:.2f} s"
+    )
+    tokens = int(first.split("; ")[1].split(" K tokens")[0]) * 1024
+    sequences = tokens // 4096
+    enough = predict(replace(workload, microbatch_sequences=sequences), choice, H200)
+    assert enough.exposed_s < 0.02 * enough.step_s
+    half = predict(replace(workload, microbatch_sequences=sequences // 2), choice, H200)
+    assert half.exposed_s > 0.02 * half.step_s
+
+
+def test_hidden_offloading_says_so() -> None:
+    workload = llama(batch=32)
+    choice = chosen(workload, 0.25, 0.0, Keep.RECOMPUTE)
+    costs = Costs(workload, H200)
+    assert "is hidden behind compute" in explain(costs, choice, predict(workload, choice, H200))[0]
+
+
+def test_gpus_of_one_node_share_its_memory() -> None:
+    one, four = speeds_of(profile("h200")), speeds_of(profile("h200"), 4)
+    assert four.host_parameters_per_s == pytest.approx(6.3e9 / 4)
+    assert four.h2d_bytes_per_s == pytest.approx(182e9 / 4)
+    assert four.flops_per_s == one.flops_per_s
+    workload = llama()
+    choice = chosen(workload, 1.0)
+    assert predict(workload, choice, four).step_s > predict(workload, choice, one).step_s
+
+
+@pytest.mark.parametrize("name", list(PROFILES))
+def test_every_shipped_profile_has_speeds_and_says_what_it_assumed(name: str) -> None:
+    speeds = speeds_of(profile(name))
+    assert speeds.flops_per_s > 0
+    assert bool(speeds.assumed) == (profile(name).host_parameters_per_s is None)
+    assert all(0 < speed <= 1 for row in speeds.slowdown for speed in row)
+    assert 0 <= balanced_share(speeds, SMALL) < 1
+
+
+def test_a_machine_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no GPU"):
+        speeds_of(replace(profile("h200"), gpu=None, gpu_count=0, links=()))
+
+
+def test_a_machine_of_which_nothing_is_known_is_refused() -> None:
+    h200 = profile("h200")
+    assert h200.gpu is not None
+    unknown = replace(h200.gpu, bf16_matmul_flops_per_s=None, bf16_peak_flops_per_s=None)
+    with pytest.raises(ConfigError, match=r"does not say gpu\.bf16_matmul_flops_per_s"):
+        speeds_of(replace(h200, gpu=unknown))
