@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import hostward
 from hostward import checkpoint
+from hostward.training.workload_of import workload_of
 
 
 def told(what: str) -> str:
@@ -23,6 +24,10 @@ def told(what: str) -> str:
     except hostward.HostwardError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def _planned() -> None:
+    workload_of(sharded(), sequence_tokens=3, loss=lambda model, _: loss_of(model, 0))
 
 
 def _both_offload() -> None:
@@ -111,4 +116,12 @@ def _a_gradient_not_reduced() -> None:
     optimizer = adamw(model)
     for p in model.parameters():
         p.grad = DTensor.from_local(torch.ones(p.shape), p.device_mesh, [Partial()], run_check=False)
+    optimizer.step()
+
+
+def _a_gradient_without_ranks() -> None:
+    model: Any = sharded()
+    optimizer = adamw(model)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape)
     optimizer.step()

@@ -24,6 +24,8 @@ REFUSED = {
     "weights_offloaded": "ModelError: weight 'blocks.0.three' is a DTensor",
     "states_of_torch_streamed": "ModelError: a parameter (1,) is a DTensor",
     "a_gradient_not_reduced": "ModelError: parameter 'scale' has a gradient that is a DTensor, not placed as",
+    "a_gradient_without_ranks": "ModelError: parameter 'scale' has a gradient that is a Tensor, not placed as",
+    "planned": "ModelError: the model is sharded by FSDP2",
     "a_checkpoint_of_one_process": "CheckpointError: cannot save 'scale'",
 }
 
