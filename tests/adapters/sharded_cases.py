@@ -155,6 +155,7 @@ def train(
     always_last: bool = False,
     clear: bool = True,
     evaluate: bool = False,
+    write: bool = False,
     network: Mapping[str, Any] | None = None,
     activations: bool = False,
     **options: Any,
@@ -167,6 +168,7 @@ def train(
         always_last: every microbatch says that it is the last one.
         clear: gradients are cleared before each step.
         evaluate: the model is evaluated between backward and step.
+        write: somebody else writes into a part before each step.
     """
     model = sharded(**(network or {}))
     optimizer = adamw(model, mix, order, **options)
@@ -179,6 +181,10 @@ def train(
         if evaluate:
             with torch.no_grad():  # FSDP2 leaves the root's parameters whole after it
                 told.append(loss_of(model, 8).item().hex())
+        if write:
+            optimizer.arrive()
+            with torch.no_grad():
+                model.blocks[0].up.weight.to_local().mul_(1.5)  # type: ignore[union-attr, operator]
         optimizer.step()
         told.append((optimizer.grad_norm.hex(), optimizer.last_step_skipped))
     with torch.no_grad():

@@ -72,6 +72,17 @@ def test_what_is_said_of_microbatches_changes_no_bit(world: World, on_device: An
     assert [rank["bits"] for rank in evaluated] == [rank["bits"] for rank in expected]
 
 
+def test_gradients_that_have_left_come_back_when_more_is_added(world: World, on_device: Any) -> None:
+    expected = on_device(microbatches=2, always_last=True)
+    assert_same_bits(trained(world, "host", order="late", microbatches=2, always_last=True), expected)
+
+
+def test_what_others_write_into_parts_is_stepped_on(world: World, on_device: Any) -> None:
+    expected = on_device(write=True)
+    assert [rank["bits"] for rank in expected] != [rank["bits"] for rank in on_device()]
+    assert_same_bits(trained(world, "host", order="late", write=True), expected)
+
+
 def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
     expected = trained(world, "device", microbatches=3)
     found = trained(world, "host", order="late", microbatches=3, gradients="host")
