@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from hostward import checkpoint_files as files
 from hostward.errors import CheckpointError
+from hostward.inspect import local_of
 from hostward.names import by_plain_name, matched
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
@@ -127,6 +128,12 @@ def _check_request(iteration: int, tensors: Mapping[str, torch.Tensor], most_rec
                 f"cannot save {name!r} as a tensor",
                 why=f"it is a {type(tensor).__name__}",
                 fix="put numbers, strings, lists and mappings into `plain`",
+            )
+        if local_of(tensor) is not tensor:
+            raise CheckpointError(
+                f"cannot save {name!r}",
+                why="it is sharded, and this checkpoint is written by one process",
+                fix="torch.distributed.checkpoint.save of model.state_dict() and optimizer.state_dict(), on all ranks",
             )
         if tensor.is_meta or tensor.layout != torch.strided:
             raise CheckpointError(f"cannot save {name!r}", why="only dense tensors that hold data can be saved")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from . import inventory
 from .engine.backend import DTYPES
 from .errors import ModelError
 from .names import DATA_PARALLEL, plain_name
+
+if TYPE_CHECKING:
+    from .adapters import fsdp2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +29,38 @@ class Tracked:
     homes: tuple[tuple[torch.nn.Module, str], ...] = ()
     path: str = ""
     """Its dotted path in the plain module, where that is known."""
+    first: int = 0
+    """Where the part that this process has begins in the whole parameter."""
+    sharded: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A step asks for every parameter.
+        object.__setattr__(self, "sharded", local_of(self.parameter) is not self.parameter)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The elements that this process has, in a plain tensor with their version counter: the parameter itself, or
+        its part here if it is sharded.
+        """
+        return local_of(self.parameter) if self.sharded else self.parameter
+
+    def part_of(self, saved: torch.Tensor) -> torch.Tensor:
+        """What this process has of a saved value of the whole parameter. Raises CheckpointError for one that is divided
+        over ranks in another way.
+        """
+        if not self.sharded:
+            return saved
+        from .adapters import fsdp2
+
+        return fsdp2.part_of_saved(self.name, saved, self.parameter)
+
+    def like(self, part: torch.Tensor) -> torch.Tensor:
+        """`part`, of the elements that this process has, as the parameter is: sharded in the same way, or plain."""
+        if not self.sharded:
+            return part
+        from .adapters import fsdp2
+
+        return fsdp2.like(part, self.parameter)
 
     @property
     def layer(self) -> str:
@@ -35,11 +71,44 @@ class Tracked:
     def facts(self) -> inventory.Parameter:
         return inventory.Parameter(
             self.name,
-            self.parameter.numel(),
+            self.local.numel(),
             DTYPES[self.parameter.dtype],
             self.layer,
             self.group,
+            self.first,
         )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of torch's own, or a parameter over one."""
+    return type(tensor) in (torch.nn.Parameter, torch.Tensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that this process has."""
+    if is_plain(tensor) or not _is_sharded(tensor):
+        return tensor
+    from .adapters import fsdp2
+
+    return fsdp2.part_of(tensor)
+
+
+def placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are divided over the same ranks in the same way, or neither is."""
+    if is_plain(one) or is_plain(other):
+        return is_plain(one) == is_plain(other)
+    from .adapters import fsdp2
+
+    return fsdp2.is_sharded(one) and fsdp2.is_sharded(other) and fsdp2.same_placement(one, other)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    # A class that nobody has imported has no objects, and importing it takes longer than torch itself may.
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from .adapters import fsdp2
+
+    return fsdp2.is_sharded(tensor)
 
 
 class Places:
@@ -52,6 +121,9 @@ class Places:
     def __init__(self, module: torch.nn.Module | None) -> None:
         self.module = module
         self.root, self._prefix = _plain_root(module)
+        self.sharding = groups_of(self.root)
+        if self.sharding is not None:
+            self.sharding.reshard()
         self._homes: dict[int, dict[tuple[torch.nn.Module, str], None]] = {}
         self._paths: dict[int, list[str]] = {}
         for path, owner, attribute, parameter in _slots(self.root):
@@ -73,7 +145,21 @@ class Places:
     def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> Tracked:
         """What the optimizer needs to know of a parameter of param_groups[group]."""
         homes, paths = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), [""])
-        return Tracked(name, parameter, group, tuple(homes), paths[0])
+        first = 0
+        if _is_sharded(parameter):
+            from .adapters import fsdp2
+
+            first = fsdp2.Layout.of(name, parameter).first
+        return Tracked(name, parameter, group, tuple(homes), paths[0], first)
+
+
+def groups_of(root: torch.nn.Module | None) -> fsdp2.Groups | None:
+    """What FSDP2 made of the module; None if it was not called."""
+    if root is None or "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from .adapters import fsdp2
+
+    return fsdp2.Groups(root) or None
 
 
 def _plain_root(module: torch.nn.Module | None) -> tuple[torch.nn.Module | None, str]:
@@ -148,9 +234,10 @@ def _pairs(params: Iterable[Any], places: Places) -> list[tuple[str, torch.nn.Pa
 def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) -> None:
     """Raises ModelError for a parameter that no exact step can be promised for."""
     problem = None
+    parameter = local_of(parameter)
     if isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         problem = "has no shape yet"
-    elif type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+    elif not is_plain(parameter):
         problem = f"is a {type(parameter).__name__}, a tensor subclass"
     elif getattr(parameter, "_fsdp_flattened", False):
         problem = "belongs to FSDP, which shards it"
@@ -185,8 +272,8 @@ def check_no_overlap(tracked: Sequence[Tracked]) -> None:
     """Raises ModelError if two parameters share bytes: each would be updated from the other's result."""
     spans = []
     for t in tracked:
-        if t.parameter.numel():
-            p = t.parameter.data
+        if t.local.numel():
+            p = t.local.data
             last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), t.name, p.untyped_storage()))
     spans.sort(key=lambda s: s[0])

@@ -67,18 +67,21 @@ def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One trainable tensor. `layer` names the part of the model that uses it, `group` its optimizer parameter group."""
+    """One trainable tensor, or the part of it that this process has: `numel` elements from `first` on. `layer` names
+    the part of the model that uses it, `group` its optimizer parameter group.
+    """
 
     name: str
     numel: int
     dtype: Dtype
     layer: str
     group: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, stop) of the flattened parameter `name`."""
+    """Elements [start, stop) of the flattened parameter `name`, counted from the first one that this process has."""
 
     name: str
     start: int
@@ -170,8 +173,9 @@ def cut_buckets(
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
     Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest whole one:
-    a staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. Zero-size parameters
-    belong to no bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
+    a staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. A part that begins within a
+    chunk of the norm is cut where the next chunk begins. Zero-size parameters belong to no bucket. Raises ConfigError
+    for a `cap` that is not a positive multiple of 4,096.
     """
     parameters = tuple(parameters)
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
@@ -207,9 +211,11 @@ def cut_buckets(
 
 
 def _pieces(parameter: Parameter, cap: int, largest: int) -> Sequence[Range]:
-    if parameter.numel <= cap:
-        return [Range(parameter.name, 0, parameter.numel)]
-    about = largest if 2 * largest >= cap else cap
-    step = min(cap, align(-(-parameter.numel // -(-parameter.numel // about)), SPLIT_ELEMENTS))
-    starts = range(0, parameter.numel, step)
-    return [Range(parameter.name, start, min(start + step, parameter.numel)) for start in starts]
+    name, numel = parameter.name, parameter.numel
+    head = min(-parameter.first % SPLIT_ELEMENTS, numel)
+    step = cap
+    if numel - head > cap:
+        about = largest if 2 * largest >= cap else cap
+        step = min(cap, align(-(-(numel - head) // -(-(numel - head) // about)), SPLIT_ELEMENTS))
+    before = [Range(name, 0, head)] if head else []
+    return [*before, *(Range(name, start, min(start + step, numel)) for start in range(head, numel, step))]

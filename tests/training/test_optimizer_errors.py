@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,8 @@ def test_t44_weights_that_are_on_their_way_are_not_captured() -> None:
     backend.captures = True
     with pytest.raises(ModelError, match="are still to arrive, and a CUDA graph is captured"):
         mlp_loss(model, 1)
+    with pytest.raises(ModelError, match="are still to arrive, and a CUDA graph is captured"):
+        optimizer._issuer.hold(min(optimizer._issuer.pending), SimpleNamespace())  # type: ignore[arg-type]
     backend.captures = False
     optimizer.arrive()
     backend.captures = True

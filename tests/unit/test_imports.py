@@ -39,7 +39,7 @@ LAYERS = (
     ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
     ("planning",),
     ("engine", "host", "kernels"),
-    ("inspect",),
+    ("inspect", "adapters.fsdp2"),
     ("training",),
     ("checkpoint", "checkpoint_files", "checkpoint_manifest", "convert", "adapters"),
     ("recipes", "train", "machine"),
@@ -58,7 +58,9 @@ HEAVY = ("torch", "transformers", "omegaconf", "pyarrow", "triton", "typer", "ri
 
 
 def top_name(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """The name in LAYERS: of the folder, or of a file in it that has a place of its own."""
+    parts = [part.removesuffix(".py") for part in path.relative_to(ROOT).parts]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in LEVELS else parts[0]
 
 
 TORCH_FREE = [p for p in FILES if top_name(p) != "__init__" and LEVELS[top_name(p)] <= LEVELS["planning"]]
@@ -86,7 +88,8 @@ def level_of_import(dotted: str) -> int | None:
     first, _, rest = dotted.partition(".")
     if first != "hostward":
         return None
-    name = rest.partition(".")[0]
+    name, _, inner = rest.partition(".")
+    name = f"{name}.{inner.partition('.')[0]}" if f"{name}.{inner.partition('.')[0]}" in LEVELS else name
     if name == "__version__":
         return 0
     return LEVELS.get(name, FACE_LEVEL)

@@ -225,3 +225,14 @@ def test_examples_in_docstrings() -> None:
 
 def test_a_bucket_name_sorts_by_index() -> None:
     assert Bucket(7, "layers.1", Dtype.BF16, 0, MasterKind.SPLIT, ()).name == "0007.layers.1"
+
+
+@given(st.integers(0, 3 * SPLIT_ELEMENTS), sizes, caps)
+def test_a_part_is_cut_where_chunks_of_the_whole_parameter_begin(first: int, numel: int, cap: int) -> None:
+    part = Parameter("p", numel, Dtype.BF16, "layer", first=first)
+    ranges = [r for b in cut_buckets([part], cap=cap) for r in b.ranges]
+    assert [i for r in ranges for i in range(r.start, r.stop)] == list(range(numel))
+    assert all((first + r.start) % SPLIT_ELEMENTS == 0 for r in ranges[1:])
+    assert all(r.numel <= cap for r in ranges)
+    in_one_chunk = (first + numel - 1) // SPLIT_ELEMENTS == first // SPLIT_ELEMENTS
+    assert first % SPLIT_ELEMENTS == 0 or in_one_chunk or (first + ranges[0].stop) % SPLIT_ELEMENTS == 0

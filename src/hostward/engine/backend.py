@@ -18,6 +18,7 @@ import torch
 from hostward.errors import HostwardError, PlacementError
 from hostward.schedule import Lane
 
+from .across import Across
 from .operands import (
     ALL_ZERO as ALL_ZERO,
 )
@@ -246,10 +247,13 @@ class Backend(ABC):
         out: Scalars,
         clipping: Clipping,
         *,
+        across: Across | None = None,
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """Global norm, clip factor and finite flag, into device scalars (docs/exactness.md), on the compute lane."""
+        """Global norm, clip factor and finite flag, into device scalars (docs/exactness.md), on the compute lane. With
+        `across`, of the gradients of all its ranks, and the same on each of them.
+        """
 
     @abstractmethod
     def adamw(
@@ -285,6 +289,12 @@ class Backend(ABC):
     ) -> Work:
         """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows. `writes` is what
         that code has written before, `reads` what it is about to read.
+        """
+
+    @abstractmethod
+    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
+        """A stream of somebody else waits for these events: what it is given from now on runs behind them. No lane
+        waits for it, nor it for a lane.
         """
 
     def batch(self, works: Sequence[Work]) -> Batch:

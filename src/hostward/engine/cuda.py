@@ -14,6 +14,7 @@ from hostward.errors import DeviceError, PlacementError
 from hostward.host.library import check
 from hostward.schedule import Lane
 
+from .across import Across
 from .backend import (
     RING,
     AdamWOperands,
@@ -85,7 +86,8 @@ class CudaBackend(Backend):
         """Error words of the host functions of each pending turn."""
         with torch.cuda.device(self.device):
             self._side = {lane: torch.cuda.Stream(self.device) for lane in LANES if lane is not Lane.COMPUTE}  # type: ignore[no-untyped-call]
-            self.streams = Streams(len(LANES), current_context())  # that of the streams
+            self.context = current_context()  # that of the streams
+            self.streams = Streams(len(LANES), self.context)
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
         self._events: list[int] = []
@@ -217,6 +219,7 @@ class CudaBackend(Backend):
         out: Scalars,
         clipping: Clipping,
         *,
+        across: Across | None = None,
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
@@ -225,7 +228,11 @@ class CudaBackend(Backend):
         def run() -> None:
             outputs = out.scale.data, out.skip.data, out.norm.data
             inputs = clipping.inv_scale, clipping.found_inf
-            kernels.launch_finish(partials.sums.data, partials.exponents.data, clipping.max_norm, inputs, outputs)
+            if across is None:
+                kernels.launch_finish(partials.sums.data, partials.exponents.data, clipping.max_norm, inputs, outputs)
+            else:
+                totals, top, found = across.totals(partials, clipping.found_inf)
+                kernels.bind_finish(totals, top, clipping.max_norm, (clipping.inv_scale, found), outputs)()
             if clipping.overflow_out is not None:
                 clipping.overflow_out.add_(out.skip.data.view(clipping.overflow_out.shape))
 
@@ -269,6 +276,11 @@ class CudaBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         return CommandWork(self, name, lane, waits, done or self.event())
+
+    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
+        others = Streams(1, self.context)
+        others.set(0, stream.cuda_stream)  # type: ignore[attr-defined]
+        CommandList([Command(Verb.WAIT, 0, self.handle_of(event)) for event in waits], self.driver).issue(others)
 
     def batch(self, works: Sequence[Work]) -> Batch:
         return batch_of(self, works)

@@ -14,20 +14,20 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from hostward.errors import OrderingError
-from hostward.host import reference
 from hostward.host.accumulate import accumulate
 from hostward.host.adamw import adamw_step
 from hostward.host.norm import norm_partials
 from hostward.ordering import LaneClocks
 from hostward.schedule import Lane
 
+from .across import Across
 from .backend import (
     AdamWOperands,
     Backend,
@@ -46,6 +46,7 @@ from .backend import (
 from .byte_rule import ByteRule, Operation, operation_of
 from .host_task import add_task, added_partials, host_task, isa_name, own_threads
 from .pools import host_slab
+from .simulated_norm import finish_norm
 
 LANES = tuple(Lane)
 POISON = 0xFF
@@ -237,28 +238,17 @@ class SimulatedBackend(Backend):
         out: Scalars,
         clipping: Clipping,
         *,
+        across: Across | None = None,
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
         require_tier((*partials.all(), *out.all()), Tier.DEVICE, "norm")
 
         def enqueue() -> Operation:
-            max_norm, inv_scale = clipping.max_norm, clipping.inv_scale
-            found_inf, overflow_out = clipping.found_inf, clipping.overflow_out
-
-            def run() -> None:
-                sums, exponents = partials.sums.data.numpy(), partials.exponents.data.numpy()
-                norm, finite = reference.norm_from_partials(sums, exponents)
-                inverse = np.float32(1.0) if inv_scale is None else np.float32(inv_scale.item())
-                overflow = not finite or (found_inf is not None and found_inf.item() != 0)
-                out.norm.data[0] = float(norm * inverse)
-                out.skip.data[0] = int(overflow)
-                scale = reference.clip_scale(float(norm), max_norm or None, float(inverse))
-                out.scale.data[0] = float(scale) if finite else 0.0
-                if overflow_out is not None:
-                    overflow_out.add_(int(overflow))
-
-            return self._issue(Lane.COMPUTE, "norm", run, partials.all(), out.all(), waits)
+            taken = replace(clipping)  # the caller's goes on to the next step
+            run = functools.partial(finish_norm, partials, out, taken, across)
+            reads = [*partials.all(), *([] if across is None else across.kept())]
+            return self._issue(Lane.COMPUTE, "norm", run, reads, out.all(), waits)
 
         return _SimulatedWork("offload/norm", Lane.COMPUTE, done or Event(), enqueue)
 
@@ -314,6 +304,10 @@ class SimulatedBackend(Backend):
             return operation
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
+
+    def hold(self, stream: object, waits: Sequence[Event]) -> None:
+        # There is one caller, whatever stream it means.
+        self.mark("offload/hold", Lane.COMPUTE, waits=waits).issue()
 
     def begin_turn(self) -> None:
         self._turn += 1

@@ -176,15 +176,21 @@ def norm_from_partials(sums: Array, exponents: Array) -> tuple[np.float32, bool]
         (norm, finite): the norm in float32, infinite where it exceeds float32; `finite` is False, and the norm
         infinite, where a gradient is a NaN or an infinity.
     """
-    if bool((exponents == NOT_FINITE).any()):
-        return np.float32(np.inf), False
+    exponent = int(exponents.max()) if exponents.size else ALL_ZERO
     used = exponents != ALL_ZERO
-    if not bool(used.any()):
-        return np.float32(0.0), True
-    exponent = int(exponents[used].max())
+    if exponent == NOT_FINITE or not bool(used.any()):
+        return norm_of_total(0, 0, exponent)
     shift = np.minimum(2 * (exponent - exponents[used].astype(np.int64)), 63)
     aligned = sums[used].astype(np.int64) >> shift
-    high, low = int((aligned >> 31).sum()), int((aligned & (2**31 - 1)).sum())
+    return norm_of_total(int((aligned >> 31).sum()), int((aligned & (2**31 - 1)).sum()), exponent)
+
+
+def norm_of_total(high: int, low: int, exponent: int) -> tuple[np.float32, bool]:
+    """As `norm_from_partials`, from the sum of all squares on the scale of the largest exponent: high * 2**31 + low."""
+    if exponent == NOT_FINITE:
+        return np.float32(np.inf), False
+    if exponent == ALL_ZERO:
+        return np.float32(0.0), True
     total = np.float64(high) * np.float64(2.0**31) + np.float64(low)
     with np.errstate(over="ignore", under="ignore"):
         return np.float32(np.ldexp(np.sqrt(total), exponent - 25)), True

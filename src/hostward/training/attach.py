@@ -14,6 +14,7 @@ import torch
 from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
 from hostward.errors import ConfigError
+from hostward.inspect import groups_of
 
 from .attachment import Activations, Attachment
 from .control import Control
@@ -70,16 +71,12 @@ def attach(
             attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled
             layers with `recompute`. MemoryLimitError: the host has no room for copies of weights.
     """
+    sharding = groups_of(model)
+    if sharding is not None:
+        sharding.reshard()  # what FSDP2 has gathered passes for a plain parameter, until FSDP2 lets go of it
     if plan is not None:
         activations, weights, recompute = _planned(model, plan, layers, activations, weights, recompute)
     how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
-    if optimizer is not None and not isinstance(optimizer, Control):
-        raise ConfigError(
-            f"attach() with {type(optimizer).__name__}, which is no optimizer of hostward",
-            why="only an optimizer of hostward has lanes to share",
-            fix="leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
-            "streamed_fraction=0.0)",
-        )
     if optimizer is not None:
         _require_optimizer_of(model, optimizer)
     _require_not_attached(model)
@@ -211,6 +208,13 @@ def _check(how: Activations, layers: int) -> None:
 
 
 def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
+    if not isinstance(optimizer, Control):
+        raise ConfigError(
+            f"attach() with {type(optimizer).__name__}, which is no optimizer of hostward",
+            why="only an optimizer of hostward has lanes to share",
+            fix="leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
+            "streamed_fraction=0.0)",
+        )
     mine = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     if mine and not any(id(p) in mine for p in stepped):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hostward.engine.across import Across
 from hostward.engine.backend import (
     ALL_ZERO,
     AdamWOperands,
@@ -29,6 +30,7 @@ from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op
 
 from .choices import Addition, Choice, PointWorks, Which, which
+from .fragments import KeepFragments
 from .slots import Slots
 from .state import BucketState
 from .targets import Targets
@@ -52,6 +54,8 @@ class Memory:
     """Those of gradients that are added up on the host."""
     first_chunks: Sequence[Sequence[int]]
     """By bucket and range: the first chunk in both."""
+    across: Across | None = None
+    """Of parameters that several processes share out."""
 
 
 class Bindings:
@@ -128,7 +132,23 @@ class Bindings:
             return [self.addition(op, ranges, first=first, last=chosen.last) for first, ranges in parts if ranges]
         if not chosen and which(op) is Which.WITHOUT_SUMS:
             return []
-        return [self.work(op, chosen)]
+        return [self.work(op, chosen), *self._kept_fragments(op, chosen)]
+
+    def _kept_fragments(self, op: Op, chosen: Choice) -> list[Work]:
+        """What keeps elements of these gradients for the norm, behind their partial sums; of totals on the host they
+        are lifted with the sums.
+        """
+        if op.kind is not Kind.PARTIALS or op.lane is Lane.HOST or op.bucket is None or isinstance(chosen, Addition):
+            return []
+        parts = [(kept, self.gradients[op.bucket][i], span) for i, kept, span in self._fragments(op.bucket, chosen)]
+        name = f"offload/norm/fragments/{self._states[op.bucket].bucket.name}"
+        return [KeepFragments(self._backend, name, parts)] if parts else []
+
+    def _fragments(self, b: int, chosen: Iterable[int]) -> list[tuple[int, Buffer, slice]]:
+        """Of the chosen ranges: range, where elements are kept, and which."""
+        across, wanted = self._memory.across, frozenset(chosen)
+        found = () if across is None else across.of(b)
+        return [(f.range, kept, slice(f.start, f.stop)) for f, kept in found if f.range in wanted]
 
     def work(self, op: Op, chosen: Iterable[int]) -> Work:
         """The operation over the chosen ranges of its bucket; `chosen` is empty for operations on all buckets, and for
@@ -168,7 +188,7 @@ class Bindings:
         if op.bucket is not None:
             return self._bind_bucket(op, op.bucket, chosen, rest)
         if op.kind is Kind.NORM:
-            return backend.norm(memory.partials, memory.device_scalars, self.clipping, **rest)
+            return backend.norm(memory.partials, memory.device_scalars, self.clipping, across=memory.across, **rest)
         if op.kind is Kind.COPY:
             pairs = list(zip(memory.host_scalars.all(), memory.device_scalars.all(), strict=True))
             return backend.copy(op.lane, pairs, name="offload/d2h/scalars", **rest)
@@ -234,6 +254,10 @@ class Bindings:
         elif op.reads == (f"sum/{b}",):
             what = "sums"
             there, here = self._partial_sums(b, chosen)
+            for i, kept, span in self._fragments(b, chosen):
+                total = state.gradients[i]
+                there.append(kept)
+                here.append(Buffer(total.tier, total.data[span], total.owner, total.pinned))
         else:
             what = "weight"
             chosen = tuple(

@@ -6,13 +6,16 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from hostward.engine.backend import Backend, Event
 from hostward.errors import ModelError
 from hostward.lowering.optimizer import StepShape, later_uploads, upload_point
+from hostward.plan import Placement
 
 from .binding import Bindings
 from .points import PointIssuer
-from .state import BucketState
+from .state import BucketState, require_arrived
 from .targets import Targets
 from .totals import Totals
 
@@ -24,6 +27,9 @@ class FetchedWeights(PointIssuer):
     """The part of a step that knows which weights are fetched, and what is uploaded later because of that."""
 
     _targets: Targets
+    _layers: tuple[str, ...]
+    """The use point's layer of each bucket."""
+    pending: set[str]
 
     def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
@@ -60,6 +66,18 @@ class FetchedWeights(PointIssuer):
         self._residency, self.fetched = residency, frozenset(names)
         self._targets.leave_out(self.fetched)
         self._lower()
+
+    def hold(self, layer: str, stream: torch.Stream) -> None:
+        """Another stream is about to read a layer's weights: it waits for them, and for nothing else. The use point
+        comes later.
+        """
+        if layer in self.pending:
+            require_arrived(self._backend, layer)
+            self._upload([layer])
+            makers = {Placement.HOST: "upload", Placement.STREAMED: "step"}
+            held = [b for b, name in enumerate(self._layers) if name == layer]
+            names = [f"{makers[self._states[b].placement]}/{b}" for b in held if self._states[b].placement in makers]
+            self._backend.hold(stream, [self._bindings.events[name] for name in names])
 
     def stepped(self, b: int) -> Event:
         """Of the host step of a bucket."""

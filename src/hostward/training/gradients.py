@@ -16,34 +16,44 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import ModelError
-from hostward.inspect import Tracked
+from hostward.inspect import Tracked, is_plain, local_of, placed_alike
 
 from .placeholder import Fate, MovedGradient, Where, raise_lost
 
 
-def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter, contiguous, in the shape and dtype in which autograd left it.
+def gradient_of(t: Tracked) -> torch.Tensor:
+    """The gradient of a parameter, or this process's part of it, contiguous, in the shape and dtype in which autograd
+    left it.
 
     Raises:
-        ModelError: it is not a dense floating tensor on the parameter's device.
+        ModelError: it is not a dense floating tensor on the parameter's device, placed as the parameter is.
     """
+    parameter: torch.Tensor = t.parameter
     grad = parameter.grad
+    if t.sharded:
+        if grad is None or not placed_alike(grad, parameter):
+            raise _unfit(t)
+        parameter, grad = t.local, local_of(grad)
     if (
         grad is None
+        or not is_plain(grad)
         or grad.layout is not torch.strided
         or grad.dtype not in DTYPES
         or grad.device != parameter.device
         or grad.shape != parameter.shape
     ):
-        raise _unfit(name, grad)
+        raise _unfit(t)
     if grad.requires_grad:
         grad = grad.detach()
     return grad if grad.is_contiguous() else grad.contiguous()
 
 
-def _unfit(name: str, grad: torch.Tensor | None) -> ModelError:
+def _unfit(t: Tracked) -> ModelError:
+    grad = t.parameter.grad
     if grad is None:
         problem = "has no gradient"
+    elif not placed_alike(grad, t.parameter):
+        problem = f"has a gradient that is a {type(grad).__name__}, not placed as the parameter is"
     elif grad.layout is not torch.strided:
         problem = f"has a gradient with layout {grad.layout}"
     elif grad.dtype not in DTYPES:
@@ -51,7 +61,7 @@ def _unfit(name: str, grad: torch.Tensor | None) -> ModelError:
     else:
         problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
     return ModelError(
-        f"parameter {name!r} {problem}",
+        f"parameter {t.name!r} {problem}",
         why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
         fix="make the gradient dense, or leave the parameter out of the optimizer",
     )
@@ -122,7 +132,8 @@ class Handover:
         p, this = t.parameter, self._this
         if t.name not in self._hooked and p.requires_grad and p.is_leaf:
             self._hooked.add(t.name)
-            self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
+            if not t.sharded:  # autograd does not know the part: FSDP2 tells
+                self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
             self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -152,7 +163,7 @@ class Handover:
         elif moved.became is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
             self.taken.discard(t.name)
-            t.parameter.grad = self._taker.give_back(t.name).view(t.parameter.shape)
+            t.parameter.grad = t.like(self._taker.give_back(t.name).view(t.local.shape))
         else:
             t.parameter.grad = None
 
@@ -172,7 +183,7 @@ class Handover:
 
     def hand_over(self, t: Tracked, *, last: bool = True) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
-        gradient = gradient_of(t.name, t.parameter)
+        gradient = gradient_of(t)
         self._put_placeholder(t, gradient.dtype)
         self._taker.take(t.name, gradient, last=last)
 

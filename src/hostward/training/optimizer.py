@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from .groups import (
 from .mix import Mix
 from .placeholder import Where
 from .saving import Saving
+from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
 from .slots import CudaGauge, Slots
 from .state import (
     BucketState,
@@ -64,7 +65,8 @@ class AdamW(Saving):
 
     Args:
         params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
-            "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device.
+            "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device. A model may be sharded
+            by FSDP2, before the optimizer is made.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every
             step.
         max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
@@ -147,6 +149,8 @@ class AdamW(Saving):
         self._memory: Memory
         self._arrivals: Arrivals | None = None
         self._handover: Handover
+        self._sharded: Sharded | None = None
+        self._empty_parts: EmptyParts | None = None
         self._issuer: StepIssuer
         self._building = True
         self._places = Places(params if isinstance(params, torch.nn.Module) else module)
@@ -203,6 +207,7 @@ class AdamW(Saving):
         for t in new:
             check_trackable(t.name, t.parameter, backend.device)
         check_no_overlap([*self._tracked, *new])
+        require_sharding(self._places, new, self._grad_dtype)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         facts = tuple(t.facts for t in new)
         buckets = cut_buckets(
@@ -230,9 +235,9 @@ class AdamW(Saving):
         self._states += states
         self._placements += plan.buckets
         for t in new:
-            if self._grad_dtype is not None and t.name not in summed_names:
+            if self._grad_dtype is not None and t.name not in summed_names and not t.sharded:
                 t.parameter.grad_dtype = self._grad_dtype
-            backend.adopt(t.parameter.data, "weights", counted=True)
+            backend.adopt(t.local.data, "weights", counted=True)
         self._by_name = {t.name: t for t in self._tracked}
         self._access = StateAccess(pieces(self._states), self._by_name)
         for t in new:
@@ -245,7 +250,9 @@ class AdamW(Saving):
         """Schedule, hooks and watches over all buckets that there are now."""
         partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
-        memory = Memory(*scalars, partials, host_partials, first_chunks)
+        groups = self._places.sharding
+        across = None if groups is None else across_ranks(backend, self._tracked, self._states, first_chunks)
+        memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(backend.device) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
         self._issuer = StepIssuer(
@@ -254,7 +261,14 @@ class AdamW(Saving):
             self._by_name,
             memory,
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
-            slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
+            slots=Slots(
+                backend,
+                self._states,
+                gauge=gauge,
+                staging_bytes=self._staging_bytes,
+                # FSDP2's hooks run under streams of its own, whose memory the forward could not use afterwards.
+                in_backward=groups is None,
+            ),
             totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
@@ -268,6 +282,13 @@ class AdamW(Saving):
         self._watch = WeightWatch(self._tracked, self._issuer.use_all, self._places.root)
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         self._handover = Handover(self._tracked, self._issuer, summed)
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None
+        self._empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
+        self._access.empty_counts = self._empty_parts.counts()
+        if groups is not None:
+            self._sharded = Sharded(groups, self._tracked, layers, self._issuer, self._handover)
         self._arrivals = None
         root = self._places.root
         if root is not None and self._overlap:
@@ -325,7 +346,7 @@ class AdamW(Saving):
         except GradientsClearedError:
             self.discard_gradients()
             waiting = self._handover.waiting()
-        gradients = {t.name: gradient_of(t.name, t.parameter) for t in waiting}
+        gradients = {t.name: gradient_of(t) for t in waiting}
         self._issuer.check(gradients)
         if gradients or self._handover.taken:
             self._issue(waiting, gradients)
@@ -351,6 +372,8 @@ class AdamW(Saving):
                 self._handover.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
+            if self._empty_parts is not None:
+                self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)
             if stays or self._arrivals is None:
@@ -364,37 +387,6 @@ class AdamW(Saving):
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What a gradient scaler says, if it looked at the gradients."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-
-    def reseed(self, names: Iterable[str] | None = None) -> None:
-        """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
-
-        Args:
-            names: parameters to take; None for all. Moments and step counts stay.
-
-        Raises:
-            ModelError: a name that the optimizer does not track.
-        """
-        self.wait()
-        names = [t.name for t in self._tracked] if names is None else list(names)
-        for name in names:
-            self._access.require(name)
-        self._issuer.state_changed()
-        for name in names:
-            self._access.reseed(name)
-        self._watch.remember([self._by_name[name] for name in names])
-        self.backend.synchronise()
-
-    def _follow_weights(self) -> None:
-        changed = self._watch.changed()
-        if changed:
-            names = [t.name for t in changed]
-            log.warning(
-                "%d weights were changed outside the optimizer; their masters are taken anew from them: %s%s",
-                len(names),
-                ", ".join(names[:5]),
-                ", ..." if len(names) > 5 else "",
-            )
-            self.reseed(names)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.plan.explain()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ from .control import Control
 from .groups import check_members, check_same_names, checked_settings, plain, saved_parts
 
 if TYPE_CHECKING:
-    from hostward.inspect import Tracked
+    from hostward.inspect import Places, Tracked
 
     from .state_io import StateAccess
     from .weights import WeightWatch
@@ -31,11 +31,43 @@ class Saving(Control):
     """The part of `hostward.AdamW` that goes to checkpoints and comes from them."""
 
     _access: StateAccess
+    _by_name: Mapping[str, Tracked]
+    _places: Places
     _watch: WeightWatch
     _tracked: Sequence[Tracked]
 
+    def reseed(self, names: Iterable[str] | None = None) -> None:
+        """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
+
+        Args:
+            names: parameters to take; None for all. Moments and step counts stay.
+
+        Raises:
+            ModelError: a name that the optimizer does not track.
+        """
+        self.wait()
+        names = [t.name for t in self._tracked] if names is None else list(names)
+        for name in names:
+            self._access.require(name)
+        self._issuer.state_changed()
+        for name in names:
+            self._access.reseed(name)
+        self._watch.remember([self._by_name[name] for name in names])
+        self.backend.synchronise()
+
     def _follow_weights(self) -> None:
-        raise NotImplementedError
+        if self._places.sharding is not None:
+            self._places.sharding.reshard()
+        changed = self._watch.changed()
+        if changed:
+            names = [t.name for t in changed]
+            log.warning(
+                "%d weights were changed outside the optimizer; their masters are taken anew from them: %s%s",
+                len(names),
+                ", ".join(names[:5]),
+                ", ..." if len(names) > 5 else "",
+            )
+            self.reseed(names)
 
     @_disable_dynamo
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Slots:
     Args:
         gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
         staging_bytes: the most memory that all slots take; one is always there.
+        in_backward: False: they are taken at the step, not before.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Slots:
         *,
         gauge: Gauge | None,
         staging_bytes: int | None = None,
+        in_backward: bool = True,
     ) -> None:
         self._backend = backend
+        self._in_backward = in_backward
         self._placements = [s.placement for s in states]
         self._streamed = [b for b, p in enumerate(self._placements) if p is Placement.STREAMED]
         self._layouts: dict[int, _Layout] = {
@@ -135,7 +138,7 @@ class Slots:
 
     def ready(self, bucket: int) -> bool:
         """Whether the slots may be taken at this bucket's gradient point."""
-        return self.count > 0 and self._profiled and bucket <= self._stage_at
+        return self._in_backward and self.count > 0 and self._profiled and bucket <= self._stage_at
 
     def wanted_back(self, layer: str) -> bool:
         """Whether the slots must be back before this layer's forward."""

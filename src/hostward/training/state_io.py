@@ -28,6 +28,8 @@ class StateAccess:
     ) -> None:
         self._pieces = pieces
         self._tracked = tracked
+        self.empty_counts: Mapping[str, torch.Tensor] = {}
+        """Step counts of parameters of which this process has no element, int64 [1]."""
         self.present: Callable[[str], AbstractContextManager[None]] | None = None
         """Weights that come and go are on the device within `present(name)`."""
 
@@ -45,7 +47,7 @@ class StateAccess:
 
     def copied_bytes(self) -> int:
         """Host bytes that `read` allocates for all parameters together."""
-        parameters = [t.parameter for t in self._tracked.values()]
+        parameters = [t.local for t in self._tracked.values()]
         return sum(p.numel() * (8 if p.dtype is torch.float32 else 12) for p in parameters)
 
     def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
@@ -53,7 +55,7 @@ class StateAccess:
 
         Fresh ones; with copy=False those that lie on the host in one piece are views of the state itself.
         """
-        parameter = self._tracked[name].parameter
+        parameter = self._tracked[name].local
         found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
         entry = {}
         for role in _ROLES:
@@ -66,8 +68,14 @@ class StateAccess:
         if parameter.dtype is not torch.float32:
             with self._there(name):
                 entry["master"] = _masters(parameter, found)
-        step = next((int(state.counts.data[i].item()) for state, i, _ in self._pieces.get(name, ())), 0)
-        return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **entry}
+        counts = [state.counts.data[i : i + 1] for state, i, _ in self._pieces.get(name, ())]
+        step = next((int(count.item()) for count in (*counts, *self._empty_count(name))), 0)
+        like = self._tracked[name].like
+        placed = {role: like(value) for role, value in entry.items()}
+        return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **placed}
+
+    def _empty_count(self, name: str) -> list[torch.Tensor]:
+        return [self.empty_counts[name]] if name in self.empty_counts else []
 
     def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
         """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
@@ -77,7 +85,12 @@ class StateAccess:
             return self._write(name, saved)
 
     def _write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
-        parameter = self._tracked[name].parameter
+        parameter = self._tracked[name].local
+        saved = {role: self._tracked[name].part_of(value) for role, value in saved.items() if role != "step"} | {
+            "step": saved["step"]
+        }
+        for count in self._empty_count(name):
+            count.fill_(int(saved["step"]))
         weight = _flat(parameter)
         master = saved["master"].reshape(-1) if parameter.dtype is not torch.float32 else None
         set_weight = False
@@ -105,7 +118,7 @@ class StateAccess:
             self._reseed(name)
 
     def _reseed(self, name: str) -> None:
-        weight = _flat(self._tracked[name].parameter)
+        weight = _flat(self._tracked[name].local)
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
             piece = weight[r.start : r.stop]
@@ -139,6 +152,7 @@ class StateAccess:
                         f"{role} of parameter {name!r} is {found} in the saved state, expected float32 {tuple(shape)}",
                         fix="load a state of the same model",
                     )
+                tracked.part_of(value)
 
 
 def _is_count(value: object) -> bool:

@@ -62,7 +62,9 @@ class StepIssuer(TakenGradients):
         self._slots = slots
         self._layers = tuple(layers)
         self._overlap = overlap
-        index, held_by = {state: b for b, state in enumerate(states)}, pieces(states)
+        index = {state: b for b, state in enumerate(states)}
+        # Of some sharded parameters this process may have nothing.
+        held_by = dict.fromkeys(tracked, ()) | pieces(states)
         self._parts = {
             name: [(index[s], i, slice(r.start, r.stop) if len(held) > 1 else None) for s, i, r in held]
             for name, held in held_by.items()

@@ -11,7 +11,7 @@ from operator import is_
 import torch
 
 from hostward.errors import ModelError
-from hostward.inspect import Tracked, paths_of
+from hostward.inspect import Tracked, local_of, paths_of
 
 
 class Structure:
@@ -78,6 +78,12 @@ class Structure:
                 fix="tie weights and put layers in order before making the optimizer, or make a new optimizer",
             )
         mine = self._at[path]
+        if local_of(found) is not found and not mine.sharded:
+            return ModelError(
+                f"parameter {path!r} was sharded after the optimizer was made",
+                why="fully_shard replaces parameters: the new ones get gradients that nobody steps",
+                fix="call fully_shard first, and hostward.AdamW(model, ...) then",
+            )
         whole = all(owner._parameters.get(attribute) is mine.parameter for owner, attribute in mine.homes)
         return ModelError(
             f"parameter {path!r} was replaced by another Parameter object"

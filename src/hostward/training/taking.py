@@ -135,7 +135,7 @@ class TakenGradients(FetchedWeights):
 
     def give_back(self, name: str) -> torch.Tensor:
         """Return a taken gradient because more will be added to it; `take` will be called for it again."""
-        parameter, parts = self._tracked[name].parameter, self._parts[name]
+        parameter, parts = self._tracked[name].local, self._parts[name]
         held = self._held.pop(name, None)
         # Autograd adds in place: not while a copy still reads.
         waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if b in self._reported]

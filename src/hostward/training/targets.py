@@ -46,7 +46,7 @@ class Targets:
         self._flat.clear()
         tracked, addresses, elsewhere = self._tracked, self._addresses, self._elsewhere
         for name in names:
-            weight = tracked[name].parameter
+            weight = tracked[name].local
             if (weight.data_ptr() != addresses[name] or not weight.is_contiguous()) and name not in elsewhere:
                 self._bind(name)
         return bool(self._flat)
@@ -54,7 +54,7 @@ class Targets:
     def scatter(self) -> None:
         """Copy flat weights back into parameters that are not contiguous. They have arrived."""
         for name, flat in self._flat.items():
-            parameter = self._tracked[name].parameter
+            parameter = self._tracked[name].local
             data, shaped = parameter.data, flat.view(parameter.shape)
             reads = [buffer for buffer, _ in self._pieces[name]]
             writes = [self._backend.adopt(data, "weights")]
@@ -63,7 +63,7 @@ class Targets:
         self._backend.mark("offload/scatter", Lane.COMPUTE).issue()  # nobody waits for these weights later
 
     def _bind(self, name: str) -> None:
-        data = self._tracked[name].parameter.data
+        data = self._tracked[name].local.data
         flat = data.contiguous().view(-1)
         if not data.is_contiguous():
             self._flat[name] = flat

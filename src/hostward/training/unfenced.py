@@ -41,9 +41,9 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         issuer = self._issuer()
         fetched = frozenset[str]() if issuer is None else issuer.fetched  # they wait by themselves
         waiting = {
-            t.parameter.data.untyped_storage().data_ptr(): t.name
+            t.local.untyped_storage().data_ptr(): t.name
             for t in self._tracked
-            if self._layers[t.name] in pending and t.parameter.numel() and t.name not in fetched
+            if self._layers[t.name] in pending and t.local.numel() and t.name not in fetched
         }
         for tensor in _tensors((*args, *kwargs.values())):
             name = waiting.get(_storage(tensor))

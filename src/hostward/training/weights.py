@@ -32,9 +32,12 @@ class WeightWatch:
         self._tracked = list(tracked)
         self._structure = Structure(root, tracked)
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
-        self._known: dict[str, tuple[int, int]] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
         self._before_load: dict[str, int] = {}
         self._moving: Collection[str] = ()
+        self._sharded = frozenset(t.name for t in self._tracked if t.sharded)
+        self._unlike_others: Collection[str] = self._sharded
+        """Weights of which another thing than version and address is remembered: these, and those that come and go."""
         self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
         self._handles: list[RemovableHandle] = []
         self.remember(self._tracked)
@@ -53,6 +56,7 @@ class WeightWatch:
         """These weights come and go, with their storage objects in place; within `present(name)` one is there."""
         known = [t for t in self._tracked if self.knows(t)]
         self._moving, self._present = names, present or _as_it_is
+        self._unlike_others = self._sharded.union(names)
         for t in known:
             self._known[t.name] = self._seen(t)
 
@@ -60,16 +64,20 @@ class WeightWatch:
         """Whether the contents of a weight are still the optimizer's own."""
         return self._known[t.name] == self._seen(t)
 
-    def _seen(self, t: Tracked) -> tuple[int, int]:
-        moves = t.name in self._moving
-        return t.parameter._version, t.parameter.untyped_storage()._cdata if moves else t.parameter.data_ptr()
+    def _seen(self, t: Tracked) -> tuple[int, ...]:
+        parameter = t.parameter
+        if t.name in self._sharded:
+            return parameter._version, t.local._version, t.local.data_ptr()
+        if t.name in self._moving:
+            return parameter._version, parameter.untyped_storage()._cdata
+        return parameter._version, parameter.data_ptr()
 
     def remember(self, tracked: Sequence[Tracked]) -> None:
         """The present contents of these weights are the optimizer's own."""
-        known, moving = self._known, self._moving
+        known, unlike = self._known, self._unlike_others
         for t in tracked:
             parameter = t.parameter
-            known[t.name] = self._seen(t) if t.name in moving else (parameter._version, parameter.data_ptr())
+            known[t.name] = self._seen(t) if t.name in unlike else (parameter._version, parameter.data_ptr())
             if self._before_load:
                 self._before_load.pop(t.name, None)
 
@@ -79,7 +87,7 @@ class WeightWatch:
             self._arrive()
         if self.knows(t):
             with self._present(t.name):
-                self._before_load[t.name] = bit_sum(t.parameter.data)
+                self._before_load[t.name] = bit_sum(t.local.data)
 
     def changed(self) -> list[Tracked]:
         """Weights written by others since they were last remembered.
@@ -89,17 +97,17 @@ class WeightWatch:
         """
         self._structure.require_same()
         homes_may_differ = not self._structure.as_made
-        found, kinds, known, moving = [], self._kinds, self._known, self._moving
+        found, kinds, known, unlike = [], self._kinds, self._known, self._unlike_others
         for t in self._tracked:
             name, parameter = t.name, t.parameter
             if homes_may_differ:
                 _require_at_home(t)
             if (parameter.shape, parameter.dtype, parameter.device) != kinds[name]:
                 raise self._changed_kind(t)
-            seen = self._seen(t) if name in moving else (parameter._version, parameter.data_ptr())
+            seen = self._seen(t) if name in unlike else (parameter._version, parameter.data_ptr())
             if known[name] != seen:
                 before = self._before_load.get(name)
-                if before is not None and before == bit_sum(parameter.data):
+                if before is not None and before == bit_sum(t.local.data):
                     self.remember([t])
                 else:
                     found.append(t)

@@ -12,7 +12,7 @@ import torch
 
 from hostward.engine.backend import DTYPES
 from hostward.errors import ConfigError, ModelError
-from hostward.inspect import Places
+from hostward.inspect import Places, groups_of
 from hostward.inventory import Dtype, Inventory, cut_buckets, layer_of
 from hostward.workload import Curve, Layer, PerToken, Saved, Way, Workload
 
@@ -48,11 +48,18 @@ def workload_of(
         split_master: as for buckets: False where torch steps.
 
     Raises:
-        ModelError: no layers were found; or forward depends on values of tensors. ConfigError: sizes below 1.
+        ModelError: no layers were found; forward depends on values of tensors; or the model is sharded.
+        ConfigError: sizes below 1.
     """
     for option, value in (("sequence_tokens", sequence_tokens), ("microbatch_sequences", microbatch_sequences)):
         if value < 1:
             raise ConfigError(f"{option} must be at least 1, got {value}")
+    if groups_of(model) is not None:
+        raise ModelError(
+            "the model is sharded by FSDP2",
+            why="forward and backward run on the meta device here, where there are no ranks to gather from",
+            fix="plan with the model as it is before fully_shard",
+        )
     found = find_layers(model, layers)
     traced = _Traced(model, found, Size(microbatch_sequences, sequence_tokens), loss)
     inventory = inventory_of(model, split_master=split_master)

@@ -1,0 +1,1 @@
+"""Glue to the libraries that people train with, one file for each."""

@@ -1,0 +1,356 @@
+"""Models sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): their parts, their hooks, their ranks.
+
+Every use of private parts of FSDP2 and of DTensor is in this file. Tested with torch 2.13; the sources of 2.11 agree.
+
+Glossary:
+    part    the elements of a parameter that this rank has, without padding; of some parameters it may have none
+    group   parameters that FSDP2 gathers before use and whose gradients it reduces together
+    gather  a group's parts of all ranks become whole parameters; its copy-in reads this rank's parts
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.inventory import SPLIT_ELEMENTS
+
+KNOWN_VERSIONS = "2.11 to 2.13"
+_USED_OF_GROUPS = (
+    "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "mesh_info",
+    "offload_policy", "comm_ctx", "reduce_grads", "all_reduce_grads", "_training_state", "_all_gather_result",
+)  # fmt: skip
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a sharded tensor that this rank has: the very tensor, with its version counter."""
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A DTensor over `part`, placed as the parameter is. The part may lie on the host; its dtype is its own."""
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    meta = spec.tensor_meta._replace(dtype=part.dtype)
+    made: torch.Tensor = DTensor(part, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def same_placement(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether both are divided over the same ranks in the same way."""
+    mine, theirs = parameter._spec, tensor._spec  # type: ignore[attr-defined]
+    return bool(mine.mesh == theirs.mesh and mine.placements == theirs.placements)
+
+
+def part_of_saved(name: str, saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a saved value: of one that is divided like the parameter, or that is whole.
+
+    Raises:
+        CheckpointError: a value that is divided in another way.
+    """
+    if is_sharded(saved):
+        if same_placement(saved, parameter):
+            return part_of(saved)
+        raise CheckpointError(
+            f"the saved state of parameter {name!r} is divided over ranks in another way than the parameter",
+            why=f"{tuple(_placements(saved))} against {tuple(_placements(parameter))}",
+            fix="load with torch.distributed.checkpoint into what optimizer.state_dict() returns",
+        )
+    layout = Layout.of(name, parameter)
+    if layout.dim is None:
+        return saved
+    first, rows = layout.rows
+    return saved.narrow(layout.dim, first, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a parameter is divided: in `n_parts` along dimension `dim`, in rows of which this rank has part `index`; in
+    one part on every rank where `dim` is None.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    n_parts: int
+    index: int
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> Layout:
+        """Raises ModelError for a division that is not FSDP2's own."""
+        mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
+        dims = [i for i, p in enumerate(placements) if not isinstance(p, Replicate)]
+        shards = [p for p in placements if type(p) is Shard]
+        if len(dims) > 1 or len(shards) != len(dims):
+            raise ModelError(
+                f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
+                why="parameters divided along one dimension of the mesh are supported, with copies along another one",
+                fix="fully_shard without tensor parallelism",
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ModelError(
+                f"this rank is not part of the mesh of parameter {name!r}", fix="train on ranks of the mesh"
+            )
+        if not dims:
+            return cls(tuple(parameter.shape), None, 1, 0)
+        return cls(tuple(parameter.shape), shards[0].dim, mesh.size(dims[0]), coordinate[dims[0]])
+
+    def _rows_before(self, index: int) -> int:
+        length = self.shape[self.dim or 0]
+        return min(index * -(-length // self.n_parts), length)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First row of this rank's part, and how many it has."""
+        first = self._rows_before(self.index)
+        return first, self._rows_before(self.index + 1) - first
+
+    @property
+    def first(self) -> int:
+        """Where the part begins in the flattened parameter. 0 for parts that are not one run of it: their chunks are
+        counted in the part.
+        """
+        return self._begins(self.index) if self.dim == 0 else 0
+
+    def _begins(self, index: int) -> int:
+        return self._rows_before(index) * math.prod(self.shape[1:])
+
+    def shared_chunks(self) -> list[int]:
+        """Chunks of the norm that lie in several ranks' parts: their indices in the parameter, rising."""
+        if self.dim != 0:
+            return []
+        numel = math.prod(self.shape)
+        borders = {self._begins(i) for i in range(1, self.n_parts)}
+        return sorted({b // SPLIT_ELEMENTS for b in borders if b % SPLIT_ELEMENTS and b < numel})
+
+
+def _placements(tensor: torch.Tensor) -> Sequence[Any]:
+    found: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
+    return found
+
+
+class MeshRanks:
+    """The ranks of a device mesh. Collectives run on the current stream, in the mesh's own process groups: with NCCL
+    nothing waits on the host.
+
+    Args:
+        counts: this rank's parts count; those of ranks with copies of them do not.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], *, counts: bool) -> None:
+        self._groups = tuple(groups)
+        self._counts = counts
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> MeshRanks:
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        copies = [i for i, p in enumerate(_placements(parameter)) if isinstance(p, Replicate)]
+        groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+        return cls(groups, counts=all(mesh.get_coordinate()[i] == 0 for i in copies))
+
+    def largest(self, values: torch.Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+
+    def total(self, values: torch.Tensor) -> None:
+        if not self._counts:
+            values.zero_()
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
+
+
+class Listener(Protocol):
+    """Is told what FSDP2 is about to do with parameters."""
+
+    def before_copy_in(self, parameters: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+        """Their parts are about to be read, on `stream`; None: on the current one."""
+
+    def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They are about to be whole, for what the current stream does next."""
+
+    def before_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gradients of these are about to be written to `.grad`, or added to what is there."""
+
+
+class Groups:
+    """The parameter groups of all modules in `root` that `fully_shard` was called on; none for other models."""
+
+    def __init__(self, root: torch.nn.Module | None) -> None:
+        """Raises ModelError for a version of FSDP2 that is not known."""
+        found: dict[int, Any] = {}
+        for module in () if root is None else root.modules():
+            state: Any = _get_module_fsdp_state(module)
+            if state is not None:
+                found |= {id(group): group for group in _groups_of(state)}
+        for group in found.values():
+            _require_known(group)
+        self._groups = list(found.values())
+        self._removals: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def reshard(self) -> None:
+        """Let go of whole parameters, except in the middle of a forward or a backward. FSDP2 leaves those of the root
+        whole after a forward without backward; a step would not reach them.
+        """
+        for group in self._groups:
+            if not group.is_sharded and group._training_state is TrainingState.IDLE:
+                group.reshard()
+
+    def require_supported(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Raises ModelError or ConfigError unless these are parameters of the groups, on one mesh, and stay on the
+        device.
+        """
+        members = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        meshes = []
+        for name, parameter in named.items():
+            if id(parameter) not in members:
+                raise ModelError(
+                    f"parameter {name!r} is not sharded by FSDP2, or its module is not known",
+                    why="its gradient leaves when FSDP2 has reduced it, and its weight arrives before it is gathered",
+                    fix="fully_shard the whole model, then give it to the optimizer, or module=model beside groups",
+                )
+            Layout.of(name, parameter)
+            meshes.append(parameter.device_mesh)  # type: ignore[attr-defined]
+        if any(mesh != meshes[0] for mesh in meshes):
+            raise ModelError(
+                "parameters are sharded on several device meshes",
+                why="the norm over all of them would need to know how the meshes lie to one another",
+                fix="fully_shard all modules on one mesh",
+            )
+        for group in self._groups:
+            if isinstance(group.offload_policy, CPUOffloadPolicy):
+                raise ConfigError(
+                    "FSDP2's CPUOffloadPolicy together with hostward.AdamW",
+                    why="both would own the host memory of weights, gradients and state",
+                    fix="fully_shard without offload_policy, and say offload_fraction= to hostward.AdamW",
+                )
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it from now on, until `close`. Held weakly."""
+        this = weakref.ref(listener)
+        for group in self._groups:
+            for method, told in (
+                ("unshard", _BeforeUnshard(this, group)),
+                ("wait_for_unshard", _BeforeWait(this, group)),
+                ("post_backward", _BeforeReduce(this, group)),
+            ):
+                self._removals.append(_announce(group, method, told))
+
+    def close(self) -> None:
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # one group by another name up to torch 2.11
+    return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
+
+
+def _require_known(group: Any) -> None:
+    """Raises ModelError for a torch whose FSDP2 is built in another way."""
+    missing = [name for name in _USED_OF_GROUPS if not hasattr(group, name)]
+    if missing:
+        raise ModelError(
+            f"FSDP2 of torch {torch.__version__} is not known to hostward",
+            why=f"its parameter groups have no {', '.join(missing)}",
+            fix=f"use torch {KNOWN_VERSIONS}",
+        )
+
+
+class _Told:
+    """Before a method of a group, a listener is told."""
+
+    def __init__(self, listener: weakref.ref[Listener], group: Any) -> None:
+        self.listener = listener
+        self._group = weakref.ref(group)
+
+    def tell(self, *args: Any, **options: Any) -> None:
+        listener, group = self.listener(), self._group()
+        if listener is not None and group is not None:
+            self._tell(listener, group, *args, **options)
+
+    def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+
+class _BeforeUnshard(_Told):
+    def _tell(self, listener: Listener, group: Any, async_op: bool = False, **_: Any) -> None:
+        mesh = group.mesh_info
+        # Without other ranks parts are read on the current stream, when the gather is waited for.
+        gathers = isinstance(mesh, FSDPMeshInfo) and mesh.shard_mesh_size > 1
+        if group._all_gather_result is not None or group.is_unsharded or not gathers:
+            return
+        streams = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+        stream = None if streams[0] == group.comm_ctx.device_handle.current_stream() else streams[0]
+        listener.before_copy_in(_parameters(group.fsdp_params), stream)
+
+
+class _BeforeWait(_Told):
+    def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+        if group._all_gather_result is not None:
+            listener.before_use(_parameters(group.fsdp_params))
+
+
+class _BeforeReduce(_Told):
+    def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+        partly = isinstance(group.mesh_info, DDPMeshInfo) and not group.all_reduce_grads
+        if group.reduce_grads and not partly:
+            unused_too = getattr(group, "reduce_scatter_unused_params", False)
+            listener.before_gradients(_parameters(p for p in group.fsdp_params if _has_gradient(p, unused_too)))
+
+
+def _parameters(fsdp_params: Iterable[Any]) -> list[torch.Tensor]:
+    return [p.sharded_param for p in fsdp_params]
+
+
+def _has_gradient(fsdp_param: Any, unused_too: bool) -> bool:
+    whole = getattr(fsdp_param, "_unsharded_param", None)
+    if whole is None:
+        return False
+    found = fsdp_param.unsharded_accumulated_grad is not None or whole.grad is not None
+    return found or (unused_too and whole.requires_grad)
+
+
+class _Announced:
+    """Stands for a method of a group: tells whoever listens, then calls it."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.told: list[_Told] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        for told in tuple(self.told):
+            told.tell(*args, **options)
+        return self._method(*args, **options)
+
+
+def _announce(group: Any, method: str, told: _Told) -> Callable[[], None]:
+    """Let the group's method tell; returns what ends that."""
+    announced = group.__dict__.get(method)
+    if not isinstance(announced, _Announced):
+        announced = group.__dict__[method] = _Announced(getattr(group, method))
+    announced.told = [t for t in announced.told if t.listener() is not None] + [told]
+
+    def remove() -> None:
+        if told in announced.told:
+            announced.told.remove(told)
+
+    return remove

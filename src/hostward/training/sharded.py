@@ -1,0 +1,152 @@
+"""Parameters sharded by FSDP2: what of them lies here, and what is done when FSDP2 gathers and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hostward.engine.across import Across, Fragment
+from hostward.engine.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
+from hostward.errors import ConfigError, ModelError
+from hostward.inspect import Places, Tracked
+
+from .gradients import Handover
+from .state import BucketState
+from .step import StepIssuer
+
+if TYPE_CHECKING:
+    from hostward.adapters import fsdp2
+
+
+def require_sharding(places: Places, tracked: Sequence[Tracked], grad_dtype: torch.dtype | None) -> None:
+    """Raises ModelError or ConfigError unless all parameters are sharded by FSDP2 in a way that steps are defined for,
+    or none is.
+    """
+    if places.sharding is None:
+        for t in tracked:
+            if t.sharded:
+                raise ModelError(
+                    f"parameter {t.name!r} is a {type(t.parameter).__name__} of no known FSDP2 module",
+                    why="its gradient leaves when FSDP2 has reduced it, and its weight arrives before it is gathered",
+                    fix="fully_shard the model first; give the optimizer the model, or module=model beside groups",
+                )
+        return
+    places.sharding.require_supported({t.name: t.parameter for t in tracked})
+    for t in tracked:
+        if grad_dtype not in (None, t.parameter.dtype):
+            raise ConfigError(
+                f"gradients of {t.parameter.dtype} parameter {t.name!r} accumulated in {grad_dtype}, under FSDP2",
+                why="FSDP2 writes reduced gradients in the parameter's own dtype",
+                fix="keep parameters in float32 with MixedPrecisionPolicy(param_dtype=torch.bfloat16), or accumulate "
+                "with set_requires_gradient_sync(False) and reduce_dtype=torch.float32",
+            )
+
+
+def across_ranks(
+    backend: Backend,
+    tracked: Sequence[Tracked],
+    states: Sequence[BucketState],
+    first_chunks: Sequence[Sequence[int]],
+) -> Across:
+    """The norm over all ranks of sharded parameters."""
+    from hostward.adapters import fsdp2
+
+    layouts = {t.name: fsdp2.Layout.of(t.name, t.parameter) for t in tracked}
+    shared: dict[tuple[str, int], int] = {}
+    for name, layout in layouts.items():
+        for chunk in layout.shared_chunks():
+            shared[name, chunk] = len(shared)
+    fragments = []
+    for b, state in enumerate(states):
+        for i, r in enumerate(state.bucket.ranges):
+            before = (layouts[r.name].first + r.start) // CHUNK_ELEMENTS
+            count = chunks_of(r.numel)
+            for k in sorted({0, count - 1}):  # no others have a border within
+                if (r.name, before + k) in shared:
+                    start, stop = k * CHUNK_ELEMENTS, min((k + 1) * CHUNK_ELEMENTS, r.numel)
+                    index = shared[r.name, before + k]
+                    fragments.append(Fragment(b, i, start, stop, first_chunks[b][i] + k, index))
+
+    def allocate(elements: int) -> Buffer:
+        return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
+
+    return Across(fsdp2.MeshRanks.of(tracked[0].parameter), fragments, len(shared), allocate)
+
+
+class EmptyParts:
+    """Step counts of parameters of which this process has no element: by name, int64 [1] on the device.
+
+    Other ranks count them beside their state. Here nothing steps, and yet a saved state has one count for all ranks.
+    """
+
+    def __init__(self, backend: Backend, tracked: Sequence[Tracked], before: EmptyParts | None) -> None:
+        """`before`: those that there were before parameters were added."""
+        self._backend = backend
+        self._counts: dict[str, Buffer] = {} if before is None else dict(before._counts)
+        empty = [t.name for t in tracked if t.sharded and not t.local.numel() and t.parameter.numel()]
+        names = [name for name in empty if name not in self._counts]
+        counts = backend.allocate(Tier.DEVICE, [1] * len(names), torch.int64, "step counts") if names else []
+        self._counts |= dict(zip(names, counts, strict=True))
+
+    def counts(self) -> Mapping[str, torch.Tensor]:
+        return {name: count.data for name, count in self._counts.items()}
+
+    def step(self, names: Sequence[str], skip: Buffer) -> None:
+        """A step has been issued over these and others: those among them advance unless it is skipped."""
+        stepped = [self._counts[name] for name in names if name in self._counts]
+
+        def run() -> None:
+            for count in stepped:
+                count.data.add_(1 - skip.data)
+
+        if stepped:
+            self._backend.launch("offload/empty parts", run, reads=[skip], writes=stepped).issue()
+
+
+class Sharded:
+    """Reports use points, and clears what stands in `.grad`, when FSDP2 is about to gather and to reduce.
+
+    Args:
+        layers: the use point's layer of each tracked parameter, by name.
+    """
+
+    def __init__(
+        self,
+        groups: fsdp2.Groups,
+        tracked: Sequence[Tracked],
+        layers: Mapping[str, str],
+        issuer: StepIssuer,
+        handover: Handover,
+    ) -> None:
+        self._names = {id(t.parameter): t.name for t in tracked}
+        self._layers = layers
+        self._issuer = issuer
+        self._handover = handover
+        self._groups = groups
+        groups.listen(self)
+
+    def _layers_of(self, parameters: Sequence[torch.Tensor]) -> dict[str, None]:
+        names = [self._names[id(p)] for p in parameters if id(p) in self._names]
+        return dict.fromkeys(self._layers[name] for name in names)
+
+    def before_copy_in(self, parameters: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+        if stream is None:
+            self.before_use(parameters)
+            return
+        # Not by a wait of the compute lane: what it still has to do would come before the gather then.
+        for layer in self._layers_of(parameters):
+            self._issuer.hold(layer, stream)
+
+    def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        for layer in self._layers_of(parameters):
+            self._issuer.use(layer)
+
+    def before_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        for p in parameters:
+            if id(p) in self._names:
+                self._handover.before(self._names[id(p)])
+
+    def close(self) -> None:
+        self._groups.close()

@@ -1,0 +1,127 @@
+"""What cannot be met over FSDP2, tried on every rank; each returns the error as it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from sharded_cases import Net, adamw, loss_of, mesh_of, sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import hostward
+from hostward import checkpoint
+from hostward.training.workload_of import workload_of
+
+
+def told(what: str) -> str:
+    """The error's class and text."""
+    try:
+        globals()[f"_{what}"]()
+    except hostward.HostwardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _planned() -> None:
+    workload_of(sharded(), sequence_tokens=3, loss=lambda model, _: loss_of(model, 0))
+
+
+def _both_offload() -> None:
+    adamw(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "host")
+
+
+def _sharded_afterwards() -> None:
+    model: Any = Net()
+    optimizer = adamw(model)
+    fully_shard(model, mesh=mesh_of("four"))
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+def _half_sharded() -> None:
+    model = Net()
+    fully_shard(model.blocks[0], mesh=mesh_of("four"))
+    adamw(model)
+
+
+def _without_the_module() -> None:
+    adamw(list(sharded().named_parameters()))  # type: ignore[arg-type]
+
+
+def _two_meshes() -> None:
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of("pairs"))
+    fully_shard(model, mesh=mesh_of("four"))
+    adamw(model)
+
+
+def _tensor_parallel() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Net()
+    for block in model.blocks:
+        parallelize_module(block, grid["tensor"], {"up": ColwiseParallel()})
+        fully_shard(block, mesh=grid["data"])
+    fully_shard(model, mesh=grid["data"])
+    adamw(model)
+
+
+def _tensor_parallel_alone() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Net()
+    parallelize_module(model.blocks[0], grid["tensor"], {"up": ColwiseParallel()})
+    adamw(model)
+
+
+def _gradients_in_float32() -> None:
+    adamw(sharded(dtype="bf16"), grad_dtype=torch.float32)
+
+
+def _clipped_after_they_left() -> None:
+    model: Any = sharded()
+    optimizer = adamw(model, "host")
+    with optimizer.accumulate(last=True):
+        loss_of(model, 0).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _state_of_another_mesh() -> None:
+    optimizer = adamw(sharded(mesh="hybrid"))
+    adamw(sharded(mesh="four")).load_state_dict(optimizer.state_dict())
+
+
+def _weights_offloaded() -> None:
+    model: Any = sharded(reshard_after_forward=False)
+    optimizer = adamw(model, "host")
+    with torch.no_grad():
+        loss_of(model, 0)  # whole weights pass for plain ones
+    hostward.attach(model, optimizer, weights=2)
+
+
+def _states_of_torch_streamed() -> None:
+    model: Any = sharded()
+    hostward.offload_optimizer_states(torch.optim.AdamW(model.parameters()))
+
+
+def _a_checkpoint_of_one_process() -> None:
+    checkpoint.save(Path("never made"), 1, tensors=sharded().state_dict(), plain={})
+
+
+def _a_gradient_not_reduced() -> None:
+    model: Any = sharded()
+    optimizer = adamw(model)
+    for p in model.parameters():
+        p.grad = DTensor.from_local(torch.ones(p.shape), p.device_mesh, [Partial()], run_check=False)
+    optimizer.step()
+
+
+def _a_gradient_without_ranks() -> None:
+    model: Any = sharded()
+    optimizer = adamw(model)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape)
+    optimizer.step()

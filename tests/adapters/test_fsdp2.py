@@ -1,0 +1,106 @@
+"""FSDP2: at every placement the bits are those of everything on the device, on four processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from world import World
+
+OFFLOADED = {"host": ["host"], "streamed": ["streamed"], "mixed": ["device", "host", "streamed"]}
+
+
+def trained(world: World, mix: str, **options: Any) -> list[Any]:
+    return world.run("sharded_cases.train", mix=mix, **options)
+
+
+def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine["told"] == reference["told"]
+        assert [name for name, bits in mine["bits"].items() if bits != reference["bits"][name]] == []
+        assert mine["bits"].keys() == reference["bits"].keys()
+
+
+@pytest.fixture(scope="module")
+def on_device(world: World) -> Any:
+    """What training on the device gives, by options."""
+    return functools.cache(lambda **options: trained(world, "device", **options))
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_every_placement_gives_the_same_bits(world: World, on_device: Any, mix: str, order: str) -> None:
+    found = trained(world, mix, order=order)
+    assert_same_bits(found, on_device())
+    assert found[0]["placements"] == OFFLOADED[mix]
+    assert len({str(rank["told"][:3]) for rank in found}) == 1  # norms are the same everywhere
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulated with every reduction": {"microbatches": 3},
+    "accumulated without": {"microbatches": 3, "sync": False},
+    "gradients taken at the step": {"microbatches": 3, "context": False},
+    "mixed precision": {"network": {"policy": True}, "microbatches": 2},
+    "bf16 parameters": {"network": {"dtype": "bf16"}},
+    "not resharded after forward": {"network": {"reshard_after_forward": False}},
+    "resharded to two ranks": {"network": {"reshard_after_forward": 2}},
+    "hybrid": {"network": {"mesh": "hybrid"}, "microbatches": 3},
+    "two ranks": {"network": {"mesh": "pairs"}},
+    "one rank": {"network": {"mesh": "alone"}},
+    "explicit prefetch": {"network": {"prefetch": True}},
+    "every microbatch is the last": {"microbatches": 2, "always_last": True},
+    "gradients never cleared": {"clear": False, "microbatches": 2},
+    "evaluated before the step": {"evaluate": True},
+    "no overlap": {"overlap": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_to_train_gives_the_same_bits(world: World, on_device: Any, case: str) -> None:
+    options = CASES[case]
+    expected = trained(world, "device", **options)
+    found = trained(world, "mixed", order="late", **options)
+    assert_same_bits(found, expected)
+
+
+def test_what_is_said_of_microbatches_changes_no_bit(world: World, on_device: Any) -> None:
+    expected = on_device(microbatches=2)
+    assert_same_bits(on_device(microbatches=2, always_last=True), expected)
+    assert_same_bits(on_device(microbatches=2, clear=False), expected)
+    evaluated = on_device(microbatches=2, evaluate=True)
+    assert [rank["bits"] for rank in evaluated] == [rank["bits"] for rank in expected]
+
+
+def test_gradients_that_have_left_come_back_when_more_is_added(world: World, on_device: Any) -> None:
+    expected = on_device(microbatches=2, always_last=True)
+    assert_same_bits(trained(world, "host", order="late", microbatches=2, always_last=True), expected)
+
+
+def test_what_others_write_into_parts_is_stepped_on(world: World, on_device: Any) -> None:
+    expected = on_device(write=True)
+    assert [rank["bits"] for rank in expected] != [rank["bits"] for rank in on_device()]
+    assert_same_bits(trained(world, "host", order="late", write=True), expected)
+
+
+def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
+    expected = trained(world, "device", microbatches=3)
+    found = trained(world, "host", order="late", microbatches=3, gradients="host")
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("network", [{}, {"reshard_after_forward": False}, {"mesh": "hybrid"}], ids=str)
+def test_activations_leave_and_gathered_weights_do_not(world: World, on_device: Any, network: dict[str, Any]) -> None:
+    expected = trained(world, "device", network=network)
+    found = trained(world, "mixed", order="late", network=network, activations=True)
+    assert_same_bits(found, expected)
+    assert [rank["moved_bytes"] for rank in found] == world.run("sharded_cases.moved_without_sharding")
+    assert found[0]["moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("mix", OFFLOADED)
+def test_a_rank_that_has_nothing_takes_part_in_every_step(world: World, mix: str) -> None:
+    expected = world.run("sharded_cases.tiny")
+    found = world.run("sharded_cases.tiny", mix=mix)
+    assert_same_bits(found, expected)
+    assert found[3]["counts"] == found[0]["counts"] == {"three": 4, "scale": 4, "later.weight": 2}

@@ -1,0 +1,35 @@
+"""One norm for all ranks: that of one process, bit for bit, and one decision to skip."""
+
+from __future__ import annotations
+
+import pytest
+from sharded_cases import given
+from world import World
+
+MESHES = {"alone": {"mesh": "alone"}, "two": {"mesh": "pairs"}, "four": {"mesh": "four"}, "hybrid": {"mesh": "hybrid"}}
+
+
+@pytest.mark.parametrize("mix", ["device", "mixed"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_norm_and_steps_of_given_gradients_are_those_of_one_process(world: World, mesh: str, mix: str) -> None:
+    expected = given("device")
+    found = world.run("sharded_cases.given", mix=mix, network=MESHES[mesh])
+    assert found == [expected] * 4
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(world: World) -> None:
+    expected = given("device", bad=1)
+    found = world.run("sharded_cases.given", mix="mixed", network={}, bad=1)
+    assert [skipped for _, skipped, _ in found[0]["told"]] == [False, True, False]
+    assert set(found[0]["counts"].values()) == {2}  # of parts without elements too
+    assert found == [expected] * 4
+
+
+@pytest.mark.parametrize("context", [True, False], ids=["taken in backward", "taken at the step"])
+def test_a_gradient_scaler_sees_the_same_on_every_rank(world: World, context: bool) -> None:
+    expected = world.run("sharded_cases.scaled", context=False)
+    found = world.run("sharded_cases.scaled", mix="mixed", context=context)
+    assert found == expected
+    assert [skipped for _, skipped, _ in found[0]["told"]] == [False, True, False, False]
+    assert [scale for _, _, scale in found[0]["told"]] == [1024.0, 512.0, 512.0, 1024.0]
+    assert len({str(rank["told"]) for rank in found}) == 1

@@ -1,0 +1,42 @@
+"""What cannot be met over FSDP2 is an error of ours on every rank, before anything is trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from world import World
+
+from hostward.adapters import fsdp2
+from hostward.errors import ModelError
+
+REFUSED = {
+    "both_offload": "ConfigError: FSDP2's CPUOffloadPolicy together with hostward.AdamW",
+    "sharded_afterwards": "ModelError: parameter 'scale' was sharded after the optimizer was made",
+    "half_sharded": "ModelError: parameter 'scale' is not sharded by FSDP2",
+    "without_the_module": "ModelError: parameter 'scale' is a DTensor of no known FSDP2 module",
+    "two_meshes": "ModelError: parameters are sharded on several device meshes",
+    "tensor_parallel": "ModelError: parameter 'blocks.0.up.weight' is placed as (_StridedShard",
+    "tensor_parallel_alone": "ModelError: parameter 'blocks.0.up.weight' is a DTensor of no known FSDP2 module",
+    "gradients_in_float32": "ConfigError: gradients of torch.bfloat16 parameter 'scale' accumulated in torch.float32",
+    "clipped_after_they_left": "ModelError: the gradient of parameter 'scale' is not in .grad any more",
+    "state_of_another_mesh": "CheckpointError: the saved state of parameter 'scale' is divided over ranks in another",
+    "weights_offloaded": "ModelError: weight 'blocks.0.three' is a DTensor",
+    "states_of_torch_streamed": "ModelError: a parameter (1,) is a DTensor",
+    "a_gradient_not_reduced": "ModelError: parameter 'scale' has a gradient that is a DTensor, not placed as",
+    "a_gradient_without_ranks": "ModelError: parameter 'scale' has a gradient that is a Tensor, not placed as",
+    "planned": "ModelError: the model is sharded by FSDP2",
+    "a_checkpoint_of_one_process": "CheckpointError: cannot save 'scale'",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_on_every_rank(world: World, what: str) -> None:
+    for told in world.run("refusals.told", what=what):
+        assert told.startswith(REFUSED[what])
+        assert "  fix: " in told
+
+
+def test_a_torch_whose_fsdp2_is_built_in_another_way_is_named() -> None:
+    with pytest.raises(ModelError, match=r"FSDP2 of torch .* is not known.*\n.*no wait_for_unshard, post_backward"):
+        fsdp2._require_known(SimpleNamespace(unshard=None))

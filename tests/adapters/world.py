@@ -1,0 +1,100 @@
+"""Processes of one world that carry out named cases on all ranks, until they are told to end."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+START_S = 120.0
+"""Importing torch four times on a busy machine."""
+LIMIT_S = 40.0
+"""A case that takes longer hangs."""
+
+
+class CaseFailedError(AssertionError):
+    """A rank raised, or did not answer in time."""
+
+
+class World:
+    """Four gloo processes on this machine. Made when the first case is run, and anew after one that failed."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._processes: list[Any] = []
+        self._ends: list[Connection] = []
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(SIZE):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._ends.append(mine)
+
+    def run(self, case: str, **options: Any) -> list[Any]:
+        """What `module.function` named `case` returns on each rank. Raises CaseFailedError."""
+        if not self._processes:
+            self._start()
+            self._answers(START_S)
+        for end in self._ends:
+            end.send((case, options))
+        return self._answers(LIMIT_S)
+
+    def _answers(self, limit_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        deadline_s = time.monotonic() + limit_s
+        while len(results) < SIZE and time.monotonic() < deadline_s:
+            for end in wait([e for i, e in enumerate(self._ends) if i not in results], timeout=1.0):
+                rank = self._ends.index(end)  # type: ignore[arg-type]
+                try:
+                    error, results[rank] = self._ends[rank].recv()
+                except EOFError:
+                    error, results[rank] = "the process ended", None
+                if error:
+                    failures.append(f"rank {rank}: {error}")
+                    deadline_s = time.monotonic() + 1.0  # it leaves the others in a collective
+        failures += [f"rank {rank}: no answer" for rank in range(SIZE) if rank not in results]
+        if failures:
+            self.close()
+            raise CaseFailedError("\n".join(failures))
+        return [results[rank] for rank in range(SIZE)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._processes, self._ends, self._store = [], [], None
+
+
+def _serve(rank: int, port: int, end: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=limit)
+    importlib.import_module("torch.distributed.checkpoint")
+    end.send((None, "ready"))
+    while True:
+        case, options = end.recv()
+        module, _, name = case.rpartition(".")
+        answer = None
+        try:
+            answer = (None, getattr(importlib.import_module(module), name)(**options))
+        finally:
+            end.send(answer or (traceback.format_exc(), None))
