@@ -36,7 +36,7 @@ def gradient_of(t: Tracked) -> torch.Tensor:
         parameter, grad = t.local, local_of(grad)
     if (
         grad is None
-        or not is_plain(grad)
+        or (type(grad) is not torch.Tensor and not is_plain(grad))  # asked for every parameter, at every step
         or grad.layout is not torch.strided
         or grad.dtype not in DTYPES
         or grad.device != parameter.device
