@@ -18,6 +18,7 @@ _SHARE_OF = {
     "offload_fraction": "of optimizer-state bytes that lives on the host",
     "streamed_fraction": "of the state on the host that is streamed through the device for its step",
 }
+_OR = {"offload_fraction": ' or "auto" with device_memory'}
 _HALF_OF = {"offload_fraction": "puts half of the state on the host", "streamed_fraction": "streams half of it"}
 
 
@@ -27,7 +28,7 @@ def checked_fraction(value: object, option: str = "offload_fraction") -> float:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ConfigError(
-            f"{option} must be a number in [0.0, 1.0], got {value!r}",
+            f"{option} must be a number in [0.0, 1.0]{_OR.get(option, '')}, got {value!r}",
             why=f"it is the share {_SHARE_OF.get(option, _SHARE_OF['offload_fraction'])}",
             fix=f"{option}=0.5 {_HALF_OF.get(option, _HALF_OF['offload_fraction'])}, 0 none, 1 all",
         )

@@ -123,8 +123,10 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
     assert [b.placement.value for b in optimizer.plan.buckets] == [row.placement for row in made.buckets]
     with pytest.raises(ConfigError, match=r"and offload_fraction=0\.5"):
         hostward.AdamW(model, plan=made, offload_fraction=0.5)
-    with pytest.raises(ConfigError, match="adds gradients up on the host"):
-        hostward.AdamW(model, plan=replace(made, gradients_on_host=True))
+    on_host = replace(made, gradients_on_host=True)
+    assert hostward.AdamW(model, plan=on_host)._sums_on_host
+    with pytest.raises(ConfigError, match="the plan adds gradients up on the host, and gradients='device'"):
+        hostward.AdamW(model, plan=on_host, gradients="device")
     with pytest.raises(ConfigError, match="neither a plan nor a file"):
         hostward.AdamW(model, plan=7)
     with pytest.raises(ConfigError, match="of another model"):

@@ -149,7 +149,7 @@ def offloaded_share(candidate: Candidate, of: Frontier) -> float:
 def test_decision_a_large_moe_model_offloads_its_optimizer() -> None:
     found = answered("qwen-30b-a3b", "h200", 1, 1000)
     assert found.chosen is not None
-    assert offloaded_share(found.chosen, found.frontier) > 0.9
+    assert offloaded_share(found.chosen, found.frontier) > 0.8
     assert found.chosen.choice.offloaded_weights == frozenset()
 
 

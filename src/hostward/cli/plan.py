@@ -126,6 +126,8 @@ def _answer(
         draw(found, plot)
     if json_file is not None and found.chosen is not None:
         plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen), json_file)
+    elif json_file is not None:
+        typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
     typer.echo(render(found), nl=False)
     if found.chosen is None:
         raise typer.Exit(1)

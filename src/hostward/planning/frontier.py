@@ -22,11 +22,20 @@ from .needs import Budgets, Required
 from .speeds import Speeds, balanced_share
 from .time_model import Prediction, predict_of
 
-DEVICE_LEVELS = 12
+DEVICE_LEVELS = 10
+"""Steps of the ladder in equal differences, and as many in equal ratios: rungs are closest where memory is short."""
 HOST_LEVELS = (0.7, 0.4, 0.2)
 """Of the most host memory that any choice on the ladder of device limits takes."""
 _HOST_DEVICE_LEVELS = 4
+_EVEN_PARTS = 16
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
+
+
+def _ladder(low: float, high: float, levels: int) -> list[float]:
+    """Device limits from `low` to `high`."""
+    equal = [low + (high - low) * level / levels for level in range(levels + 1)]
+    ratios = [low * (high / low) ** (level / levels) for level in range(1, levels)] if low > 0 else []
+    return sorted({*equal, *ratios})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +137,7 @@ class Frontier:
         high = programme.device_bytes(best)
         found = [self._add(best)]
         whole = not weights or self._forced.offloaded_weights is not None
-        levels = DEVICE_LEVELS if whole else 2
-        for level in range(levels + 1):
-            limit = low + (high - low) * level / levels
+        for limit in _ladder(low, high, DEVICE_LEVELS if whole else 2):
             choice = programme.solve(Limits(device_bytes=limit * (1 + 1e-9)))
             if choice is not None:
                 found.append(self._add(choice))
@@ -147,7 +154,10 @@ class Frontier:
         pass by.
         """
         share = balanced_share(self.costs.speeds, self.workload)
-        asked = [(eighths / 8, share, keep) for eighths in range(9) for keep in _EVEN]
+        asked = [(part / _EVEN_PARTS, share, keep) for part in range(_EVEN_PARTS + 1) for keep in _EVEN]
+        if self.workload.microbatches > 1:
+            # Gradients of what the host steps are added up there; those of streamed state stay, and take memory.
+            asked += [(1 - off / 8, share * part / 4, Keep.RECOMPUTE) for off in range(4) for part in range(4)]
         for fraction, streamed, keep in [*asked, (1.0, 1.0, Keep.RECOMPUTE)]:
             self._alike(fraction, streamed, keep, frozenset())
 

@@ -28,7 +28,7 @@ class Mix:
         offload_fraction: share of the state off the device.
         streamed: share of that, or "auto".
         plan: says where each bucket goes instead; a plan or a file that holds one.
-        gradients: where the optimizer adds them up, "device" or "host".
+        gradients: where the optimizer adds them up, "device" or "host"; None: as the plan says, or "device".
         device_memory: with `offload_fraction="auto"`, the most bytes of weights, gradients and state on the device.
 
     Raises:
@@ -40,7 +40,7 @@ class Mix:
         offload_fraction: object,
         streamed: float | str,
         plan: object = None,
-        gradients: str = "device",
+        gradients: str | None = None,
         device_memory: int | str | None = None,
     ) -> None:
         self._budget_bytes = _budget_bytes(offload_fraction, device_memory)
@@ -50,6 +50,8 @@ class Mix:
         if self._plan is not None:
             _require_alone(self._plan, self.offload_fraction, gradients)
             self.offload_fraction = self._plan.asked_fraction
+            gradients = _gradients_of(self._plan)
+        self.gradients = "device" if gradients is None else gradients
         self.rates: Rates | None = None
         """Measured once, before state is allocated; None if nothing depended on them."""
 
@@ -118,19 +120,23 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
     return min(1.0, away / state)
 
 
-def _require_alone(plan: PlanFile, offload_fraction: float, gradients: str) -> None:
+def _gradients_of(plan: PlanFile) -> str:
+    return "host" if plan.gradients_on_host else "device"
+
+
+def _require_alone(plan: PlanFile, offload_fraction: float, gradients: str | None) -> None:
     if offload_fraction:
         raise ConfigError(
             f"plan=... and offload_fraction={offload_fraction}",
             why="the plan says where each bucket goes",
             fix="leave offload_fraction out, or edit the plan",
         )
-    wanted = "host" if plan.gradients_on_host else "device"
-    if gradients != wanted:
+    wanted = _gradients_of(plan)
+    if gradients not in (None, wanted):
         raise ConfigError(
             f"the plan adds gradients up on the {wanted}, and gradients={gradients!r}",
             why="its bytes and seconds do not hold otherwise",
-            fix=f"gradients={wanted!r}",
+            fix=f"leave gradients out, or gradients={wanted!r}",
         )
 
 

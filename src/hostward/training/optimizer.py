@@ -80,9 +80,9 @@ class AdamW(Saving):
         pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
             where their weights come back from. Without it the caller waits for copies: same bits, much slower.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters: other bits, and slower.
-        gradients: where gradients of host-stepped buckets are added up over microbatches. "device": in `.grad`, which
-            they leave in the last backward. "host": in float32 on the host, where they go in every backward; those of
-            other buckets in `.grad`, in float32 too.
+        gradients: where gradients of host-stepped buckets are added up over microbatches; None: as the plan says, or
+            "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
+            where they go in every backward; those of other buckets in `.grad`, in float32 too.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
         staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
             and two buckets besides.
@@ -119,7 +119,7 @@ class AdamW(Saving):
         pin_gradients: bool = True,
         pin_weights: bool = True,
         use_torch_optimizer: bool = False,
-        gradients: str = "device",
+        gradients: str | None = None,
         grad_dtype: torch.dtype | None = None,
         staging_bytes: int | None = None,
         host_threads: int | None = None,
@@ -134,7 +134,7 @@ class AdamW(Saving):
         self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
-        self._sums_on_host = sums_on_host(gradients, overlap=self._overlap, grad_dtype=grad_dtype)
+        self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
         self._backend = backend
