@@ -145,6 +145,8 @@ def of_activations(file: str, result: dict[str, Any], row: dict[str, Any]) -> Ro
 
 
 def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
+    if result["memory"].get("device_peak_bytes") is None:  # a simulated device
+        return None
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)
     work = recipe_workload(config)

@@ -127,7 +127,8 @@ def build(shape: Shape, seq: int, device: torch.device) -> torch.nn.Module:
             model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
         else:
             model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     return model.train()
 
 
