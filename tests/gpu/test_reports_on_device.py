@@ -64,10 +64,10 @@ def test_a_run_on_a_gpu_reports_what_the_allocator_says(tmp_path: Path) -> None:
 def test_taking_a_report_waits_for_nothing(no_host_waits: Callable[[], AbstractContextManager[None]]) -> None:
     run = loop.prepare(TINY, apply_overrides(load(TINY), [*WORDS, "train.train_iters=4"]))
     loop.train(run)
-    torch.cuda._sleep(int(2e9))  # about a second of work
-    busy = torch.cuda.Event()
-    busy.record()
     with no_host_waits(), Progress(FakeTerminal()) as progress:
+        torch.cuda._sleep(int(2e9))  # about a second of work
+        busy = torch.cuda.Event()
+        busy.record()
         run.sampler.issued(4)
         progress.show(run)
         made = report(run, {"date": "", "command": "", "versions": {}}, ended=Ended.RUNNING)
