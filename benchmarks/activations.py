@@ -3,12 +3,15 @@
     python benchmarks/activations.py --tokens 8192 --seq 4096 --json benchmarks/results/DATE-activations.json
     python benchmarks/activations.py --tokens 32768 --seq 32768 --rows checkpoint,offload:23+checkpoint --json FILE
 
-Forward and backward alone, without an optimizer; gradients are dropped. Each row runs in a process of its own. The
+Forward and backward alone, without an optimizer; gradients are dropped. `step_s` is the median of iterations that are
+issued one after another, as a training loop does; `alone_s` that of iterations that each begin on an idle GPU, where
+issuing the first layers is part of the time. Each row runs in a process of its own. The
 first row is the base and runs last once more, so that a drift of the machine shows. Rows are separated by commas, what
 makes up a row by plus signs (`offload:7+elementwise`, `offload:10+last:14`):
 
     keep           everything stays
-    checkpoint     each layer keeps its input and is recomputed (block:M: the first M layers; last:M: the last M)
+    checkpoint     each layer keeps its input and is recomputed (block:M: the first M layers; last:M: the last M;
+                   layers:A-B: layers A to B - 1)
     elementwise    norms and activations are recomputed within layers: recompute=("layernorm", "mlp_act")
     act, norms:M   of these, activations alone; norms in the first M layers alone
     offload:N      the first N layers' saved tensors leave (offload2:N: with double buffering)
@@ -41,16 +44,16 @@ from typing import Any
 import torch
 
 import peers
-from training_row import SEED, SHAPES, build, device_memory, loss_of, synchronise
+from training_row import SEED, SHAPES, Clock, build, device_memory, loss_of, synchronise
 
 from machine import describe
 
 GIB = 1 << 30
 BATCHES = 4
-_PART = re.compile(r"keep|checkpoint|elementwise|act|save_on_cpu|(block|last|norms|offload2?):\d+")
+_PART = re.compile(r"keep|checkpoint|elementwise|act|save_on_cpu|(block|last|norms|offload2?):\d+|layers:\d+-\d+")
 _COUNTED = {"block": "first", "last": "last", "norms": "norms"}
 _ROWS = (
-    "keep, checkpoint, block:M, last:M, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
+    "keep, checkpoint, block:M, last:M, layers:A-B, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
     "or several with +"
 )
 
@@ -68,6 +71,7 @@ class Row:
     checkpoint: bool = False
     first: int = 0
     last: int = 0
+    between: tuple[int, int] = (0, 0)
 
     def recomputed(self, layers: int) -> dict[str, int]:
         """What is recomputed within layers, and in how many; none of it in the last, checkpointed ones."""
@@ -78,7 +82,8 @@ class Row:
 
     def checkpoints(self, number: int, layers: int) -> bool:
         """Whether a layer is recomputed from its input."""
-        return self.checkpoint or number < self.first or number >= layers - self.last
+        start, end = self.between
+        return self.checkpoint or number < self.first or number >= layers - self.last or start <= number < end
 
 
 def row_of(text: str) -> Row:
@@ -90,6 +95,9 @@ def row_of(text: str) -> Row:
         kind, _, count = part.partition(":")
         if kind in ("offload", "offload2"):
             found |= {"offloaded": int(count), "double_buffering": kind == "offload2"}
+        elif kind == "layers":
+            start, end = count.split("-")
+            found["between"] = int(start), int(end)
         elif kind in _COUNTED:
             found[_COUNTED[kind]] = int(count)
         elif kind != "keep":
@@ -150,9 +158,16 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         issue_s.append(time.perf_counter() - started)
         synchronise(device)
         times_s.append(time.perf_counter() - started)
+    clock = Clock(device)
+    for number in range(arguments.steps + 1):
+        iterate(number)
+        clock.mark()
+    durations_s = clock.durations_s()
     found: dict[str, Any] = {
-        "step_s": statistics.median(times_s),
-        "step_s_all": times_s,
+        "step_s": statistics.median(durations_s),
+        "step_s_all": durations_s,
+        "alone_s": statistics.median(times_s),
+        "alone_s_all": times_s,
         "issue_s": statistics.median(issue_s),
         "first_step_s": first_s,
         "loss": loss.item(),
@@ -197,7 +212,9 @@ def child(arguments: argparse.Namespace, text: str, limit_s: float) -> dict[str,
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     base = next((r for r in rows if r["status"] == "ok"), None)
-    print(f"{'row':28} {'ms':>9} {'issue ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  same gradients")
+    print(
+        f"{'row':28} {'ms':>9} {'alone ms':>9} {'issue ms':>9} {'x base':>7} {'peak GiB':>9} {'host GiB':>9}  gradients"
+    )
     for r in rows:
         if r["status"] != "ok" or base is None:
             print(f"{r['row']:28} {r['status']}: {r.get('why', '')[-120:]}")
@@ -205,7 +222,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         same = "yes" if r["gradient_bits"] == base["gradient_bits"] else "NO"
         peak, host = r.get("device_peak_bytes", 0) / GIB, r.get("host_bytes", 0) / GIB
         ratio = r["step_s"] / base["step_s"]
-        times = f"{r['step_s'] * 1e3:9.1f} {r['issue_s'] * 1e3:9.1f} {ratio:7.3f}"
+        times = f"{r['step_s'] * 1e3:9.1f} {r['alone_s'] * 1e3:9.1f} {r['issue_s'] * 1e3:9.1f} {ratio:7.3f}"
         print(f"{r['row']:28} {times} {peak:9.2f} {host:9.2f}  {same}")
 
 

@@ -124,7 +124,9 @@ def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | Non
         plan = streamed_like(work, options, row["placed_parameters"]["streamed"])
         placements = tuple(b.placement for b in plan.buckets)
     away = frozenset(layer.name for layer in layers[:-1]) if options is not None and options.weights else frozenset()
-    choice = Choice(tuple(placements), (Keep.RECOMPUTE,) * len(layers), away)
+    leave = Keep.RECOMPUTE_OFFLOAD if options is not None and options.inputs else Keep.RECOMPUTE
+    keeps = (*(leave,) * (len(layers) - 1), Keep.RECOMPUTE)
+    choice = Choice(tuple(placements), keeps, away)
     needs = required(work, choice).phase(STEADY_STEP)
     device = device_bytes(needs, with_optimizer=options is not None)
     measured = row["device_peak_bytes"]

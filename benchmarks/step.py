@@ -15,6 +15,7 @@ shows. Rows are separated by commas:
     mixS:F            the same with share S of it streamed
     serial-...        any of these without overlap (overlap=False)
     host:1+weights    the weights of all layers but the last are on the host as well, and come when they are used
+    ...+inputs        the inputs of all checkpointed layers but the last are on the host between forward and backward
     ...@N             N threads in the host step, instead of as many as hostward chooses
 
 Clipping at 1.0 is on in every row with an optimizer. The model is a Llama of transformers with bf16 weights and
@@ -270,7 +271,7 @@ def parsed() -> tuple[argparse.Namespace, list[str], list[int]]:
     parser.add_argument("--peers", type=Path, help="folder with the peers' measuring programs")
     parser.add_argument("--peer-modes", default="native", help="see peers.py")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write each row's trace there")
-    parser.add_argument("--no-trace", action="store_true", help="leave the traced iterations out")
+    parser.add_argument("--no-trace", action="store_true", help="no extra iterations for the trace and for enqueueing")
     parser.add_argument("--time-limit-s", type=float, default=3600.0, help="rows that would end later are skipped")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help="run this one row and print it as JSON (used by the program itself)")

@@ -61,11 +61,13 @@ class RowOptions:
     streamed: float | str
     overlap: bool
     weights: bool
+    inputs: bool
     threads: int | None
 
 
 _ROW = re.compile(
     r"(?P<serial>serial-)?(?:(?P<kind>host|streamed|auto|mix(?P<share>[\d.]+)):)?(?P<fraction>[\d.]+)(?P<weights>\+weights)?"
+    r"(?P<inputs>\+inputs)?"
     r"(?:@(?P<threads>\d+))?"
 )
 
@@ -78,13 +80,14 @@ def row_options(text: str) -> RowOptions | None:
     if match is None or (match["kind"] is None and float(match["fraction"]) != 0):
         raise ValueError(
             f"{text!r} is no row: torch, forward-backward, 0, host:F, streamed:F, auto:F, mixS:F, serial-.., "
-            "..+weights, ..@THREADS"
+            "..+weights, ..+inputs, ..@THREADS"
         )
     named: dict[str | None, float | str] = {None: 0.0, "host": 0.0, "streamed": 1.0, "auto": "auto"}
     streamed = float(match["share"]) if match["share"] else named[match["kind"]]
     threads = int(match["threads"]) if match["threads"] else None
     serial, weights = match["serial"] is not None, match["weights"] is not None
-    return RowOptions(float(match["fraction"]), streamed, not serial, weights, threads)
+    inputs = match["inputs"] is not None
+    return RowOptions(float(match["fraction"]), streamed, not serial, weights, inputs, threads)
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,13 @@ class Hostward:
             host_threads=options.threads,
             **ADAMW,
         )
-        if options.weights:
-            self.attachment = hostward.attach(model, self.optimizer, weights=hostward.Weights())
+        if options.weights or options.inputs:
+            self.attachment = hostward.attach(
+                model,
+                self.optimizer,
+                weights=hostward.Weights() if options.weights else None,
+                activations=hostward.Activations() if options.inputs else None,
+            )
 
     def backward(self, loss: torch.Tensor) -> None:
         with self.optimizer.accumulate(last=True):
@@ -359,17 +367,9 @@ def device_memory() -> dict[str, int]:
 
 
 def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
-    """Plan, memory, enqueueing and trace of a hostward row; runs extra iterations."""
+    """Plan and memory of a hostward row; if asked for, enqueueing and trace, of extra iterations."""
     optimizer = contender.optimizer
     plan, ledger = optimizer.plan, optimizer.backend.ledger
-    enqueue_s = []
-    for _ in range(EXTRA_ITERATIONS):
-        run.forward_backward()
-        synchronise(run.job.device)
-        started = time.perf_counter()
-        optimizer.step()
-        enqueue_s.append(time.perf_counter() - started)
-        optimizer.zero_grad()
     shares = {
         placement: sum(b.numel for b in plan.buckets if b.placement == placement)
         for placement in ("device", "host", "streamed")
@@ -382,11 +382,23 @@ def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
         "buckets": len(plan.buckets),
         "offloaded_buckets": sum(b.placement != "device" for b in plan.buckets),
         "pinned_bytes": ledger.pinned_bytes,
-        "enqueue_s": statistics.median(enqueue_s),
-        "enqueue_per_bucket_s": statistics.median(enqueue_s) / max(1, len(plan.buckets)),
         "backend": dict(optimizer.backend.describe()),
-        **({"trace": traced(run, contender)} if run.job.traced else {}),
+        **({**enqueued(run, optimizer), "trace": traced(run, contender)} if run.job.traced else {}),
     }
+
+
+def enqueued(run: Run, optimizer: Any) -> dict[str, float]:
+    """Seconds that step() takes on the host while the device is idle, and the same by bucket."""
+    calls_s = []
+    for _ in range(EXTRA_ITERATIONS):
+        run.forward_backward()
+        synchronise(run.job.device)
+        started = time.perf_counter()
+        optimizer.step()
+        calls_s.append(time.perf_counter() - started)
+        optimizer.zero_grad()
+    call_s = statistics.median(calls_s)
+    return {"enqueue_s": call_s, "enqueue_per_bucket_s": call_s / max(1, len(optimizer.plan.buckets))}
 
 
 def traced(run: Run, contender: Hostward) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_a_signal_leaves_a_report(
 
 
 def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Path) -> None:
-    program = "import hostward.cli.run_files as files; files.INTERVAL_S = files._SHARE = 1e-9\nfiles._SHARE = 1.0\n"
+    program = "import hostward.cli.run_files as files; files.INTERVAL_S, files._SHARE = 0.0, 1e9\n"
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     program += LOITER.format(module="engine.simulated", name="adamw_step", call=24)
     process = start_process(["-c", program, *words])

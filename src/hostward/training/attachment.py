@@ -37,7 +37,7 @@ class Activations:
     retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row have not needed
     goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
     fraction: of the modules, counted layer by layer, the share that leaves; the first ones stay (Megatron's
-    activation_offload_fraction). max_in_flight: so many groups of saved tensors at most (a layer's, or 64 MiB of them)
+    activation_offload_fraction). max_in_flight: so many groups of saved tensors at most (a layer's, or 256 MiB of them)
     are on their way and still on the device; for another, the compute lane waits for the oldest. 0: it waits at the end
     of each layer; None: as long as the window of layers allows.
     """

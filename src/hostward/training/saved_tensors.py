@@ -230,6 +230,8 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     first = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return first * tensor.element_size(), (first + tensor.numel()) * tensor.element_size()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), int(last + 1) * tensor.element_size()
 
