@@ -21,6 +21,7 @@ GIB = 1 << 30
 # Pixels.
 WIDTH, HEIGHT = 860, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 660, 56, 360
+GLYPH = 5.4
 INK, FAINT, LINE, PAPER, BEST, OTHER = "#1f2933", "#5f6b7a", "#e3e7ec", "#ffffff", "#3b7dc4", "#98a1ae"
 
 
@@ -87,7 +88,16 @@ def svg(points: Sequence[Point], title: str) -> str:
     parts += [line(x(p.gib), y(p.ms), x(q.gib), y(q.ms), BEST, 2) for p, q in pairwise(best)]
     for p in points:
         parts.append(f'<circle cx="{x(p.gib):.1f}" cy="{y(p.ms):.1f}" r="5" fill="{BEST if p in best else OTHER}"/>')
-        parts.append(text(x(p.gib) + 9, y(p.ms) - 6, f"{p.name}: {p.ms:.0f} ms, {p.gib:.1f} GiB", size=11))
+    # Those on the line first; a label that finds no room nearby is left out.
+    taken: list[tuple[float, float, float]] = [(x(p.gib) - 5, x(p.gib) + 5, y(p.ms) + 4) for p in points]
+    for p in [*reversed(best), *(p for p in points if p not in best)]:
+        words = f"{p.name}: {p.ms:.0f} ms, {p.gib:.1f} GiB"
+        start, end = x(p.gib) + 9, x(p.gib) + 9 + GLYPH * len(words)
+        for at_y in (y(p.ms) + shift for shift in (4, -6, -14, 14, 24, -24)):
+            if all(start > right or end < left or abs(at_y - other) > 11 for left, right, other in taken):
+                taken.append((start, end, at_y))
+                parts.append(text(start, at_y, words, size=11))
+                break
     head = f'xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif"'
     return f"<svg {head}>\n" + "\n".join(parts) + "\n</svg>\n"
 

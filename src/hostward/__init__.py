@@ -15,6 +15,7 @@ from .errors import HostwardError
 if TYPE_CHECKING:
     from .training.attach import attach, offload_activations
     from .training.attachment import Activations, Attachment
+    from .training.away import move
     from .training.foreign import StreamedStates, offload_optimizer_states
     from .training.optimizer import AdamW
     from .training.weight_offload import Weights
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "attach",
     "errors",
+    "move",
     "offload_activations",
     "offload_optimizer_states",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "offload_activations": "hostward.training.attach",
     "AdamW": "hostward.training.optimizer",
     "Weights": "hostward.training.weight_offload",
+    "move": "hostward.training.away",
     "StreamedStates": "hostward.training.foreign",
     "offload_optimizer_states": "hostward.training.foreign",
 }

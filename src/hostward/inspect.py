@@ -272,7 +272,7 @@ def check_no_overlap(tracked: Sequence[Tracked]) -> None:
     """Raises ModelError if two parameters share bytes: each would be updated from the other's result."""
     spans = []
     for t in tracked:
-        if t.local.numel():
+        if t.local.untyped_storage().nbytes():
             p = t.local.data
             last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), t.name, p.untyped_storage()))

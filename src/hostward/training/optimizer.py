@@ -51,6 +51,7 @@ from .state import (
 from .state_io import StateAccess
 from .step import StepIssuer
 from .totals import Totals
+from .weight_values import is_away, waits
 from .weights import WeightWatch
 
 log = logging.getLogger("hostward")
@@ -145,6 +146,8 @@ class AdamW(Saving):
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []
         self._pending: list[Tracked] = []
+        self._waiting: list[Tracked] = []
+        """Those whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch = WeightWatch([])
         self._memory: Memory
         self._arrivals: Arrivals | None = None
@@ -229,6 +232,7 @@ class AdamW(Saving):
         landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
         allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=self._pin_gradients)
         self._tracked += new
+        self._waiting += [t for t in new if is_away(t.parameter)]
         # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
         self.state.update({t.parameter: {} for t in new})
         self._summed |= {len(self._states) + b for b in summed}
@@ -237,7 +241,8 @@ class AdamW(Saving):
         for t in new:
             if self._grad_dtype is not None and t.name not in summed_names and not t.sharded:
                 t.parameter.grad_dtype = self._grad_dtype
-            backend.adopt(t.local.data, "weights", counted=True)
+            if not is_away(t.parameter):
+                backend.adopt(t.local.data, "weights", counted=True)
         self._by_name = {t.name: t for t in self._tracked}
         self._access = StateAccess(pieces(self._states), self._by_name)
         for t in new:
@@ -337,6 +342,9 @@ class AdamW(Saving):
             with torch.enable_grad():
                 loss = closure()
         check_members(self.param_groups, self._tracked)
+        self._waiting = [t for t in self._waiting if is_away(t.parameter)]
+        if self._waiting:
+            raise waits(self._waiting[0].name)
         self._follow_weights()
         self._watch.require_no_newcomers()
         for group in self.param_groups:

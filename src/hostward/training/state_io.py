@@ -14,6 +14,7 @@ from hostward.inventory import MasterKind, Range
 from hostward.plan import Placement
 
 from .state import BucketState, join_master, rounded, same_bits, slab_views, split_master
+from .weight_values import drop_value, is_away, value_of, waits
 
 _ROLES = ("exp_avg", "exp_avg_sq")
 
@@ -34,6 +35,8 @@ class StateAccess:
         """Weights that come and go are on the device within `present(name)`."""
 
     def _there(self, name: str) -> AbstractContextManager[None]:
+        if is_away(self._tracked[name].parameter):
+            raise waits(name)
         return nullcontext() if self.present is None else self.present(name)
 
     def require(self, name: str) -> None:
@@ -114,11 +117,17 @@ class StateAccess:
 
     def reseed(self, name: str) -> None:
         """master = weight, remainder 0; moments and counts stay."""
+        parameter = self._tracked[name].parameter
+        if is_away(parameter):
+            self._reseed(name, value_of(parameter))
+            if all(state.placement is Placement.HOST for state, _, _ in self._pieces.get(name, ())):
+                drop_value(parameter)
+            return
         with self._there(name):
-            self._reseed(name)
+            self._reseed(name, self._tracked[name].local)
 
-    def _reseed(self, name: str) -> None:
-        weight = _flat(self._tracked[name].local)
+    def _reseed(self, name: str, value: torch.Tensor) -> None:
+        weight = _flat(value)
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
             piece = weight[r.start : r.stop]
@@ -131,6 +140,8 @@ class StateAccess:
     def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
         for name, tracked in self._tracked.items():
+            if is_away(tracked.parameter):
+                raise waits(name)
             entry = saved.get(name)
             wanted = ["step", *_ROLES, *(["master"] if tracked.parameter.dtype is not torch.float32 else [])]
             if entry is None or any(role not in entry for role in wanted):

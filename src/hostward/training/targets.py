@@ -11,6 +11,7 @@ from hostward.inspect import Tracked
 from hostward.schedule import Lane
 
 from .state import BucketState
+from .weight_values import is_away
 
 
 class Targets:
@@ -28,9 +29,10 @@ class Targets:
                 self._pieces.setdefault(r.name, []).append((buffer, slice(r.start, r.stop)))
         self._addresses: dict[str, int] = {}
         self._flat: dict[str, torch.Tensor] = {}
-        self._elsewhere: Collection[str] = ()
+        self._elsewhere: Collection[str] = frozenset(n for n in self._pieces if is_away(tracked[n].parameter))
         for name in self._pieces:
-            self._bind(name)
+            if name not in self._elsewhere:
+                self._bind(name)
 
     def leave_out(self, names: Collection[str]) -> None:
         """These weights, and only these, come and go: they are fetched when they are used, and no step writes them."""
@@ -47,7 +49,7 @@ class Targets:
         tracked, addresses, elsewhere = self._tracked, self._addresses, self._elsewhere
         for name in names:
             weight = tracked[name].local
-            if (weight.data_ptr() != addresses[name] or not weight.is_contiguous()) and name not in elsewhere:
+            if name not in elsewhere and (weight.data_ptr() != addresses[name] or not weight.is_contiguous()):
                 self._bind(name)
         return bool(self._flat)
 

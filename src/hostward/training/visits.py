@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hostward")
 
 _GROUP_BYTES = 256 * 1024 * 1024
-"""Copies start when that much has been saved (five milliseconds of a fast link), not only at the end of the layer. A
-group costs a quarter of a millisecond to issue: smaller ones starve a GPU that forward has only begun to feed.
-"""
+"""Copies start when that much has been saved, not only at the end of the layer. Small groups take long to issue."""
 _autograd = torch._C._autograd
 
 

@@ -17,6 +17,7 @@ from hostward.schedule import Lane
 
 from .state import pieces
 from .weight_residency import OWNER, LayerWeights, Weight, bind_layer, device_view
+from .weight_values import drop_value, is_away, taken, value_of
 
 if TYPE_CHECKING:
     from hostward.inspect import Tracked
@@ -62,7 +63,7 @@ def choose(
         ConfigError: they are trained, and the host does not step them; or none can leave. ModelError: a subclass of
             Parameter or of its tensor. MemoryLimitError: the copies do not fit.
     """
-    sharing, layers = _sharing(model, [layer for _, layer in every_layer]), every_layer[:count]
+    sharing, layers = count_sharing(model, [layer for _, layer in every_layer]), every_layer[:count]
     owned = {} if optimizer is None else {t.parameter: t for t in optimizer._tracked}
     places = {} if optimizer is None else pieces(optimizer._states)
     kept: Counter[Stays] = Counter()
@@ -73,7 +74,7 @@ def choose(
         for name, parameter in layer.named_parameters():
             name = f"{path}.{name}" if path else name
             tracked = owned.get(parameter)
-            why = _stays(name, parameter, sharing, tracked is not None, min_elements, backend.device)
+            why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device)
             if why is None and (tracked is not None or parameter.requires_grad):
                 problem = _not_stepped_here(optimizer, tracked, places)
                 if problem is not None:
@@ -83,7 +84,8 @@ def choose(
                 found[-1].append((name, parameter))
             else:
                 kept[why] += parameter.numel() * parameter.element_size()
-    leaving_bytes = sum(p.numel() * p.element_size() for held in found for _, p in held)
+    leaving = {p for held in found for _, p in held}
+    leaving_bytes = sum(p.numel() * p.element_size() for p in leaving)
     # Adapters beside frozen weights may stay; weights that are themselves trained are what was meant.
     if blocking and kept[Stays.TRAINED] > leaving_bytes:
         raise _trained(*blocking[0])
@@ -92,14 +94,20 @@ def choose(
         raise ConfigError(
             "no weight can leave the device", why=reasons or "the layers have none", fix="leave weights= out"
         )
-    return _bound(layers, found, owned, places, optimizer, backend, kept)
+    for name, parameter in model.named_parameters():
+        if is_away(parameter) and parameter not in leaving:
+            raise ConfigError(
+                f"weight {name!r} waits on the CPU, and is none of those that attach() offloads",
+                why="hostward.move() left it there",
+                fix="give the same weights= to move() and attach()",
+            )
+    return _bound(layers, found, owned, optimizer, backend, kept)
 
 
 def _bound(
     layers: Sequence[tuple[str, torch.nn.Module]],
     found: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
     owned: Mapping[torch.nn.Parameter, Tracked],
-    places: Mapping[str, Sequence[tuple[object, int, object]]],
     optimizer: AdamW | None,
     backend: Backend,
     kept: Mapping[Stays, int],
@@ -120,11 +128,19 @@ def _bound(
                 weights.append(weight)
                 steps.update(dict.fromkeys(events))
                 stepped.add(weight.name)
-        out = [(w.pieces[0][1], w.here[0]) for w in weights if w.parameter in ours]
-        if out:
+        layer = bind_layer(backend, path, weights, list(steps)) if weights else None
+        own_here = [w for w in weights if w.parameter in ours and not is_away(w.parameter)]
+        if own_here:
+            out = [(w.pieces[0][1], w.here[0]) for w in own_here]
             written = backend.mark("offload/wait/made", Lane.COMPUTE, writes=[device for _, device in out]).issue()
             backend.copy(Lane.D2H, out, name=f"offload/d2h/weight/{path}", waits=[written]).issue()
-        made.append(bind_layer(backend, path, weights, list(steps)) if weights else None)
+        if layer is not None and any(is_away(w.parameter) for w in weights):
+            backend.synchronise()
+            layer.resident = False
+            for weight in weights:
+                weight.storage.resize_(0)  # of those that wait, `here` has made room that nobody needs yet
+                taken(weight.parameter)
+        made.append(layer)
     backend.synchronise()
     return Chosen(made, kept, buffers, frozenset(stepped))
 
@@ -145,6 +161,9 @@ def _allocated(backend: Backend, owning: Sequence[Sequence[torch.nn.Parameter]])
 def _own(name: str, parameter: torch.nn.Parameter, copy: Buffer) -> Weight:
     storage = parameter.untyped_storage()
     here = [device_view(storage, torch.uint8, 0, parameter.nbytes, OWNER)]
+    if is_away(parameter):
+        copy.data.copy_(value_of(parameter).data.reshape(-1).view(torch.uint8))
+        drop_value(parameter)
     return Weight(name, parameter, storage, [(0, copy)], here, version=parameter._version)
 
 
@@ -165,7 +184,7 @@ def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) 
     return Weight(name, parameter, storage, parts, here, changed), events
 
 
-def _sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Counter[int]:
+def count_sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Counter[int]:
     """How many parameters and buffers, wherever they are held, lie in each storage; those of a module that several
     layers have count for each of them.
     """
@@ -181,7 +200,7 @@ def _sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Count
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _stays(
+def why_stays(
     name: str,
     parameter: torch.nn.Parameter,
     sharing: Counter[int],
@@ -189,6 +208,7 @@ def _stays(
     min_elements: int,
     device: torch.device,
 ) -> Stays | None:
+    """Why a weight cannot leave; None: it can. Raises ModelError for one that is quantised, sharded or elsewhere."""
     if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
         raise ModelError(
             f"weight {name!r} is a {type(parameter.data).__name__}",
@@ -208,7 +228,8 @@ def _stays(
     storage = parameter.untyped_storage()
     if sharing[storage._cdata] > 1:
         return Stays.SHARED
-    if not parameter.is_contiguous() or storage.nbytes() != parameter.nbytes or not storage.resizable():
+    filled = is_away(parameter) or storage.nbytes() == parameter.nbytes
+    if not parameter.is_contiguous() or not filled or not storage.resizable():
         return Stays.LAYOUT
     return None
 

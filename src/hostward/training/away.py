@@ -1,0 +1,122 @@
+"""Weights that wait on the CPU for `attach`: a model may have more of them than the device has room for.
+
+Such a weight is a parameter on the device whose storage has no bytes; its values lie beside it until the optimizer or
+`attach` has taken them over. What reads it before that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hostward.errors import ModelError
+
+from .layers import find_layers
+from .weight_choice import count_sharing, why_stays
+from .weight_guards import guarded
+from .weight_offload import Weights, check_weights, weights_of
+from .weight_values import WAITING, is_away, waits
+
+
+def move(
+    model: torch.nn.Module,
+    device: torch.device | str,
+    *,
+    weights: Weights | int | None = None,
+    layers: Sequence[torch.nn.Module] | None = None,
+) -> None:
+    """Move a model from the CPU to a device, but for the weights that `attach` will offload.
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        hostward.move(model, "cuda")
+        optimizer = hostward.AdamW(model, offload_fraction=1.0, streamed_fraction=0.0)
+        run = hostward.attach(model, optimizer, weights=hostward.Weights())
+
+    The device needs room for one layer's weights at a time, and for those that stay. Until `attach`, whatever reads
+    the weights that wait raises ModelError.
+
+    Args:
+        model: on the CPU, without gradients.
+        weights: as for `attach`; None: `Weights()`.
+        layers: the layers in order of use, where they cannot be found.
+
+    Raises:
+        ConfigError: options out of range. ModelError: no layers were found; a weight is not on the CPU, or has a
+            gradient.
+    """
+    device, how = torch.device(device), weights_of(Weights() if weights is None else weights)
+    found = find_layers(model, layers)
+    check_weights(how, len(found))
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu" or is_away(parameter) or parameter.grad is not None:
+            raise ModelError(
+                f"weight {name!r} {'has a gradient' if parameter.grad is not None else 'is not on the CPU'}",
+                why="move() takes a model from the CPU to the device, before it is trained",
+                fix="call it once, right after the model was built or loaded on the CPU",
+            )
+    sharing = count_sharing(model, [layer for _, layer in found])
+    chosen = found[: len(found) - 1 if how.num_layers is None else how.num_layers]
+    leaving = {
+        parameter
+        for path, layer in chosen
+        for name, parameter in layer.named_parameters()
+        if why_stays(f"{path}.{name}", parameter, sharing, parameter.requires_grad, how.min_elements, parameter.device)
+        is None
+    }
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter not in leaving:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    _Waiting(model, leaving, device)
+
+
+class _Waiting:
+    """Parameters without bytes, and what refuses to read them; gone once all have been taken over."""
+
+    def __init__(self, model: torch.nn.Module, leaving: set[torch.nn.Parameter], device: torch.device) -> None:
+        self._left = len(leaving)
+        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
+        for path, module in model.named_modules():
+            names = [name for name, p in module._parameters.items() if p is not None and p in leaving]
+            if names:
+                refused = _Refused(f"{path}.{names[0]}" if path else names[0])
+                if not self._undo:
+                    # Or it would move what lies before this module, and be refused half way.
+                    self._undo.append(guarded(model, "_apply", refused))
+                self._handles.append(module.register_forward_pre_hook(refused))
+                self._handles.append(module.register_state_dict_pre_hook(refused))
+                self._handles.append(module.register_load_state_dict_pre_hook(refused))
+                self._undo.append(guarded(module, "_apply", refused))
+                for name in names:
+                    parameter = module._parameters[name]
+                    assert parameter is not None
+                    self._undo.append(guarded(parameter, "__deepcopy__", refused))
+                    self._undo.append(guarded(parameter, "__reduce_ex__", refused))
+        for parameter in leaving:
+            value = parameter.data
+            empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+            empty.untyped_storage().resize_(0)
+            parameter.data = empty
+            setattr(parameter, WAITING, (value, self._taken))
+
+    def _taken(self) -> None:
+        self._left -= 1
+        if not self._left:
+            for handle in self._handles:
+                handle.remove()
+            for undo in self._undo:
+                undo()
+
+
+class _Refused:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise waits(self._name)
