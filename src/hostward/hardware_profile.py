@@ -153,7 +153,12 @@ def _check(hardware: Hardware) -> None:
         raise ValueError("gpu is null, but gpu_count or links say that there is one")
     if hardware.gpu is not None and not hardware.gpu_count:
         raise ValueError("gpu_count is 0, but there is a gpu")
+    gpu = hardware.gpu
     rates = {
+        "gpu.bf16_matmul_flops_per_s": gpu and gpu.bf16_matmul_flops_per_s,
+        "gpu.bf16_peak_flops_per_s": gpu and gpu.bf16_peak_flops_per_s,
+        "gpu.memory_peak_bytes_per_s": gpu and gpu.memory_peak_bytes_per_s,
+        "gpu.link_peak_bytes_per_s": gpu and gpu.link_peak_bytes_per_s,
         "pinned_s_per_gib": hardware.pinned_s_per_gib,
         "dram_bytes_per_s": hardware.dram_bytes_per_s,
         "host_parameters_per_s": hardware.host_parameters_per_s,
