@@ -220,15 +220,14 @@ def test_what_does_not_fit_comes_with_the_smallest_change_that_would() -> None:
     assert answer(less, required).chosen is None
 
 
-def test_a_smaller_microbatch_is_proposed_where_that_is_enough() -> None:
-    forced = Forced(dict.fromkeys(range(200), Placement.DEVICE), dict.fromkeys(range(16), Keep.KEEP), frozenset())
-    workload = llama_1b(batch=16)
-    count = len(workload.inventory.buckets)
-    forced = replace(forced, placements=dict.fromkeys(range(count), Placement.DEVICE))
-    question = Question(workload, profile("h200"), 1, Budgets(60 * GIB), forced)
-    found = answer(question, required)
+@pytest.mark.parametrize(("batch", "proposed"), [(16, "a microbatch of 4 sequences"), (9, "a microbatch of 3 sequences")])
+def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: str) -> None:
+    workload = llama_1b(batch=batch)
+    placements = dict.fromkeys(range(len(workload.inventory.buckets)), Placement.DEVICE)
+    forced = Forced(placements, dict.fromkeys(range(16), Keep.KEEP), frozenset())
+    found = answer(Question(workload, profile("h200"), 1, Budgets(60 * GIB), forced), required)
     assert found.chosen is None
-    assert any(change.startswith("a microbatch of ") for change in found.changes)
+    assert proposed in found.changes
 
 
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:
