@@ -220,7 +220,9 @@ def test_what_does_not_fit_comes_with_the_smallest_change_that_would() -> None:
     assert answer(less, required).chosen is None
 
 
-@pytest.mark.parametrize(("batch", "proposed"), [(16, "a microbatch of 4 sequences"), (9, "a microbatch of 3 sequences")])
+@pytest.mark.parametrize(
+    ("batch", "proposed"), [(16, "a microbatch of 4 sequences"), (9, "a microbatch of 3 sequences")]
+)
 def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: str) -> None:
     workload = llama_1b(batch=batch)
     placements = dict.fromkeys(range(len(workload.inventory.buckets)), Placement.DEVICE)
