@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -133,11 +132,11 @@ class Hardware:
     def from_json(cls, text: str, origin: str = "the text") -> Hardware:
         """Raises ConfigError if `text` is no hardware file; `origin` names it there."""
         try:
+            strict_json.require_version(text, VERSION)
             hardware = strict_json.parse(cls, text)
             _check(hardware)
         except ValueError as error:
-            why = _other_version(text) or str(error)
-            raise ConfigError(f"{origin} is no hardware file", why=why, fix=_WRITE_ONE) from error
+            raise ConfigError(f"{origin} is no hardware file", why=str(error), fix=_WRITE_ONE) from error
         return hardware
 
 
@@ -145,8 +144,6 @@ _WRITE_ONE = "write one with: hostward bench machine --json FILE"
 
 
 def _check(hardware: Hardware) -> None:
-    if hardware.version != VERSION:
-        raise ValueError(f"it has version {hardware.version}, this hostward reads version {VERSION}")
     if any(a.copy_bytes >= b.copy_bytes for a, b in pairwise(hardware.links)):
         raise ValueError("links are not in the order of copy_bytes")
     if hardware.gpu is None and (hardware.gpu_count or hardware.links):
@@ -176,17 +173,6 @@ def _check(hardware: Hardware) -> None:
     for name, rate in rates.items():
         if rate == 0:
             raise ValueError(f"{name} is 0; null means unknown")
-
-
-def _other_version(text: str) -> str:
-    """What to say of a file of another version, whose other keys are not ours to judge; "" for all else."""
-    try:
-        version = json.loads(text)["version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ""
-    if type(version) is not int or version == VERSION:
-        return ""
-    return f"it has version {str(version)[:20]}, this hostward reads version {VERSION}"
 
 
 def load(path: Path) -> Hardware:

@@ -19,10 +19,10 @@ from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_
 from .lowering.optimizer import INBOXES, inbox_bytes
 from .lowering.staging import FEWEST
 from .plan import Placement
+from .sizes import MIB
 from .step_model import Owner, StepModel
 from .workload import Workload
 
-MIB = 1024 * 1024
 CUBLAS_WORKSPACES = 2
 """One of the thread that runs forward, one of autograd's."""
 CUBLAS_WORKSPACE_BYTES = 32 * MIB

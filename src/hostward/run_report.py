@@ -18,7 +18,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .replace_file import replace_text
-from .strict_json import parse
+from .strict_json import parse, require_version
 
 REPORT_FILE = "report.json"
 TRACE_FILE = "trace.json"
@@ -278,7 +278,7 @@ def read_report(path: Path) -> RunReport:
         fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
         raise ConfigError(f"report {file} cannot be read", why=why, fix=fix) from error
     try:
-        _require_version(text)
+        require_version(text, VERSION, FORMAT)
         report = parse(RunReport, text)
         _require_whole(report)
     except (ValueError, RecursionError) as error:
@@ -288,14 +288,6 @@ def read_report(path: Path) -> RunReport:
             fix="train again with --run-dir FOLDER, or with --json FILE",
         ) from error
     return report
-
-
-def _require_version(text: str) -> None:
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"key 'format' is not {FORMAT!r}")
-    if content.get("version") != VERSION:
-        raise ValueError(f"it has version {str(content.get('version'))[:20]}, this hostward reads version {VERSION}")
 
 
 def _require_whole(report: RunReport) -> None:

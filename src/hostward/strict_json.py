@@ -30,6 +30,24 @@ def parse(cls: type[T], text: str) -> T:
         raise ValueError("nested too deeply") from error
 
 
+def require_version(text: str, version: int, format_name: str | None = None) -> None:
+    """Before the keys of a file are judged, which another version may have otherwise.
+
+    Raises ValueError where `text` is an object of another version or, where `format_name` is given, of another format.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(content, dict):
+        return
+    if format_name is not None and content.get("format", format_name) != format_name:
+        raise ValueError(f"its format is {_short(content['format'])}, not {format_name!r}")
+    found = content.get("version")
+    if type(found) is int and found != version:
+        raise ValueError(f"it has version {_short(found)}, this hostward reads version {version}")
+
+
 def to_text(value: Any) -> str:
     """JSON of a dataclass instance that `parse` reads back as an equal one."""
     return json.dumps(dataclasses.asdict(value), indent=1, allow_nan=False) + "\n"

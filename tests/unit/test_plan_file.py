@@ -82,8 +82,9 @@ def test_placements_alone_for_an_optimizer() -> None:
     [
         ("", "Expecting value"),
         ("[]", "not an object"),
-        (edited(format="other"), "its format is 'other'"),
+        (edited(format="other"), 'its format is "other"'),
         (edited(version=2), "it has version 2"),
+        (json.dumps({"version": 2, "rows": []}), "it has version 2"),
         (edited(gradients_on_host="yes"), "not true or false"),
         (
             edited(buckets=[{"bucket": "a", "numel": 1, "placement": "gpu"}]),

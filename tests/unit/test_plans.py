@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from plan_cases import PAIRS, answered, llama_1b, llama_8b, qwen_30b
 from workload_cases import llama
 
-from hostward.choice import Keep
+from hostward.choice import LEAVES, Keep
 from hostward.hardware_profile import profile
 from hostward.inventory import align
 from hostward.lowering.optimizer import StepShape, lower_step
@@ -26,7 +26,6 @@ from hostward.memory_model import STEADY_STEP, required
 from hostward.plan import Placement
 from hostward.planning.answer import Question, answer, default_budgets, verdict
 from hostward.planning.assignment import Forced
-from hostward.planning.costs import LEAVES
 from hostward.planning.frontier import Candidate, Frontier
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_text import render

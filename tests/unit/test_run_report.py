@@ -62,8 +62,9 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
     [
         ("", "Expecting value"),
         ("[" * 100_000, ""),
-        ("[]", "key 'format' is not 'hostward-run'"),
-        (changed(lambda c: c.update(format="trace")), "key 'format' is not 'hostward-run'"),
+        ("[]", "the whole is [], not an object"),
+        (changed(lambda c: c.update(format="trace")), "its format is \"trace\", not 'hostward-run'"),
+        (changed(lambda c: c.pop("format")), "key 'format' is missing"),
         (changed(lambda c: c.update(version=2)), "it has version 2, this hostward reads version 1"),
         (changed(lambda c: c.update(loses=[])), "key 'loses' is unknown; did you mean 'losses'?"),
         (changed(lambda c: c.pop("memory")), "key 'memory' is missing"),

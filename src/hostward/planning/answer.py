@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hostward.choice import LEAVES
 from hostward.hardware_profile import Hardware
 from hostward.sizes import GIB, gib
 from hostward.workload import Workload
@@ -54,7 +55,7 @@ class Answer:
     def offloads(self) -> bool:
         """Whether the plan moves anything off the device."""
         choice = self.shown.choice
-        leaves = any(keep.value.endswith("offload") for keep in choice.activations)
+        leaves = any(keep in LEAVES for keep in choice.activations)
         return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
 
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostward.choice import Choice, Keep
+from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.errors import ConfigError
 from hostward.inventory import Bucket
 from hostward.lowering.staging import FEWEST, STAGED_SHARE
 from hostward.plan import Placement
 from hostward.planner import place_fraction, summed_on_host
 
-from .costs import ELEMENTWISE, LEAVES, RECOMPUTED, Costs
+from .costs import Costs
 from .lanes import Queue
 
 _GB = 1e9

@@ -118,11 +118,8 @@ class PlanFile:
     def from_json(cls, text: str, origin: str = "the text") -> PlanFile:
         """Raises ConfigError, which names `origin` and the place, if `text` is no plan."""
         try:
+            strict_json.require_version(text, VERSION, FORMAT)
             found = strict_json.parse(cls, text)
-            if found.format != FORMAT:
-                raise ValueError(f"its format is {found.format[:40]!r}, not {FORMAT!r}")
-            if found.version != VERSION:
-                raise ValueError(f"it has version {found.version}, this hostward reads version {VERSION}")
             for i, bucket in enumerate(found.buckets):
                 _word(Placement, bucket.placement, f"buckets[{i}].placement")
             for i, layer in enumerate(found.layers):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hostward.choice import Choice, Keep
+from hostward.choice import LEAVES, Choice, Keep
 from hostward.lowering.staging import late_bucket
 from hostward.plan import Placement
 
-from .costs import LEAVES, Costs, Unit
+from .costs import Costs, Unit
 from .lanes import Program, Queue
 from .speeds import HOST_STEP_BYTES
 

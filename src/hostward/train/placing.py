@@ -15,11 +15,10 @@ from hostward.plan import Placement, Plan
 from hostward.planner import summed_on_host
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import serial
+from hostward.sizes import MIB
 from hostward.training.optimizer import AdamW
 
 from . import resume
-
-_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None
         use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
-        staging_bytes=options.optimizer_state_offload_chunk_size_mb * _MIB or None,
+        staging_bytes=options.optimizer_state_offload_chunk_size_mb * MIB or None,
         host_threads=options.host_threads,
     )
 

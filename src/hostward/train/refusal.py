@@ -20,7 +20,7 @@ from hostward.planning.plan_file import PlanFile
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.run_report import Estimate
-from hostward.sizes import gib
+from hostward.sizes import MIB, gib
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
@@ -100,7 +100,7 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
         tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(layers))),
         forced.offloaded_weights or frozenset(),
         config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host",
-        config.optimizer.optimizer_state_offload_chunk_size_mb * 1024 * 1024 or None,
+        config.optimizer.optimizer_state_offload_chunk_size_mb * MIB or None,
     )
 
 

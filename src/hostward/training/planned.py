@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from hostward.choice import Keep
+from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Keep
 from hostward.errors import ConfigError, ModelError
 from hostward.planning.plan_file import PlanFile
 
 from .recompute_names import find_parts
 
-ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
-_LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
-_PARTS = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
-_WHOLE = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
+PARTS = ("layernorm", "mlp_act", "moe_act")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class PlannedLayers:
         """
         if not self.parts:
             return None
-        names = [name for name in ELEMENTWISE if _has(layers, name)]
+        names = [name for name in PARTS if _has(layers, name)]
         if not names:
             raise ConfigError(
                 "the plan recomputes norms and activations, and no layer of the model has any that can be",
@@ -59,10 +56,10 @@ def layers_of(plan: PlanFile) -> PlannedLayers:
     keeps = [Keep(row.activations) for row in plan.layers]
     away = [row.weights == "host" for row in plan.layers]
     found = PlannedLayers(
-        _first([k in _LEAVES for k in keeps], "activations leave"),
+        _first([k in LEAVES for k in keeps], "activations leave"),
         _first(away, "weights leave"),
-        _first([k in _PARTS for k in keeps], "norms and activations are recomputed"),
-        frozenset(i for i, k in enumerate(keeps) if k in _WHOLE),
+        _first([k in ELEMENTWISE for k in keeps], "norms and activations are recomputed"),
+        frozenset(i for i, k in enumerate(keeps) if k in RECOMPUTED),
     )
     if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
         raise ConfigError(
