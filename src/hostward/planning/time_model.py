@@ -77,8 +77,9 @@ def predict(workload: Workload, choice: Choice, speeds: Speeds) -> Prediction:
 def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
     """As `predict`, for many choices of one workload; `slots` as the memory model counts them."""
     microbatches = costs.workload.microbatches
-    pair_s, pair_busy_s = _middle_s(costs, choice, slots) if microbatches > 2 else (0.0, {})
-    turn = Turn(costs, choice, slots)
+    units = costs.units(choice)
+    pair_s, pair_busy_s = _middle_s(costs, Turn(costs, choice, slots, units)) if microbatches > 2 else (0.0, {})
+    turn = Turn(costs, choice, slots, units)
     marks = []
     for _ in range(2):
         first = len(turn.program.works)
@@ -95,10 +96,9 @@ def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
     return _prediction(costs, turn.program, timeline, marks, pair_s, pair_busy_s)
 
 
-def _middle_s(costs: Costs, choice: Choice, slots: int) -> tuple[float, Mapping[Queue, float]]:
+def _middle_s(costs: Costs, turn: Turn) -> tuple[float, Mapping[Queue, float]]:
     """Seconds of one microbatch among many, without a step near it, and work per lane, each alone."""
-    turn = Turn(costs, choice, slots)
-    if not (turn.leaving or turn.fetched or choice.gradients_on_host):
+    if not (turn.leaving or turn.fetched or turn.choice.gradients_on_host):
         again = sum(costs.layers[i].again_s(keep) for i, keep in turn.keep.items())
         computed = sum(c.forward_s + c.backward_s for c in costs.layers)
         computed += again + sum(costs.numels) * costs.accumulation_s

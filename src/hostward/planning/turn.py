@@ -25,12 +25,13 @@ class Turn:
 
     Args:
         slots: staging slots of streamed buckets (`hostward.memory_model` counts them).
+        units: as `costs` makes them of the choice.
     """
 
-    def __init__(self, costs: Costs, choice: Choice, slots: int) -> None:
+    def __init__(self, costs: Costs, choice: Choice, slots: int, units: Sequence[Unit]) -> None:
         self.costs, self.choice = costs, choice
         self.program = Program()
-        self.units = costs.units(choice)
+        self.units = units
         self.keep = costs.keep_of(choice)
         self.by_layer: dict[str, list[int]] = {}
         for number, unit in enumerate(self.units):
