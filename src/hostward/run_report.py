@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .replace_file import replace_text
 from .strict_json import parse
+from .text_files import read_text, replace_text
 
 REPORT_FILE = "report.json"
 TRACE_FILE = "trace.json"
@@ -271,12 +271,8 @@ def read_report(path: Path) -> RunReport:
         ConfigError: there is none, it cannot be read, or it is no report of hostward; names the place in it.
     """
     file = path / REPORT_FILE if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
-        raise ConfigError(f"report {file} cannot be read", why=why, fix=fix) from error
+    fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
+    text = read_text(file, fix, what="report")
     try:
         _require_version(text)
         report = parse(RunReport, text)

@@ -23,7 +23,6 @@ LAYERS = (
         "hardware",
         "hardware_profile",
         "strict_json",
-        "replace_file",
         "run_report",
         "text_files",
         "sizes",

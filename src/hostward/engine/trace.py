@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hostward.errors import ConfigError
-from hostward.replace_file import replace_text
+from hostward.text_files import replace_text
 from hostward.schedule import Lane
 
 DIRECTIONS = ("d2h", "h2d")

@@ -19,7 +19,7 @@ from hostward.errors import ConfigError
 from hostward.hardware_profile import Hardware
 from hostward.inventory import Inventory
 from hostward.plan import Placement, Plan, placed
-from hostward.text_files import read_text, write_text
+from hostward.text_files import read_text, replace_text
 from hostward.workload import Workload
 
 from .frontier import Candidate
@@ -251,7 +251,7 @@ def load(path: Path) -> PlanFile:
 
 def save(plan: PlanFile, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    write_text(path, plan.to_json())
+    replace_text(path, plan.to_json(), what="plan")
 
 
 def differences(a: PlanFile, b: PlanFile) -> list[str]:
