@@ -29,7 +29,9 @@ from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
 from hostward.train.models import build_model
+from hostward.train.placing import shares, with_plan
 from hostward.train.refusal import asked_choice, estimate, refuse
+from hostward.train.report import options_set
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
@@ -135,6 +137,19 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
         hostward.AdamW(model, plan=7)
     with pytest.raises(ConfigError, match="of another model"):
         hostward.AdamW(torch.nn.Linear(8, 8), plan=made)
+
+
+def test_what_a_plan_streams_is_not_counted_as_stepped_on_the_host(small: Workload) -> None:
+    """Landing places of gradients are asked of the host for what is stepped there, and for no more."""
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    buckets = small.inventory.buckets
+    streamed = plan(small, Choice((Placement.STREAMED,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
+    assert shares(with_plan(config, streamed)).host_share == (0.0, 0.0)
+    some = plan(small, mixed(small, (Keep.KEEP, Keep.KEEP)))
+    stepped = sum(row.numel for row in some.buckets if row.placement == Placement.HOST)
+    assert shares(with_plan(config, some)).host_share[1] == pytest.approx(stepped / small.inventory.numel)
+    nothing = plan(small, Choice((Placement.DEVICE,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
+    assert options_set(with_plan(config, nothing)) == options_set(config)
 
 
 def test_attach_by_a_plan(small: Workload) -> None:

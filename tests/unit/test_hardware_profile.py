@@ -179,7 +179,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         load(tmp_path / "latin.json")
     with pytest.raises(ConfigError, match="cannot be written"):
         save(profile("h200"), tmp_path / "none" / "hardware.json")
-    with pytest.raises(ConfigError, match="hardware file .* is no plain file"):
+    with pytest.raises(ConfigError, match=r"hardware file .* is no plain file"):
         save(profile("h200"), tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "latin.json"]
 

@@ -159,6 +159,13 @@ class PlanFile:
         away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
         return away / total if total else 0.0
 
+    @property
+    def streamed_fraction(self) -> float:
+        """Of that, the share that is streamed."""
+        away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
+        streamed = sum(row.numel for row in self.buckets if row.placement == Placement.STREAMED)
+        return streamed / away if away else 0.0
+
     def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
         ours = [(row.bucket, row.numel) for row in self.buckets]
         theirs = [(bucket.name, bucket.numel) for bucket in inventory.buckets]
