@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 from hostward import strict_json
 from hostward.choice import Choice, Keep
@@ -28,7 +26,6 @@ from .needs import Budgets
 VERSION = 1
 FORMAT = "hostward-plan"
 _WRITE_ONE = "write one with: hostward plan --json FILE"
-E = TypeVar("E", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +53,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """`placement`: device, streamed or host."""
+    """Where the state of a bucket is, and where it is stepped."""
 
     bucket: str
     numel: int
-    placement: str
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """`activations`: keep, offload, recompute, recompute_offload, elementwise or elementwise_offload. `weights`: device
-    or host.
-    """
+    """What becomes of what a layer saves, and where its weights are: `device` or `host`."""
 
     layer: str
-    activations: str
+    activations: Keep
     weights: str
 
 
@@ -123,10 +118,7 @@ class PlanFile:
                 raise ValueError(f"its format is {found.format[:40]!r}, not {FORMAT!r}")
             if found.version != VERSION:
                 raise ValueError(f"it has version {found.version}, this hostward reads version {VERSION}")
-            for i, bucket in enumerate(found.buckets):
-                _word(Placement, bucket.placement, f"buckets[{i}].placement")
             for i, layer in enumerate(found.layers):
-                _word(Keep, layer.activations, f"layers[{i}].activations")
                 if layer.weights not in ("device", "host"):
                     raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
         except ValueError as error:
@@ -140,8 +132,8 @@ class PlanFile:
         if self.workload.digest != digest(workload):
             raise self._of_another_model("layers of the same names have other sizes or element types")
         return Choice(
-            tuple(Placement(row.placement) for row in self.buckets),
-            tuple(Keep(row.activations) for row in self.layers),
+            tuple(row.placement for row in self.buckets),
+            tuple(row.activations for row in self.layers),
             frozenset(row.layer for row in self.layers if row.weights == "host"),
             self.gradients_on_host,
             self.staging_bytes,
@@ -150,20 +142,20 @@ class PlanFile:
     def placements(self, inventory: Inventory) -> Plan:
         """Placements of the optimizer alone. Raises ConfigError if the buckets are others."""
         self._require_same(inventory, None)
-        return placed(inventory.buckets, [Placement(row.placement) for row in self.buckets], self.asked_fraction)
+        return placed(inventory.buckets, [row.placement for row in self.buckets], self.asked_fraction)
 
     @property
     def asked_fraction(self) -> float:
         """Share of parameters whose state is off the device."""
         total = sum(row.numel for row in self.buckets)
-        away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
         return away / total if total else 0.0
 
     @property
     def streamed_fraction(self) -> float:
         """Of that, the share that is streamed."""
-        away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
-        streamed = sum(row.numel for row in self.buckets if row.placement == Placement.STREAMED)
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
+        streamed = sum(row.numel for row in self.buckets if row.placement is Placement.STREAMED)
         return streamed / away if away else 0.0
 
     def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
@@ -190,12 +182,6 @@ class PlanFile:
                 why="rates and memory of the two differ, so the plan's placements and predictions do not hold here",
                 fix="make a plan for this machine (hostward plan --hardware FILE --json FILE), or use --force",
             )
-
-
-def _word(cls: type[E], text: str, place: str) -> E:
-    if text not in set(cls):
-        raise ValueError(f"{place} is {text[:40]!r}, not one of {', '.join(cls)}")
-    return cls(text)
 
 
 def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object]) -> str:
@@ -241,11 +227,11 @@ def plan_of(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets,
         choice.gradients_on_host,
         choice.staging_bytes,
         tuple(
-            BucketRow(bucket.name, bucket.numel, placement.value)
+            BucketRow(bucket.name, bucket.numel, placement)
             for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True)
         ),
         tuple(
-            LayerRow(name, keep.value, "host" if name in choice.offloaded_weights else "device")
+            LayerRow(name, keep, "host" if name in choice.offloaded_weights else "device")
             for name, keep in zip(repeated, choice.activations, strict=True)
         ),
     )
