@@ -28,6 +28,7 @@ from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
+from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
 from hostward.train.placing import shares, with_plan
 from hostward.train.refusal import asked_choice, estimate, refuse
@@ -150,6 +151,16 @@ def test_what_a_plan_streams_is_not_counted_as_stepped_on_the_host(small: Worklo
     assert shares(with_plan(config, some)).host_share[1] == pytest.approx(stepped / small.inventory.numel)
     nothing = plan(small, Choice((Placement.DEVICE,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
     assert options_set(with_plan(config, nothing)) == options_set(config)
+
+
+def test_layers_that_cannot_be_recomputed_are_refused_with_plan_and_option() -> None:
+    words = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, *words])
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    told = r"the plan, or model\.recompute_granularity=full, recomputes 2 layers of a Sequential"
+    with pytest.raises(ConfigError, match=told) as caught:
+        recompute_layers(model, config)
+    assert "model.recompute_granularity=selective" in caught.value.fix
 
 
 def test_attach_by_a_plan(small: Workload) -> None:
