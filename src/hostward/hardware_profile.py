@@ -10,7 +10,7 @@ from pathlib import Path
 from . import strict_json
 from .errors import ConfigError
 from .hardware import Rates
-from .text_files import read_text, write_text
+from .text_files import read_text, replace_text
 
 VERSION = 1
 _FOLDER = Path(__file__).parent / "profiles"
@@ -182,7 +182,7 @@ def load(path: Path) -> Hardware:
 
 def save(hardware: Hardware, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    write_text(path, hardware.to_json())
+    replace_text(path, hardware.to_json(), what="hardware file")
 
 
 def profile(name: str) -> Hardware:

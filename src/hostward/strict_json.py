@@ -8,14 +8,15 @@ import json
 import math
 import types
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 
 def parse(cls: type[T], text: str) -> T:
-    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`; Any
-    is taken as it is.
+    """`text` as a `cls`: dataclasses of str, int, float, StrEnums, tuples, mappings of str, other dataclasses, each
+    `| None`; Any is taken as it is.
 
     Numbers are finite, and none is negative. A field with a default may be missing.
 
@@ -100,6 +101,8 @@ def _value(hint: Any, value: Any, place: str) -> Any:
         return {key: _value(arguments[1], entry, f"{place}.{key}") for key, entry in value.items()}
     if hint is float:
         return _number(value, place)
+    if issubclass(hint, StrEnum):
+        return _word(hint, value, place)
     if type(value) is not hint:
         raise ValueError(f"{place} is {_short(value)}, not {_NAMES[hint]}")
     if hint is int and value < 0:
@@ -108,6 +111,13 @@ def _value(hint: Any, value: Any, place: str) -> Any:
 
 
 _NAMES = {int: "a whole number", str: "a text", bool: "true or false"}
+
+
+def _word(words: type[StrEnum], value: Any, place: str) -> StrEnum:
+    try:
+        return words(value)
+    except ValueError as error:
+        raise ValueError(f"{place} is {_short(value)}, not one of {', '.join(words)}") from error
 
 
 def _number(value: Any, place: str) -> float:

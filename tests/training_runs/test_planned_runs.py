@@ -28,8 +28,11 @@ from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
+from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
+from hostward.train.placing import shares, with_plan
 from hostward.train.refusal import asked_choice, estimate, refuse
+from hostward.train.report import options_set
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
@@ -121,6 +124,10 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
     plan_file.save(made, path)
     optimizer = hostward.AdamW(model, plan=str(path))
     assert [b.placement.value for b in optimizer.plan.buckets] == [row.placement for row in made.buckets]
+    assert optimizer._issuer._slots.count == 2
+    assert hostward.AdamW(model, plan=replace(made, staging_bytes=1))._issuer._slots.count == 1
+    with pytest.raises(ConfigError, match="staging_bytes must be a whole number >= 1, got 0"):
+        hostward.AdamW(model, plan=replace(made, staging_bytes=0))
     with pytest.raises(ConfigError, match=r"and offload_fraction=0\.5"):
         hostward.AdamW(model, plan=made, offload_fraction=0.5)
     on_host = replace(made, gradients_on_host=True)
@@ -131,6 +138,29 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
         hostward.AdamW(model, plan=7)
     with pytest.raises(ConfigError, match="of another model"):
         hostward.AdamW(torch.nn.Linear(8, 8), plan=made)
+
+
+def test_what_a_plan_streams_is_not_counted_as_stepped_on_the_host(small: Workload) -> None:
+    """Landing places of gradients are asked of the host for what is stepped there, and for no more."""
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    buckets = small.inventory.buckets
+    streamed = plan(small, Choice((Placement.STREAMED,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
+    assert shares(with_plan(config, streamed)).host_share == (0.0, 0.0)
+    some = plan(small, mixed(small, (Keep.KEEP, Keep.KEEP)))
+    stepped = sum(row.numel for row in some.buckets if row.placement == Placement.HOST)
+    assert shares(with_plan(config, some)).host_share[1] == pytest.approx(stepped / small.inventory.numel)
+    nothing = plan(small, Choice((Placement.DEVICE,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
+    assert options_set(with_plan(config, nothing)) == options_set(config)
+
+
+def test_layers_that_cannot_be_recomputed_are_refused_with_plan_and_option() -> None:
+    words = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, *words])
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    told = r"the plan, or model\.recompute_granularity=full, recomputes 2 layers of a Sequential"
+    with pytest.raises(ConfigError, match=told) as caught:
+        recompute_layers(model, config)
+    assert "model.recompute_granularity=selective" in caught.value.fix
 
 
 def test_attach_by_a_plan(small: Workload) -> None:

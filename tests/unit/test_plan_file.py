@@ -88,10 +88,13 @@ def test_placements_alone_for_an_optimizer() -> None:
         (edited(gradients_on_host="yes"), "not true or false"),
         (
             edited(buckets=[{"bucket": "a", "numel": 1, "placement": "gpu"}]),
-            r"buckets\[0\].placement is 'gpu', not one of",
+            r'buckets\[0\].placement is "gpu", not one of',
         ),
         (edited(buckets=[{"bucket": "a", "numel": -1, "placement": "host"}]), "negative"),
-        (edited(layers=[{"layer": "a", "activations": "drop", "weights": "device"}]), "activations is 'drop'"),
+        (
+            edited(layers=[{"layer": "a", "activations": "drop", "weights": "device"}]),
+            'activations is "drop"',
+        ),
         (edited(layers=[{"layer": "a", "activations": "keep", "weights": "disk"}]), "weights is 'disk'"),
         (edited(extra=1), "key 'extra' is unknown"),
         (edited(predicted={}), "is missing"),

@@ -13,8 +13,8 @@ import pytest
 from report_cases import ITERATIONS, cut_short, gpu_report
 
 from hostward.errors import ConfigError
-from hostward.replace_file import replace_text
 from hostward.run_report import REPORT_FILE, Ended, StepMemory, finite, read_report
+from hostward.text_files import replace_text
 
 
 def test_a_report_reads_back_as_it_was(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda c: c["memory"].update(pinned_bytes=-1)), "memory.pinned_bytes is -1, which is negative"),
         (changed(lambda c: c["measured"].update(step_s="fast")), 'measured.step_s is "fast", not a number'),
         (changed(lambda c: c["plan"][2].pop("numel")), "key plan[2].'numel' is missing"),
-        (changed(lambda c: c.update(ended="over")), "ended is 'over', not one of running, finished"),
+        (changed(lambda c: c.update(ended="over")), 'ended is "over", not one of running, finished'),
         (changed(lambda c: c["losses"].pop()), "losses has 39 entries where there are 40"),
         (changed(lambda c: c["grad_norms"].append(1)), "grad_norms has 41 entries where there are 40"),
         (changed(lambda c: c["learning_rates"].pop()), "learning_rates has 39 entries"),

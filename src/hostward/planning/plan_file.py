@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 from hostward import strict_json
 from hostward.choice import Choice, Keep
@@ -19,7 +17,7 @@ from hostward.errors import ConfigError
 from hostward.hardware_profile import Hardware
 from hostward.inventory import Inventory
 from hostward.plan import Placement, Plan, placed
-from hostward.text_files import read_text, write_text
+from hostward.text_files import read_text, replace_text
 from hostward.workload import Workload
 
 from .frontier import Candidate
@@ -28,7 +26,6 @@ from .needs import Budgets
 VERSION = 1
 FORMAT = "hostward-plan"
 _WRITE_ONE = "write one with: hostward plan --json FILE"
-E = TypeVar("E", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +53,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """`placement`: device, streamed or host."""
+    """Where the state of a bucket is, and where it is stepped."""
 
     bucket: str
     numel: int
-    placement: str
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """`activations`: keep, offload, recompute, recompute_offload, elementwise or elementwise_offload. `weights`: device
-    or host.
-    """
+    """What becomes of what a layer saves, and where its weights are: `device` or `host`."""
 
     layer: str
-    activations: str
+    activations: Keep
     weights: str
 
 
@@ -120,10 +115,7 @@ class PlanFile:
         try:
             strict_json.require_version(text, VERSION, FORMAT)
             found = strict_json.parse(cls, text)
-            for i, bucket in enumerate(found.buckets):
-                _word(Placement, bucket.placement, f"buckets[{i}].placement")
             for i, layer in enumerate(found.layers):
-                _word(Keep, layer.activations, f"layers[{i}].activations")
                 if layer.weights not in ("device", "host"):
                     raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
         except ValueError as error:
@@ -137,8 +129,8 @@ class PlanFile:
         if self.workload.digest != digest(workload):
             raise self._of_another_model("layers of the same names have other sizes or element types")
         return Choice(
-            tuple(Placement(row.placement) for row in self.buckets),
-            tuple(Keep(row.activations) for row in self.layers),
+            tuple(row.placement for row in self.buckets),
+            tuple(row.activations for row in self.layers),
             frozenset(row.layer for row in self.layers if row.weights == "host"),
             self.gradients_on_host,
             self.staging_bytes,
@@ -147,14 +139,21 @@ class PlanFile:
     def placements(self, inventory: Inventory) -> Plan:
         """Placements of the optimizer alone. Raises ConfigError if the buckets are others."""
         self._require_same(inventory, None)
-        return placed(inventory.buckets, [Placement(row.placement) for row in self.buckets], self.asked_fraction)
+        return placed(inventory.buckets, [row.placement for row in self.buckets], self.asked_fraction)
 
     @property
     def asked_fraction(self) -> float:
         """Share of parameters whose state is off the device."""
         total = sum(row.numel for row in self.buckets)
-        away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
         return away / total if total else 0.0
+
+    @property
+    def streamed_fraction(self) -> float:
+        """Of that, the share that is streamed."""
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
+        streamed = sum(row.numel for row in self.buckets if row.placement is Placement.STREAMED)
+        return streamed / away if away else 0.0
 
     def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
         ours = [(row.bucket, row.numel) for row in self.buckets]
@@ -180,12 +179,6 @@ class PlanFile:
                 why="rates and memory of the two differ, so the plan's placements and predictions do not hold here",
                 fix="make a plan for this machine (hostward plan --hardware FILE --json FILE), or use --force",
             )
-
-
-def _word(cls: type[E], text: str, place: str) -> E:
-    if text not in set(cls):
-        raise ValueError(f"{place} is {text[:40]!r}, not one of {', '.join(cls)}")
-    return cls(text)
 
 
 def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object]) -> str:
@@ -231,11 +224,11 @@ def plan_of(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets,
         choice.gradients_on_host,
         choice.staging_bytes,
         tuple(
-            BucketRow(bucket.name, bucket.numel, placement.value)
+            BucketRow(bucket.name, bucket.numel, placement)
             for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True)
         ),
         tuple(
-            LayerRow(name, keep.value, "host" if name in choice.offloaded_weights else "device")
+            LayerRow(name, keep, "host" if name in choice.offloaded_weights else "device")
             for name, keep in zip(repeated, choice.activations, strict=True)
         ),
     )
@@ -248,7 +241,7 @@ def load(path: Path) -> PlanFile:
 
 def save(plan: PlanFile, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    write_text(path, plan.to_json())
+    replace_text(path, plan.to_json(), what="plan")
 
 
 def differences(a: PlanFile, b: PlanFile) -> list[str]:

@@ -94,6 +94,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     found = copy.deepcopy(config)
     found.optimizer.optimizer_cpu_offload = plan.asked_fraction > 0
     found.optimizer.optimizer_offload_fraction = plan.asked_fraction
+    found.optimizer.offload_mix = plan.streamed_fraction or None
     found.optimizer.gradients = "host" if plan.gradients_on_host else "device"
     return found
 
@@ -108,7 +109,7 @@ def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None
         max_grad_norm=options.clip_grad,
         offload_fraction=asked.offload_fraction if plan is None else 0.0,
         plan=plan,
-        streamed_fraction=asked.streamed_fraction,
+        streamed_fraction=asked.streamed_fraction if plan is None else 0.0,
         overlap=options.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=options.pin_cpu_grads,
         pin_weights=options.pin_cpu_params,

@@ -25,8 +25,9 @@ from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
 
-from .memory import need
-from .models import empty_model, parameter_count, pretrained_config, transformers_config
+from .memory import Need
+from .models import meta_model
+from .placing import sums_on_host
 from .planning import asked_of
 from .workload import recipe_workload
 
@@ -38,10 +39,13 @@ _CURE = "hostward plan with the same options says what would fit; --force starts
 
 
 def require_fit(
-    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None
+    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None, least: Need
 ) -> Estimate | None:
     """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model.
     Seconds are the plan's, or those of the shipped profile of this GPU.
+
+    Args:
+        least: what the model needs, wherever it lies.
 
     Raises:
         MemoryLimitError: it does not fit what is free on the device and on the host.
@@ -50,7 +54,7 @@ def require_fit(
     if device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if need(config, parameter_count(config, vocab_size)).total_bytes < SMALL_SHARE * free_bytes:
+    if least.total_bytes < SMALL_SHARE * free_bytes:
         return None
     try:
         workload = recipe_workload(config, name=recipe, vocab_size=vocab_size)
@@ -78,13 +82,7 @@ def estimate(
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int) -> None:
     """Raises ConfigError if the plan's buckets are not those of the model, or if it cannot be carried out."""
-    path = config.model.hf_model_path
-    if path is None:
-        described = transformers_config(config.model, vocab_size=vocab_size)
-    else:
-        described = pretrained_config(config.model, path)
-    with torch.device("meta"):
-        model = empty_model(described, TORCH_DTYPES[Dtype(config.model.params_dtype)])
+    model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
     plan.placements(inventory_of(model, split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload))
     layers_of(plan)
 
@@ -99,7 +97,7 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
         tuple(forced.placements.get(i, Placement.DEVICE) for i in range(len(buckets))),
         tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(layers))),
         forced.offloaded_weights or frozenset(),
-        config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host",
+        sums_on_host(config),
         config.optimizer.optimizer_state_offload_chunk_size_mb * MIB or None,
     )
 

@@ -84,8 +84,8 @@ class AdamW(Saving):
             "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
             where they go in every backward; those of other buckets in `.grad`, in float32 too.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
-        staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
-            and two buckets besides.
+        staging_bytes: device memory for state that is being streamed, at least one bucket; None: as the plan says, or
+            what backward frees, and two buckets besides.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
         plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
         module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
@@ -139,8 +139,9 @@ class AdamW(Saving):
         self._summed: frozenset[int] = frozenset()
         self._backend = backend
         check_count("host_threads", host_threads)
-        check_count("staging_bytes", staging_bytes)
-        self._staging_bytes, self._host_threads = staging_bytes, host_threads
+        self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
+        check_count("staging_bytes", self._staging_bytes)
+        self._host_threads = host_threads
         self._tracked: list[Tracked] = []
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []

@@ -92,9 +92,11 @@ def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], c
     enable = enable or getattr(causal, "gradient_checkpointing_enable", None)
     if chosen and (enable is None or not all(hasattr(layer, "gradient_checkpointing") for layer in layers)):
         raise ConfigError(
-            f"the plan recomputes {len(chosen)} layers of a {type(model).__name__}, which cannot be told to",
+            f"the plan, or model.recompute_granularity=full, recomputes {len(chosen)} layers of a "
+            f"{type(model).__name__}, which cannot be told to",
             why="it is no model of transformers",
-            fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it",
+            fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it; without a plan: "
+            "model.recompute_granularity=selective, or null",
         )
     if chosen and enable is not None:
         enable({"use_reentrant": False})
