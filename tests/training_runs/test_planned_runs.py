@@ -200,6 +200,20 @@ def test_a_plan_that_does_not_go_with_the_options_is_refused(
         assert text in found.err
 
 
+def test_weights_that_cannot_leave_and_a_plan_for_more_gpus_are_refused_when_the_file_is_read(
+    refused: Cli, small: Workload, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    content = json.loads(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))).to_json())
+    content["layers"][0]["weights"] = "host"
+    path.write_text(json.dumps(content))
+    assert "weights leave only where the host steps them" in refused(BF16, "--plan", path).err
+    content["layers"][0]["weights"] = "device"
+    content["workload"]["ranks"] = content["machine"]["gpus"] = 4
+    path.write_text(json.dumps(content))
+    assert "shares the model among 4 GPUs, and here it is 1" in refused(BF16, "--plan", path).err
+
+
 def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("{}")

@@ -90,6 +90,18 @@ def test_what_is_forced_is_honoured(data: st.DataObject) -> None:
         assert names is None or found.choice.offloaded_weights == names
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_where_gradients_are_added_up_and_how_much_stages_can_be_forced(on_host: bool) -> None:
+    host = dict.fromkeys(range(0, len(SEVERAL.inventory.buckets), 2), Placement.HOST)
+    forced = Forced(host, gradients_on_host=on_host, staging_bytes=64 * 1024 * 1024)
+    found = Frontier(SEVERAL, H200, required, forced).candidates
+    assert {c.choice.gradients_on_host for c in found} == {on_host}
+    assert {c.choice.staging_bytes for c in found} == {64 * 1024 * 1024}
+    free = Frontier(SEVERAL, H200, required, Forced(host)).candidates
+    streamed = max(c.needs.slots for c in free if Placement.STREAMED in c.choice.placements)
+    assert max(c.needs.slots for c in found) < streamed
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_a_plans_bytes_are_those_of_the_schedules_slots_and_state(several: bool) -> None:
     workload = frontier(several).workload

@@ -31,12 +31,15 @@ _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
 @dataclass(frozen=True, slots=True)
 class Forced:
     """What is not the planner's to choose: placements by bucket, activations by position among repeated layers, layers
-    whose weights leave; None there: the planner's choice.
+    whose weights leave, whether the host adds gradients up (None: the planner's choice), and the most device bytes of
+    staging slots (None: what backward has freed).
     """
 
     placements: Mapping[int, Placement] = field(default_factory=dict)
     activations: Mapping[int, Keep] = field(default_factory=dict)
     offloaded_weights: frozenset[str] | None = None
+    gradients_on_host: bool | None = None
+    staging_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,15 +115,14 @@ class PlanFile:
         try:
             strict_json.require_version(text, VERSION, FORMAT)
             found = strict_json.parse(cls, text)
-            for i, layer in enumerate(found.layers):
-                if layer.weights not in ("device", "host"):
-                    raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
+            _require_whole(found)
         except ValueError as error:
             raise ConfigError(f"{origin} is no plan file", why=str(error), fix=_WRITE_ONE) from error
         return found
 
     def choice(self, workload: Workload) -> Choice:
         """What the plan decides about `workload`. Raises ConfigError if it is a plan of something else."""
+        self.require_ranks(workload.ranks)
         inventory = workload.inventory
         self._require_same(inventory, [layer.name for layer in workload.repeated])
         if self.workload.digest != digest(workload):
@@ -171,6 +170,15 @@ class PlanFile:
             fix="make a plan of this model: hostward plan --json FILE",
         )
 
+    def require_ranks(self, ranks: int) -> None:
+        """Raises ConfigError if the model is shared among another number of GPUs."""
+        if self.workload.ranks != ranks:
+            raise ConfigError(
+                f"the plan shares the model among {self.workload.ranks} GPUs, and here it is {ranks}",
+                why="its buckets are the part that one of them has",
+                fix=f"make a plan for that many: hostward plan --gpus {ranks} --json FILE",
+            )
+
     def require_machine(self, gpu: str) -> None:
         """Raises ConfigError if the plan's rates are of another GPU than the one of this name."""
         if self.machine.gpu != gpu:
@@ -178,6 +186,28 @@ class PlanFile:
                 f"the plan is for {self.machine.gpu}, this GPU is {gpu}",
                 why="rates and memory of the two differ, so the plan's placements and predictions do not hold here",
                 fix="make a plan for this machine (hostward plan --hardware FILE --json FILE), or use --force",
+            )
+
+
+def _require_whole(plan: PlanFile) -> None:
+    """Raises ValueError where parts of the file do not belong together."""
+    of = plan.workload
+    for name in ("sequence_tokens", "microbatch_sequences", "microbatches", "ranks"):
+        if not getattr(of, name):
+            raise ValueError(f"workload.{name} is 0")
+    if of.ranks != plan.machine.gpus:
+        raise ValueError(f"workload.ranks is {of.ranks}, machine.gpus is {plan.machine.gpus}")
+    held = sum(row.numel for row in plan.buckets)
+    if of.parameters != held:
+        raise ValueError(f"workload.parameters is {of.parameters}, its buckets have {held}")
+    not_stepped = {row.bucket.partition(".")[2]: i for i, row in enumerate(plan.buckets) if row.placement != "host"}
+    for i, layer in enumerate(plan.layers):
+        if layer.weights not in ("device", "host"):
+            raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
+        if layer.weights == "host" and layer.layer in not_stepped:
+            raise ValueError(
+                f"layers[{i}].weights is host, and buckets[{not_stepped[layer.layer]}] of that layer is not: weights "
+                f"leave only where the host steps them"
             )
 
 

@@ -28,7 +28,7 @@ from hostward.workload import Workload
 from .memory import Need
 from .models import meta_model
 from .placing import sums_on_host
-from .planning import asked_of
+from .planning import asked_of, phases_of
 from .workload import recipe_workload
 
 log = logging.getLogger("hostward")
@@ -63,7 +63,7 @@ def require_fit(
         return None
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
     needs = required(workload, choice)
-    refuse(needs, Budgets(free_bytes, host_memory().available_bytes))
+    refuse(needs, Budgets(free_bytes, host_memory().available_bytes, phases=phases_of(config)))
     return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
 
 
@@ -82,6 +82,7 @@ def estimate(
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int) -> None:
     """Raises ConfigError if the plan's buckets are not those of the model, or if it cannot be carried out."""
+    plan.require_ranks(1)
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
     plan.placements(inventory_of(model, split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload))
     layers_of(plan)
