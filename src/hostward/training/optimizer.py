@@ -34,6 +34,7 @@ from .groups import (
     sums_on_host,
 )
 from .mix import Mix
+from .options import named_options
 from .placeholder import Where
 from .saving import Saving
 from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
@@ -103,6 +104,7 @@ class AdamW(Saving):
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
+    @named_options
     def __init__(
         self,
         params: object,
@@ -295,13 +297,6 @@ class AdamW(Saving):
             self._arrivals = Arrivals(root, layers, self._tracked, self._issuer.use, self._issuer.use_all)
 
     # ---------------------------------------------------------------- facts
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
-        if self._backend is None:
-            raise ModelError("the optimizer has no backend yet")
-        return self._backend
 
     @property
     def plan(self) -> Plan:
