@@ -163,14 +163,24 @@ def test_layers_that_cannot_be_recomputed_are_refused_with_plan_and_option() -> 
     assert "model.recompute_granularity=selective" in caught.value.fix
 
 
+def checkpointed(model: torch.nn.Module) -> list[bool]:
+    return [layer.gradient_checkpointing for layer in model.model.layers]
+
+
 def test_attach_by_a_plan(small: Workload) -> None:
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
     model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
     everything = plan(small, mixed(small, (Keep.OFFLOAD, Keep.KEEP)))
     with hostward.attach(model, plan=everything) as run:
         assert run.schedule is not None
-    with pytest.raises(ConfigError, match="neither offloads nor recomputes"):
-        hostward.attach(model, plan=plan(small, mixed(small, (Keep.RECOMPUTE, Keep.KEEP))))
+    with pytest.raises(ConfigError, match="neither offloads nor recomputes anything of layers"):
+        hostward.attach(model, plan=plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))))
+    again = plan(small, mixed(small, (Keep.RECOMPUTE, Keep.KEEP)))
+    with pytest.raises(ConfigError, match="an optimizer of another model"):
+        hostward.attach(model, hostward.AdamW(torch.nn.Linear(8, 8)), plan=again)
+    assert checkpointed(model) == [False, False]
+    hostward.attach(model, plan=again).detach()
+    assert checkpointed(model) == [True, False]
     with pytest.raises(ConfigError, match=r"with plan=\.\.\. and activations"):
         hostward.attach(model, activations=1, plan=everything)
     backwards = json.loads(everything.to_json())

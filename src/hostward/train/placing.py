@@ -95,7 +95,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     found.optimizer.optimizer_cpu_offload = plan.asked_fraction > 0
     found.optimizer.optimizer_offload_fraction = plan.asked_fraction
     found.optimizer.offload_mix = plan.streamed_fraction or None
-    found.optimizer.gradients = "host" if plan.gradients_on_host else "device"
+    found.optimizer.gradients = "host" if plan.gradients_on_host else None
     return found
 
 

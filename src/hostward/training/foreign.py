@@ -24,10 +24,12 @@ from .foreign_calls import check_optimizer, check_state_keys, raw_step, watched_
 from .foreign_state import bundle_bytes, bundles, cut, may_leave
 from .foreign_step import SLOTS, ChunkedStep, expected_bytes
 from .optimizer import AdamW
+from .options import named_options
 
 log = logging.getLogger("hostward")
 
 
+@named_options
 def offload_optimizer_states(
     optimizer: torch.optim.Optimizer,
     *,

@@ -34,6 +34,7 @@ from .groups import (
     sums_on_host,
 )
 from .mix import Mix
+from .options import named_options
 from .placeholder import Where
 from .saving import Saving
 from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
@@ -103,6 +104,7 @@ class AdamW(Saving):
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
+    @named_options
     def __init__(
         self,
         params: object,
@@ -298,13 +300,6 @@ class AdamW(Saving):
     # ---------------------------------------------------------------- facts
 
     @property
-    def backend(self) -> Backend:
-        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
-        if self._backend is None:
-            raise ModelError("the optimizer has no backend yet")
-        return self._backend
-
-    @property
     def plan(self) -> Plan:
         """Placement of every bucket; `plan.asked_fraction` and `plan.placed_fraction` tell the shares."""
         return Plan(self.offload_fraction, tuple(self._placements))
@@ -373,7 +368,7 @@ class AdamW(Saving):
                 self._handover.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
-            if self._empty_parts is not None:
+            if self._sharded is not None and self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)

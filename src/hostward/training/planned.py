@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Keep
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError
 from hostward.planning.plan_file import PlanFile
 
-from .recompute_names import find_parts
+from .recompute import elementwise_in, require_not_compiled
 
-PARTS = ("layernorm", "mlp_act", "moe_act")
+_SWITCH = "gradient_checkpointing"
+"""Of a layer of transformers: whether it is checkpointed in training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +29,22 @@ class PlannedLayers:
     parts: int
     whole: frozenset[int]
 
-    def recompute(self, layers: Sequence[torch.nn.Module]) -> dict[str, int] | None:
-        """The norms and activations that these layers have. Raises ConfigError where the plan wants them, and there are
-        none.
+    def recompute(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int] | None:
+        """The norms and activations that can run again in those of a model's layers where the plan wants it.
+
+        Raises:
+            ConfigError: there are none. ModelError: compiled layers.
         """
         if not self.parts:
             return None
-        names = [name for name in PARTS if _has(layers, name)]
+        require_not_compiled(layers[: self.parts])
+        names = elementwise_in(layers[: self.parts])
         if not names:
             raise ConfigError(
                 "the plan recomputes norms and activations, and no layer of the model has any that can be",
                 fix="make a plan of this model: hostward plan --json FILE",
             )
         return dict.fromkeys(names, self.parts)
-
-
-def _has(layers: Sequence[torch.nn.Module], name: str) -> bool:
-    try:
-        find_parts(layers, {name: len(layers)})
-    except (ConfigError, ModelError):
-        return False
-    return True
 
 
 def layers_of(plan: PlanFile) -> PlannedLayers:
@@ -90,7 +86,7 @@ def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], c
     # transformers 5.22 has renamed it.
     enable = getattr(causal, "activation_checkpointing_enable", None)
     enable = enable or getattr(causal, "gradient_checkpointing_enable", None)
-    if chosen and (enable is None or not all(hasattr(layer, "gradient_checkpointing") for layer in layers)):
+    if chosen and (enable is None or not all(hasattr(layer, _SWITCH) for layer in layers)):
         raise ConfigError(
             f"the plan, or model.recompute_granularity=full, recomputes {len(chosen)} layers of a "
             f"{type(model).__name__}, which cannot be told to",
@@ -100,5 +96,6 @@ def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], c
         )
     if chosen and enable is not None:
         enable({"use_reentrant": False})
-        for number, layer in enumerate(layers):
-            layer.gradient_checkpointing = number in chosen  # type: ignore[assignment]
+    for number, layer in enumerate(layers):
+        if hasattr(layer, _SWITCH):
+            setattr(layer, _SWITCH, number in chosen)
