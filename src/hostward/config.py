@@ -179,9 +179,7 @@ class OptimizerConfig(Options):
         False, "Step the host share with torch.optim.AdamW, always between backward and forward."
     )
     gradients: str | None = option(
-        None,
-        "Where those of the host share are added up. None: on the device, or as a plan says.",
-        choices=("device", "host"),
+        None, "Where those of the host share are added up. None: device, or as planned.", choices=("device", "host")
     )
     pin_cpu_grads: bool = option(True, "Pinned host memory for gradients of the host share.")
     pin_cpu_params: bool = option(True, "Pinned host memory for weights of the host share on their way back.")

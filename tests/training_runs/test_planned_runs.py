@@ -17,6 +17,8 @@ from conftest import Cli
 import hostward
 from hostward import recipes
 from hostward.choice import Choice, Keep
+from hostward.engine.backend import Tier
+from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ConfigError, MemoryLimitError
 from hostward.hardware_profile import profile
 from hostward.memory_model import required
@@ -24,14 +26,15 @@ from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning import plan_file
 from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets
+from hostward.planning.needs import Budgets, refuse
 from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
+from hostward.sizes import GIB
 from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
 from hostward.train.placing import shares, with_plan
-from hostward.train.refusal import asked_choice, estimate, refuse
+from hostward.train.refusal import CURE, asked_choice, estimate
 from hostward.train.report import options_set
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
@@ -167,6 +170,23 @@ def checkpointed(model: torch.nn.Module) -> list[bool]:
     return [layer.gradient_checkpointing for layer in model.model.layers]
 
 
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(small: Workload) -> None:
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    made = plan(small, mixed(small, (Keep.OFFLOAD, Keep.RECOMPUTE)))
+    large = replace(made, predicted=replace(made.predicted, host_bytes=1 << 60))
+    backend = SimulatedBackend()
+    with pytest.raises(MemoryLimitError, match="the run needs more host memory than there is") as caught:
+        hostward.attach(model, plan=large, backend=backend)
+    assert f"host {(1 << 60) / GIB:,.1f} GiB" in caught.value.why
+    assert "force=True" in caught.value.fix
+    assert backend.ledger.total_bytes(Tier.HOST) == 0
+    assert checkpointed(model) == [False, False]
+    with hostward.attach(model, plan=large, backend=backend, force=True) as run:
+        assert run.schedule is not None
+    assert checkpointed(model) == [False, True]
+
+
 def test_attach_by_a_plan(small: Workload) -> None:
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
     model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
@@ -234,13 +254,13 @@ def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) ->
 def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload) -> None:
     choice = mixed(small, (Keep.KEEP, Keep.KEEP))
     needs = required(small, choice)
-    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes))
+    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes), CURE)
     with pytest.raises(MemoryLimitError, match="more device memory than there is") as caught:
-        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes))
+        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes), CURE)
     assert "steady step: device " in caught.value.why
     assert "--force" in caught.value.fix
     with pytest.raises(MemoryLimitError, match="more host memory than there is"):
-        refuse(needs, Budgets(None, needs.host_bytes - 1))
+        refuse(needs, Budgets(None, needs.host_bytes - 1), CURE)
 
 
 def test_what_options_ask_for_is_weighed(small: Workload) -> None:

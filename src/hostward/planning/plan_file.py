@@ -16,6 +16,7 @@ from hostward.choice import Choice, Keep
 from hostward.errors import ConfigError
 from hostward.hardware_profile import Hardware
 from hostward.inventory import Inventory
+from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan import Placement, Plan, placed
 from hostward.text_files import read_text, replace_text
 from hostward.workload import Workload
@@ -153,6 +154,12 @@ class PlanFile:
         away = sum(row.numel for row in self.buckets if row.placement.offloaded)
         streamed = sum(row.numel for row in self.buckets if row.placement is Placement.STREAMED)
         return streamed / away if away else 0.0
+
+    @property
+    def needs(self) -> Needs:
+        """What was predicted of a step, as needs of one phase."""
+        sizes = self.predicted.device_peak_bytes, self.predicted.host_bytes, self.predicted.pinned_bytes
+        return Needs((PhaseNeeds(STEADY_STEP, *({"the plan": size} for size in sizes)),))
 
     def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
         ours = [(row.bucket, row.numel) for row in self.buckets]

@@ -41,8 +41,9 @@ def attach_activations(
     """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None."""
     if plan is not None:
         layers = layers_of(plan)
+        # What does not fit was refused before the weights were allocated.
         wanted = layers.activations or layers.weights or layers.parts
-        return attach(model, optimizer, plan=plan) if wanted else None
+        return attach(model, optimizer, plan=plan, force=True) if wanted else None
     how, modules, weights = _offloaded(config), None, None
     if config.model.recompute_granularity == "selective":
         modules = tuple(config.model.recompute_modules)

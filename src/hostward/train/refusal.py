@@ -9,18 +9,18 @@ import torch
 from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
-from hostward.errors import MemoryLimitError, ModelError
+from hostward.errors import ModelError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype
 from hostward.memory_model import Needs, required
 from hostward.plan import Placement
-from hostward.planning.needs import Budgets
+from hostward.planning.needs import Budgets, refuse
 from hostward.planning.plan_file import PlanFile
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.run_report import Estimate
-from hostward.sizes import MIB, gib
+from hostward.sizes import MIB
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
@@ -35,7 +35,7 @@ log = logging.getLogger("hostward")
 
 SMALL_SHARE = 0.05
 """A model whose weights, gradients and state take less than this of the free memory is not looked at any closer."""
-_CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+CURE = "hostward plan with the same options says what would fit; --force starts anyway"
 
 
 def require_fit(
@@ -63,7 +63,7 @@ def require_fit(
         return None
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
     needs = required(workload, choice)
-    refuse(needs, Budgets(free_bytes, host_memory().available_bytes, phases=phases_of(config)))
+    refuse(needs, Budgets(free_bytes, host_memory().available_bytes, phases=phases_of(config)), CURE)
     return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
 
 
@@ -100,22 +100,4 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
         forced.offloaded_weights or frozenset(),
         sums_on_host(config),
         config.optimizer.optimizer_state_offload_chunk_size_mb * MIB or None,
-    )
-
-
-def refuse(needs: Needs, free: Budgets) -> None:
-    """Raises MemoryLimitError, with the needs by phase, if they exceed what is free."""
-    over = free.over(needs)
-    if not over:
-        return
-    rows = [
-        f"{phase.name}: device {gib(phase.device_bytes)}, host {gib(phase.host_bytes)} GiB"
-        for phase in needs.phases
-        if phase.name in free.phases
-    ]
-    limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
-    named = " and ".join(f"{name} memory" for name in over)
-    there = ", ".join(f"{name} {gib(limits[name] or 0)} GiB" for name in over)
-    raise MemoryLimitError(
-        f"the run needs more {named} than there is: free are {there}", why="; ".join(rows), fix=_CURE
     )

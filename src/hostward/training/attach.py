@@ -13,6 +13,7 @@ from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
 from hostward.errors import ConfigError
 from hostward.inspect import groups_of
+from hostward.planning.plan_file import PlanFile
 
 from .attachment import Activations, Attachment
 from .control import Control
@@ -21,6 +22,7 @@ from .mix import planned
 from .options import named_options, require_fewer
 from .planned import PlannedLayers, layers_of, recompute_whole
 from .recompute import Regions
+from .room import require_room
 from .visit_hooks import is_attached
 from .weight_offload import OffloadedWeights, Weights, weights_of
 
@@ -41,6 +43,7 @@ def attach(
     plan: object = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
+    force: bool = False,
 ) -> Attachment:
     """Offload what a model's layers save for backward, their weights, or both.
 
@@ -64,12 +67,14 @@ def attach(
             that it recomputes as a whole are told so; they stay that way after `detach`.
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
+        force: go on although the plan needs more memory than is free. (What activations take without a plan is not
+            known before the first forward.)
 
     Raises:
         ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none, or
             weights whose step is not on the host; the optimizer is another model's; the model, or a part of it, is
             attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled
-            layers with `recompute`. MemoryLimitError: the host has no room for copies of weights.
+            layers with `recompute`. MemoryLimitError: a plan, or copies of weights, do not fit.
     """
     if activations is None and weights is None and recompute is None and plan is None:
         raise ConfigError(
@@ -82,15 +87,16 @@ def attach(
         _require_optimizer_of(model, optimizer)
     _require_not_attached(model)
     found = find_layers(model, layers)
-    by_plan: PlannedLayers | None = None
-    if plan is not None:
-        by_plan = _planned(plan, len(found), activations, weights, recompute)
+    given, device = planned(plan), next((p.device for p in model.parameters()), torch.device("cpu"))
+    by_plan = None if given is None else _planned(given, len(found), activations, weights, recompute)
+    if by_plan is not None:
         activations, weights = by_plan.activations or None, by_plan.weights or None
         recompute = by_plan.recompute(found)
     how = None if activations is None else _how(activations, len(found))
     moving = None if weights is None else weights_of(weights, len(found))
+    if given is not None and not force:
+        require_room(given, device)
     if backend is None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
     with contextlib.ExitStack() as undo:
         regions = away = None
@@ -128,7 +134,7 @@ def offload_activations(
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
-def _planned(plan: object, n_layers: int, *others: object) -> PlannedLayers:
+def _planned(given: PlanFile, n_layers: int, *others: object) -> PlannedLayers:
     """What a plan says about layers. `others`: what else `attach` was given."""
     if any(other is not None for other in others):
         raise ConfigError(
@@ -136,10 +142,9 @@ def _planned(plan: object, n_layers: int, *others: object) -> PlannedLayers:
             why="the plan says what becomes of each layer",
             fix="leave the others out, or edit the plan",
         )
-    given = planned(plan)
-    if given is None or len(given.layers) != n_layers:
+    if len(given.layers) != n_layers:
         raise ConfigError(
-            f"the plan has {len(given.layers) if given else 0} layers, the model has {n_layers}",
+            f"the plan has {len(given.layers)} layers, the model has {n_layers}",
             why="it is a plan of another model",
             fix="make a plan of this model: hostward plan --json FILE",
         )
