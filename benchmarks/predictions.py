@@ -34,7 +34,7 @@ from hostward.train.placing import shares
 from hostward.train.workload import recipe_workload
 from hostward.training.workload_of import workload_of
 from hostward.workload import Workload
-from training_row import TORCH, RowOptions, Shape, build, loss_of, row_options
+from training_row import SHAPES, TORCH, RowOptions, Shape, build, loss_of, row_options
 
 from machine import describe
 
@@ -74,8 +74,18 @@ def workload(shape: Shape, tokens: int, seq: int) -> Workload:
 
 
 def shape_of(found: dict[str, Any]) -> Shape:
+    """The shape that a result tells; where it leaves some of it out, the known one with the rest of it.
+
+    Raises ValueError where there is none.
+    """
     names = {field.name for field in fields(Shape)}
-    return Shape(**{name: value for name, value in found.items() if name in names})
+    told = {name: value for name, value in found.items() if name in names}
+    for shape in SHAPES.values():
+        if told.items() <= asdict(shape).items():
+            return shape
+    if len(told) < len(names):
+        raise ValueError(f"no known shape has {told}")
+    return Shape(**told)
 
 
 def streamed_like(work: Workload, options: RowOptions, streamed: int) -> Plan:

@@ -24,6 +24,12 @@ class Keep(StrEnum):
     """Norms and activations run again, the rest goes to the host."""
 
 
+RECOMPUTED = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
+ELEMENTWISE = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
+LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
+"""What a layer keeps for backward goes to the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to train a workload."""

@@ -178,7 +178,9 @@ class OptimizerConfig(Options):
     use_torch_optimizer_for_cpu_offload: bool = option(
         False, "Step the host share with torch.optim.AdamW, always between backward and forward."
     )
-    gradients: str = option("device", "Where those of the host share are added up.", choices=("device", "host"))
+    gradients: str | None = option(
+        None, "Where those of the host share are added up. None: device, or as planned.", choices=("device", "host")
+    )
     pin_cpu_grads: bool = option(True, "Pinned host memory for gradients of the host share.")
     pin_cpu_params: bool = option(True, "Pinned host memory for weights of the host share on their way back.")
     offload_mix: float | str | None = option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +10,7 @@ from pathlib import Path
 from . import strict_json
 from .errors import ConfigError
 from .hardware import Rates
-from .text_files import read_text, write_text
+from .text_files import read_text, replace_text
 
 VERSION = 1
 _FOLDER = Path(__file__).parent / "profiles"
@@ -133,11 +132,11 @@ class Hardware:
     def from_json(cls, text: str, origin: str = "the text") -> Hardware:
         """Raises ConfigError if `text` is no hardware file; `origin` names it there."""
         try:
+            strict_json.require_version(text, VERSION)
             hardware = strict_json.parse(cls, text)
             _check(hardware)
         except ValueError as error:
-            why = _other_version(text) or str(error)
-            raise ConfigError(f"{origin} is no hardware file", why=why, fix=_WRITE_ONE) from error
+            raise ConfigError(f"{origin} is no hardware file", why=str(error), fix=_WRITE_ONE) from error
         return hardware
 
 
@@ -145,15 +144,18 @@ _WRITE_ONE = "write one with: hostward bench machine --json FILE"
 
 
 def _check(hardware: Hardware) -> None:
-    if hardware.version != VERSION:
-        raise ValueError(f"it has version {hardware.version}, this hostward reads version {VERSION}")
     if any(a.copy_bytes >= b.copy_bytes for a, b in pairwise(hardware.links)):
         raise ValueError("links are not in the order of copy_bytes")
     if hardware.gpu is None and (hardware.gpu_count or hardware.links):
         raise ValueError("gpu is null, but gpu_count or links say that there is one")
     if hardware.gpu is not None and not hardware.gpu_count:
         raise ValueError("gpu_count is 0, but there is a gpu")
+    gpu = hardware.gpu
     rates = {
+        "gpu.bf16_matmul_flops_per_s": gpu and gpu.bf16_matmul_flops_per_s,
+        "gpu.bf16_peak_flops_per_s": gpu and gpu.bf16_peak_flops_per_s,
+        "gpu.memory_peak_bytes_per_s": gpu and gpu.memory_peak_bytes_per_s,
+        "gpu.link_peak_bytes_per_s": gpu and gpu.link_peak_bytes_per_s,
         "pinned_s_per_gib": hardware.pinned_s_per_gib,
         "dram_bytes_per_s": hardware.dram_bytes_per_s,
         "host_parameters_per_s": hardware.host_parameters_per_s,
@@ -173,17 +175,6 @@ def _check(hardware: Hardware) -> None:
             raise ValueError(f"{name} is 0; null means unknown")
 
 
-def _other_version(text: str) -> str:
-    """What to say of a file of another version, whose other keys are not ours to judge; "" for all else."""
-    try:
-        version = json.loads(text)["version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ""
-    if type(version) is not int or version == VERSION:
-        return ""
-    return f"it has version {str(version)[:20]}, this hostward reads version {VERSION}"
-
-
 def load(path: Path) -> Hardware:
     """Raises ConfigError where the file cannot be read or is no hardware file."""
     return Hardware.from_json(read_text(path, _WRITE_ONE), str(path))
@@ -191,7 +182,7 @@ def load(path: Path) -> Hardware:
 
 def save(hardware: Hardware, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    write_text(path, hardware.to_json())
+    replace_text(path, hardware.to_json(), what="hardware file")
 
 
 def profile(name: str) -> Hardware:

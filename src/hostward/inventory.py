@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from .errors import ConfigError
 
@@ -92,9 +93,11 @@ class Range:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
-    """A run of ranges that are placed, moved and stepped together."""
+    """A run of ranges that are placed, moved and stepped together. Without slots: sums over its ranges are kept, since
+    planning asks for them a million times.
+    """
 
     index: int
     layer: str
@@ -103,15 +106,15 @@ class Bucket:
     kind: MasterKind
     ranges: tuple[Range, ...]
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"{self.index:04d}.{self.layer}"
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(r.numel for r in self.ranges)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each range within the bucket's slabs; the last entry is the padded length."""
         offsets = [0]
@@ -119,11 +122,11 @@ class Bucket:
             offsets.append(align(offsets[-1] + r.numel, RANGE_ALIGNMENT_ELEMENTS))
         return tuple(offsets)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         return self.numel * state_bytes_per_element(self.kind)
 
-    @property
+    @cached_property
     def host_bytes(self) -> int:
         return self.numel * host_bytes_per_element(self.dtype, self.kind)
 

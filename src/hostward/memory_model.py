@@ -19,10 +19,10 @@ from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_
 from .lowering.optimizer import INBOXES, inbox_bytes
 from .lowering.staging import FEWEST
 from .plan import Placement
+from .sizes import MIB
 from .step_model import Owner, StepModel
 from .workload import Workload
 
-MIB = 1024 * 1024
 CUBLAS_WORKSPACES = 2
 """One of the thread that runs forward, one of autograd's."""
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
@@ -102,7 +102,7 @@ class MemoryModel:
     """`required` for many choices of one workload."""
 
     def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+        self.workload = workload
         self._facts = Facts(workload)
         parameters = workload.inventory.parameters
         self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
@@ -115,11 +115,11 @@ class MemoryModel:
 
     def required(self, choice: Choice) -> Needs:
         """Raises ConfigError for a choice that is not of this workload."""
-        _check(self._workload, choice)
+        _check(self.workload, choice)
         gradients = Gradients(self._facts, choice)
         step = StepModel(self._facts, choice, gradients)
         host = self._host(choice, gradients, step.parked_bytes)
-        buckets = self._workload.inventory.buckets
+        buckets = self.workload.inventory.buckets
         state = sum(
             self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
             for b, placement in enumerate(choice.placements)
@@ -131,7 +131,7 @@ class MemoryModel:
         first: dict[Owner, float] = {**rest, **step.peak(min(FEWEST, slots.most), None)}
         steady: dict[Owner, float] = {**rest, **step.peak(slots.count, slots.unstage_at)}
         resident = step.resident_weight_bytes
-        loading = {**rest, Owner.WEIGHTS: self._workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
+        loading = {**rest, Owner.WEIGHTS: self.workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
         asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
         settled = {**host, Owner.ACTIVATIONS: 0.0}
         phases = (
@@ -146,7 +146,7 @@ class MemoryModel:
 
     def _host(self, choice: Choice, gradients: Gradients, parked_bytes: float) -> dict[Owner, float]:
         """Host bytes of a step, all of them page-locked."""
-        buckets, padded = self._workload.inventory.buckets, self._facts.padded
+        buckets, padded = self.workload.inventory.buckets, self._facts.padded
         state = weights = landing = 0.0
         for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
             if placement.offloaded:
@@ -158,7 +158,7 @@ class MemoryModel:
         if gradients.summed:
             inboxes = inbox_bytes([buckets[b] for b in gradients.summed]) // INBOXES
             landing += inboxes * min(INBOXES, len(gradients.summed)) + self._partial_bytes
-        weights += sum(la.frozen_weight_bytes for la in self._workload.repeated if la.name in choice.offloaded_weights)
+        weights += sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
         lanes = 2 if Placement.STREAMED in choice.placements else 1
         return {
             Owner.STATE: state,

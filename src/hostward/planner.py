@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -47,7 +48,8 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
     share = checked_fraction(streamed_fraction, "streamed_fraction")
     total = sum(b.state_bytes for b in buckets)
     cumulative = [0, *accumulate(b.state_bytes for b in reversed(buckets))]
-    count = min(range(len(cumulative)), key=lambda k: (abs(cumulative[k] - fraction * total), k))
+    above = min(bisect_left(cumulative, fraction * total), len(buckets))
+    count = min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - fraction * total))
     on_device = len(buckets) - count
     placements = [Placement.DEVICE] * on_device
     offloaded = buckets[on_device:]

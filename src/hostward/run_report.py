@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .replace_file import replace_text
-from .strict_json import parse
+from .plan import PlacedBucket
+from .strict_json import parse, require_version
+from .text_files import read_text, replace_text
 
 REPORT_FILE = "report.json"
 TRACE_FILE = "trace.json"
@@ -131,17 +132,6 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketRow:
-    """A bucket of the plan; `placement` is device, streamed or host."""
-
-    name: str
-    numel: int
-    state_bytes: int
-    host_bytes: int
-    placement: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepRow:
     """One iteration. Numbers that are not finite are None."""
 
@@ -169,8 +159,7 @@ class RunReport:
     command: str
     versions: Mapping[str, str]
     recipe: str
-    ended: str
-    """A value of `Ended`."""
+    ended: Ended
     reason: str | None
     """What ended it, unless it finished."""
     first_iteration: int
@@ -195,7 +184,7 @@ class RunReport:
     streamed_buckets: int
     placements: str
     """Of the optimizer state, in words."""
-    plan: tuple[BucketRow, ...]
+    plan: tuple[PlacedBucket, ...]
     activations: Mapping[str, Any] | None
     """Of what layers saved for backward, where it is offloaded: an ActivationReport as plain values, and "words"."""
     offload: OffloadReport | None
@@ -271,14 +260,10 @@ def read_report(path: Path) -> RunReport:
         ConfigError: there is none, it cannot be read, or it is no report of hostward; names the place in it.
     """
     file = path / REPORT_FILE if path.is_dir() else path
+    fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
+    text = read_text(file, fix, what="report")
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
-        raise ConfigError(f"report {file} cannot be read", why=why, fix=fix) from error
-    try:
-        _require_version(text)
+        require_version(text, VERSION, FORMAT)
         report = parse(RunReport, text)
         _require_whole(report)
     except (ValueError, RecursionError) as error:
@@ -290,18 +275,8 @@ def read_report(path: Path) -> RunReport:
     return report
 
 
-def _require_version(text: str) -> None:
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"key 'format' is not {FORMAT!r}")
-    if content.get("version") != VERSION:
-        raise ValueError(f"it has version {str(content.get('version'))[:20]}, this hostward reads version {VERSION}")
-
-
 def _require_whole(report: RunReport) -> None:
     """Raises ValueError where columns do not belong together."""
-    if report.ended not in set(Ended):
-        raise ValueError(f"ended is {report.ended!r}, not one of {', '.join(Ended)}")
     steps, memory, samples = len(report.iteration_s), report.step_memory, report.memory_over_time
     for name, column in (("losses", report.losses), ("grad_norms", report.grad_norms)):
         _require_length(name, column, steps, exactly=True)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
-from .choice import Choice, Keep
+from .choice import LEAVES, Choice, Keep
 from .gradient_model import Facts, Gradients, Made
 from .lowering.staging import Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
 from .plan import Placement
@@ -23,7 +23,6 @@ _WAYS = {
     Keep.ELEMENTWISE_OFFLOAD: Way.ELEMENTWISE,
 }
 _NOTHING = PerToken(0.0)
-_AWAY = {Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD}
 
 
 class Owner(StrEnum):
@@ -94,7 +93,7 @@ class StepModel:
         """By the moment's object: layers of a kind share theirs."""
         kept = [self._at(curve.kept) for curve in self._curves]
         self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
-        self._away = [keep in _AWAY for keep in keeps]
+        self._away = [keep in LEAVES for keep in keeps]
         self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
         self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
         """Of saved tensors on the host."""

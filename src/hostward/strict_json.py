@@ -8,14 +8,15 @@ import json
 import math
 import types
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 
 def parse(cls: type[T], text: str) -> T:
-    """`text` as a `cls`: dataclasses of str, int, float, tuples, mappings of str, other dataclasses, each `| None`; Any
-    is taken as it is.
+    """`text` as a `cls`: dataclasses of str, int, float, StrEnums, tuples, mappings of str, other dataclasses, each
+    `| None`; Any is taken as it is.
 
     Numbers are finite, and none is negative. A field with a default may be missing.
 
@@ -28,6 +29,24 @@ def parse(cls: type[T], text: str) -> T:
         return cls(**_fields(cls, content, ""))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def require_version(text: str, version: int, format_name: str | None = None) -> None:
+    """Before the keys of a file are judged, which another version may have otherwise.
+
+    Raises ValueError where `text` is an object of another version or, where `format_name` is given, of another format.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(content, dict):
+        return
+    if format_name is not None and content.get("format", format_name) != format_name:
+        raise ValueError(f"its format is {_short(content['format'])}, not {format_name!r}")
+    found = content.get("version")
+    if type(found) is int and found != version:
+        raise ValueError(f"it has version {_short(found)}, this hostward reads version {version}")
 
 
 def to_text(value: Any) -> str:
@@ -82,6 +101,8 @@ def _value(hint: Any, value: Any, place: str) -> Any:
         return {key: _value(arguments[1], entry, f"{place}.{key}") for key, entry in value.items()}
     if hint is float:
         return _number(value, place)
+    if issubclass(hint, StrEnum):
+        return _word(hint, value, place)
     if type(value) is not hint:
         raise ValueError(f"{place} is {_short(value)}, not {_NAMES[hint]}")
     if hint is int and value < 0:
@@ -90,6 +111,13 @@ def _value(hint: Any, value: Any, place: str) -> Any:
 
 
 _NAMES = {int: "a whole number", str: "a text", bool: "true or false"}
+
+
+def _word(words: type[StrEnum], value: Any, place: str) -> StrEnum:
+    try:
+        return words(value)
+    except ValueError as error:
+        raise ValueError(f"{place} is {_short(value)}, not one of {', '.join(words)}") from error
 
 
 def _number(value: Any, place: str) -> float:

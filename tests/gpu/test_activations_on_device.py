@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from attached_cases import MIB, WIDTH, Net, churn, deterministic_algorithms, put_to_sleep, same
 
 import hostward
 from hostward.engine.backend import Tier
@@ -17,89 +17,31 @@ from hostward.schedule import Lane
 
 pytestmark = pytest.mark.gpu
 
-SLEEP_CYCLES = int(2e7)
-MIB = 1024 * 1024
-
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    with deterministic_algorithms(warn_only=True):
+        yield
 
 
-class Block(torch.nn.Module):
-    """Little work on many bytes: copies last longer than what they hide behind."""
-
-    def __init__(self, width: int, *, recompute: bool) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.linear = torch.nn.Linear(width, width)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = checkpoint(self.run, x, use_reentrant=False) if self.recompute else self.run(x)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(self.norm(x))
-        return x + torch.tanh(y) * torch.sigmoid(y)
-
-
-class Net(torch.nn.Module):
-    def __init__(self, *, width: int = 256, depth: int = 6, recompute: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(Block(width, recompute=recompute) for _ in range(depth))
-        self.to("cuda", torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def batch(seed: int, rows: int = 16384, width: int = 256) -> torch.Tensor:
+def batch(seed: int, rows: int = 16384) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(rows, width, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    return torch.randn(rows, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-def gradients(net: Net, steps: int = 4, *, churn: bool = False) -> list[torch.Tensor]:
+def gradients(net: Net, steps: int = 4, *, churned: bool = False) -> list[torch.Tensor]:
     found = []
     for step in range(steps):
         net.zero_grad()
         net(batch(step)).float().square().mean().backward()
-        if churn:  # who frees too early, or reads what was freed, meets these
-            for n in (2, 8, 32):
-                torch.full((n * MIB // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
+        if churned:
+            churn()
         found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
     return found
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
-    )
-
-
 def attach(net: Net, **options: Any) -> hostward.Attachment:
     return hostward.attach(net, activations=hostward.Activations(min_bytes=4096, **options))
-
-
-def put_to_sleep(run: hostward.Attachment, lanes: tuple[Lane, ...]) -> None:
-    """Every copy of these lanes comes after a sleep (T30, T31)."""
-    copy = run.backend.copy
-
-    def slow(lane: Lane, *arguments: Any, **options: Any) -> Any:
-        if lane in lanes:
-            with torch.cuda.stream(run.backend._side[lane]):  # type: ignore[attr-defined]
-                torch.cuda._sleep(SLEEP_CYCLES)
-        return copy(lane, *arguments, **options)
-
-    run.backend.copy = slow  # type: ignore[method-assign]
-    run._movement._backend = run.backend
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -111,7 +53,7 @@ def test_t30_t31_gradients_keep_their_bits(slow: tuple[Lane, ...], double_buffer
         net = Net(recompute=recompute)
         run = attach(net, num_layers=num_layers, double_buffering=double_buffering)
         put_to_sleep(run, slow)
-        assert same(gradients(net, churn=True), expected), num_layers
+        assert same(gradients(net, churned=True), expected), num_layers
         report = run.report()
         run.detach()
         assert report.offloaded_bytes == report.reloaded_bytes > 0
@@ -127,7 +69,7 @@ def test_h2_training_on_a_side_stream() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        found = gradients(net, churn=True)
+        found = gradients(net, churned=True)
     side.synchronize()
     assert same(found, expected)
     run.detach()
@@ -206,7 +148,7 @@ def test_h12_what_dies_in_flight_is_not_handed_on() -> None:
         loss = net(batch(seed)).float().square().mean()
         del loss
         torch.full((64 * MIB // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
-    assert same(gradients(net, churn=True), expected)
+    assert same(gradients(net, churned=True), expected)
     run.detach()
 
 

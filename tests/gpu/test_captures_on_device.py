@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from attached_cases import MIB, WIDTH, Net, churn, deterministic_algorithms, put_to_sleep, same
 
 import hostward
 from hostward.engine.backend import Tier
@@ -19,9 +19,7 @@ from hostward.schedule import Lane
 
 pytestmark = pytest.mark.gpu
 
-SLEEP_CYCLES = int(2e7)
-MIB = 1024 * 1024
-ROWS, WIDTH = 8192, 256
+ROWS = 8192
 TOKENS, HIDDEN = 1024, 512
 ELEMENTWISE = ("layernorm", "mlp_act")
 BOTH = (Lane.D2H, Lane.H2D)
@@ -29,49 +27,12 @@ BOTH = (Lane.D2H, Lane.H2D)
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # with warn_only fused attention would add in any order
     # Lanes and host memory of earlier tests are not to be collected in the middle of a capture: that waits on the host.
     gc.collect()
     gc.disable()
-    yield
+    with deterministic_algorithms(warn_only=False):
+        yield
     gc.enable()
-    torch.use_deterministic_algorithms(before)
-
-
-class Block(torch.nn.Module):
-    """Little work on many bytes: copies last longer than what they hide behind."""
-
-    def __init__(self, *, recompute: bool) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.linear = torch.nn.Linear(WIDTH, WIDTH)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.recompute:
-            return self.run(x)
-        # The state of the generators cannot be read in a capture.
-        found = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(self.norm(x))
-        return x + torch.tanh(y) * torch.sigmoid(y)
-
-
-class Net(torch.nn.Module):
-    def __init__(self, *, depth: int = 5, recompute: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(Block(recompute=recompute) for _ in range(depth))
-        self.to("cuda", torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Decoder(torch.nn.Module):
@@ -101,7 +62,9 @@ class Decoder(torch.nn.Module):
 
 
 def build(kind: str) -> torch.nn.Module:
-    return Net(recompute=kind == "checkpointed") if kind in ("blocks", "checkpointed") else Decoder(kind)
+    if kind in ("blocks", "checkpointed"):
+        return Net(depth=5, recompute=kind == "checkpointed", keep_rng=False)
+    return Decoder(kind)
 
 
 def batch(model: torch.nn.Module, seed: int, rows: int = ROWS) -> torch.Tensor:
@@ -123,12 +86,6 @@ def eager(model: torch.nn.Module, x: torch.Tensor, microbatches: int = 1) -> lis
     model.zero_grad()
     backward(model, x, microbatches)
     return gradients(model)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) > 0 and all(
-        torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
-    )
 
 
 def attach(model: torch.nn.Module, optimizer: Any = None, **options: Any) -> hostward.Attachment:
@@ -158,31 +115,10 @@ def captured(model: torch.nn.Module, x: torch.Tensor, microbatches: int = 1) -> 
     return graph
 
 
-def churn() -> None:
-    """Who frees too early, or uses what was freed, meets these."""
-    for n in (1, 2, 4, 8, 32):
-        torch.full((n * MIB // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
-
-
 def forget_failures() -> None:
     """Let go of the graph that autograd failed in last: its nodes are bound to the stream of the capture."""
     gc.collect()
     torch.ones(1, device="cuda", requires_grad=True).sum().backward()
-
-
-def put_to_sleep(run: hostward.Attachment, lanes: tuple[Lane, ...]) -> None:
-    """Every copy of these lanes comes after a sleep, in graphs as well."""
-    copy = run.backend.copy
-
-    def slow(lane: Lane, *arguments: Any, **options: Any) -> Any:
-        if lane in lanes:
-            side = run.backend._side[lane]  # type: ignore[attr-defined]
-            side.wait_stream(torch.cuda.current_stream())  # in a capture the lane joins the graph here
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(SLEEP_CYCLES)
-        return copy(lane, *arguments, **options)
-
-    run.backend.copy = slow  # type: ignore[method-assign]
 
 
 def require_replays(

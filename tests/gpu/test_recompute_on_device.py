@@ -9,24 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from attached_cases import churn, deterministic_algorithms, put_to_sleep, same
 
 import hostward
 from hostward.schedule import Lane
 
 pytestmark = pytest.mark.gpu
 
-SLEEP_CYCLES = int(2e7)
-MIB = 1024 * 1024
 HIDDEN, FFN, TOKENS, LAYERS = 512, 2048, 2048, 4
 ELEMENTWISE = ("layernorm", "mlp_act")
 
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # with warnings alone, flash attention adds in any order
-    yield
-    torch.use_deterministic_algorithms(before)
+    with deterministic_algorithms(warn_only=False):
+        yield
 
 
 def build(kind: str = "Llama", **options: Any) -> Any:
@@ -68,37 +65,16 @@ def loss_of(model: Any, seed: int) -> torch.Tensor:
     return loss
 
 
-def gradients(model: Any, steps: int = 3, *, churn: bool = False) -> list[torch.Tensor]:
+def gradients(model: Any, steps: int = 3, *, churned: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(1)  # dropout
     found = []
     for step in range(steps):
         model.zero_grad()
         loss_of(model, step).backward()
-        if churn:  # who frees too early, or reads what was freed, meets these
-            for n in (2, 8, 32):
-                torch.full((n * MIB // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
+        if churned:
+            churn()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
-    )
-
-
-def put_to_sleep(run: hostward.Attachment, lanes: tuple[Lane, ...]) -> None:
-    """Every copy of these lanes comes after a sleep."""
-    copy = run.backend.copy
-
-    def slow(lane: Lane, *arguments: Any, **options: Any) -> Any:
-        if lane in lanes:
-            with torch.cuda.stream(run.backend._side[lane]):  # type: ignore[attr-defined]
-                torch.cuda._sleep(SLEEP_CYCLES)
-        return copy(lane, *arguments, **options)
-
-    run.backend.copy = slow  # type: ignore[method-assign]
-    run._movement._backend = run.backend
 
 
 def peak_and_held(model: Any) -> tuple[int, int]:
@@ -131,7 +107,7 @@ def test_gradients_keep_their_bits(kind: str, modules: tuple[str, ...]) -> None:
     expected = gradients(build(kind))
     model = build(kind)
     with hostward.attach(model, recompute=modules):
-        assert same(gradients(model, churn=True), expected)
+        assert same(gradients(model, churned=True), expected)
     assert same(gradients(build(kind)), expected)
 
 
@@ -144,7 +120,7 @@ def test_what_remains_is_offloaded_with_the_same_bits(slow: tuple[Lane, ...], mo
         how = hostward.Activations(num_layers=num_layers, min_bytes=4096, max_in_flight=most)
         run = hostward.attach(model, activations=how, recompute=ELEMENTWISE)
         put_to_sleep(run, slow)
-        assert same(gradients(model, churn=True), expected), num_layers
+        assert same(gradients(model, churned=True), expected), num_layers
         report = run.report()
         run.detach()
         assert report.offloaded_bytes == report.reloaded_bytes > 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attached_cases import MIB, SLEEP_CYCLES, churn, deterministic_algorithms, same
 from torch.utils.checkpoint import checkpoint
 
 import hostward
@@ -17,8 +18,6 @@ from hostward.schedule import Lane
 
 pytestmark = pytest.mark.gpu
 
-SLEEP_CYCLES = int(2e7)
-MIB = 1024 * 1024
 WIDTH = 1024
 LAYER_BYTES = 2 * WIDTH * WIDTH * 2
 """Two bf16 matrices."""
@@ -28,10 +27,8 @@ ON_HOST = {"offload_fraction": 1.0, "streamed_fraction": 0.0}
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    with deterministic_algorithms(warn_only=True):
+        yield
 
 
 class Block(torch.nn.Module):
@@ -73,12 +70,6 @@ def batch(seed: int, rows: int = 64) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-def churn() -> None:
-    """Who frees too early, or reads what was freed, meets these."""
-    for n in (1, 2, 4, 16):
-        torch.full((n * MIB // 2,), float("nan"), device="cuda", dtype=torch.bfloat16)
-
-
 def gradients(net: Net, steps: int = 4) -> list[torch.Tensor]:
     found = []
     for step in range(steps):
@@ -90,12 +81,6 @@ def gradients(net: Net, steps: int = 4) -> list[torch.Tensor]:
         churn()
         found += [loss.detach().bfloat16(), x.grad, net.scale.grad.clone()]  # type: ignore[union-attr]
     return found  # type: ignore[return-value]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
-    )
 
 
 class Slow:

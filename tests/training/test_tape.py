@@ -6,54 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tape_cases import EXPERTS, built, loss_of, parts, tokens
 from torch.utils.checkpoint import checkpoint
 
 from hostward.errors import ModelError
 from hostward.training.layers import find_layers
-from hostward.training.recompute import Region, Regions
 from hostward.training.tape import Tape
-from hostward.training.tape_runs import PartRun, run
+from hostward.training.tape_runs import run
 
-transformers = pytest.importorskip("transformers")
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "use_cache": False,
-}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def built(kind: str, device: str, dtype: torch.dtype = torch.float32, attention: str = "eager", **more: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **more}, attn_implementation=attention)
-    torch.manual_seed(0)
-    with torch.device(device):
-        return getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype).train()
-
-
-def tokens(device: str, sequences: int = 2, length: int = 24) -> torch.Tensor:
-    return torch.zeros(sequences, length, dtype=torch.int64, device=device)
-
-
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss
-    return out
-
-
-def parts(model: Any, ids: torch.Tensor, way: str = "keep") -> list[PartRun]:
-    layers = find_layers(model)
-    if way == "recompute":
-        for _, layer in layers:
-            Region(layer)
-    elif way == "elementwise":
-        Regions(layers, ("layernorm", "moe_act" if hasattr(model.config, "num_experts") else "mlp_act"))
-    return run(model, layers, ids, loss_of)
+pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute", "elementwise"])

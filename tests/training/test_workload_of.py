@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_tape import EXPERTS, built, loss_of, parts, tokens
+from tape_cases import EXPERTS, built, loss_of, parts, tokens
 
 import hostward
 from hostward.errors import ConfigError, ModelError

@@ -59,6 +59,37 @@ def test_options_of_a_recipe_are_not_the_planners_to_choose(cli: Cli, tmp_path: 
     assert {row.activations for row in plan.layers} == {"recompute"}
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_where_gradients_are_added_up_is_the_recipes_to_say(cli: Cli, tmp_path: Path, where: str) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    found = cli("plan", *TINY, *asked, f"optimizer.gradients={where}", "--json", path)
+    assert found.code == 0, found.err
+    assert plan_file.load(path).gradients_on_host == (where == "host")
+    assert ("gradients added up on the host" in found.out) == (where == "host")
+
+
+def test_how_much_state_is_staged_is_the_recipes_to_say(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["optimizer.offload_optimizer_states=True", "optimizer.optimizer_state_offload_chunk_size_mb=3"]
+    assert cli("plan", *TINY, *asked, "--json", path).code == 0
+    assert plan_file.load(path).staging_bytes == 3 * 1024 * 1024
+
+
+def test_a_run_that_saves_must_fit_while_it_saves(cli: Cli, tmp_path: Path) -> None:
+    asked = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    path = tmp_path / "plan.json"
+    assert cli("plan", *TINY, *asked, "--json", path).code == 0
+    limit = ["--host-memory", f"{plan_file.load(path).predicted.host_bytes}B"]
+    without = cli("plan", *TINY, *asked, *limit)
+    assert without.code == 0, without.out
+    assert "which is not counted: a run without checkpoint.save does not do it" in without.out
+    with_save = cli("plan", *TINY, *asked, *limit, f"checkpoint.save={tmp_path / 'saved'}")
+    assert with_save.code == 1
+    assert "It does not fit." in with_save.out
+    assert "--host-memory" in with_save.out
+
+
 def test_a_configuration_file_is_planned(cli: Cli, config_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     words = ["--config", config_file, "--seq", 512, "--batch", 4, "--micro-batch", 2]

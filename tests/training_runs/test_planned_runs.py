@@ -17,6 +17,8 @@ from conftest import Cli
 import hostward
 from hostward import recipes
 from hostward.choice import Choice, Keep
+from hostward.engine.backend import Tier
+from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ConfigError, MemoryLimitError
 from hostward.hardware_profile import profile
 from hostward.memory_model import required
@@ -24,12 +26,16 @@ from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning import plan_file
 from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets
+from hostward.planning.needs import Budgets, refuse
 from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
+from hostward.sizes import GIB
+from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
-from hostward.train.refusal import asked_choice, estimate, refuse
+from hostward.train.placing import shares, with_plan
+from hostward.train.refusal import CURE, asked_choice, estimate
+from hostward.train.report import options_set
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
@@ -121,6 +127,10 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
     plan_file.save(made, path)
     optimizer = hostward.AdamW(model, plan=str(path))
     assert [b.placement.value for b in optimizer.plan.buckets] == [row.placement for row in made.buckets]
+    assert optimizer._issuer._slots.count == 2
+    assert hostward.AdamW(model, plan=replace(made, staging_bytes=1))._issuer._slots.count == 1
+    with pytest.raises(ConfigError, match="staging_bytes must be a whole number >= 1, got 0"):
+        hostward.AdamW(model, plan=replace(made, staging_bytes=0))
     with pytest.raises(ConfigError, match=r"and offload_fraction=0\.5"):
         hostward.AdamW(model, plan=made, offload_fraction=0.5)
     on_host = replace(made, gradients_on_host=True)
@@ -133,14 +143,64 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
         hostward.AdamW(torch.nn.Linear(8, 8), plan=made)
 
 
+def test_what_a_plan_streams_is_not_counted_as_stepped_on_the_host(small: Workload) -> None:
+    """Landing places of gradients are asked of the host for what is stepped there, and for no more."""
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    buckets = small.inventory.buckets
+    streamed = plan(small, Choice((Placement.STREAMED,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
+    assert shares(with_plan(config, streamed)).host_share == (0.0, 0.0)
+    some = plan(small, mixed(small, (Keep.KEEP, Keep.KEEP)))
+    stepped = sum(row.numel for row in some.buckets if row.placement == Placement.HOST)
+    assert shares(with_plan(config, some)).host_share[1] == pytest.approx(stepped / small.inventory.numel)
+    nothing = plan(small, Choice((Placement.DEVICE,) * len(buckets), (Keep.KEEP, Keep.KEEP)))
+    assert options_set(with_plan(config, nothing)) == options_set(config)
+
+
+def test_layers_that_cannot_be_recomputed_are_refused_with_plan_and_option() -> None:
+    words = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, *words])
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    told = r"the plan, or model\.recompute_granularity=full, recomputes 2 layers of a Sequential"
+    with pytest.raises(ConfigError, match=told) as caught:
+        recompute_layers(model, config)
+    assert "model.recompute_granularity=selective" in caught.value.fix
+
+
+def checkpointed(model: torch.nn.Module) -> list[bool]:
+    return [layer.gradient_checkpointing for layer in model.model.layers]
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(small: Workload) -> None:
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    made = plan(small, mixed(small, (Keep.OFFLOAD, Keep.RECOMPUTE)))
+    large = replace(made, predicted=replace(made.predicted, host_bytes=1 << 60))
+    backend = SimulatedBackend()
+    with pytest.raises(MemoryLimitError, match="the run needs more host memory than there is") as caught:
+        hostward.attach(model, plan=large, backend=backend)
+    assert f"host {(1 << 60) / GIB:,.1f} GiB" in caught.value.why
+    assert "force=True" in caught.value.fix
+    assert backend.ledger.total_bytes(Tier.HOST) == 0
+    assert checkpointed(model) == [False, False]
+    with hostward.attach(model, plan=large, backend=backend, force=True) as run:
+        assert run.schedule is not None
+    assert checkpointed(model) == [False, True]
+
+
 def test_attach_by_a_plan(small: Workload) -> None:
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
     model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
     everything = plan(small, mixed(small, (Keep.OFFLOAD, Keep.KEEP)))
     with hostward.attach(model, plan=everything) as run:
         assert run.schedule is not None
-    with pytest.raises(ConfigError, match="neither offloads nor recomputes"):
-        hostward.attach(model, plan=plan(small, mixed(small, (Keep.RECOMPUTE, Keep.KEEP))))
+    with pytest.raises(ConfigError, match="neither offloads nor recomputes anything of layers"):
+        hostward.attach(model, plan=plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))))
+    again = plan(small, mixed(small, (Keep.RECOMPUTE, Keep.KEEP)))
+    with pytest.raises(ConfigError, match="an optimizer of another model"):
+        hostward.attach(model, hostward.AdamW(torch.nn.Linear(8, 8)), plan=again)
+    assert checkpointed(model) == [False, False]
+    hostward.attach(model, plan=again).detach()
+    assert checkpointed(model) == [True, False]
     with pytest.raises(ConfigError, match=r"with plan=\.\.\. and activations"):
         hostward.attach(model, activations=1, plan=everything)
     backwards = json.loads(everything.to_json())
@@ -170,6 +230,20 @@ def test_a_plan_that_does_not_go_with_the_options_is_refused(
         assert text in found.err
 
 
+def test_weights_that_cannot_leave_and_a_plan_for_more_gpus_are_refused_when_the_file_is_read(
+    refused: Cli, small: Workload, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    content = json.loads(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))).to_json())
+    content["layers"][0]["weights"] = "host"
+    path.write_text(json.dumps(content))
+    assert "weights leave only where the host steps them" in refused(BF16, "--plan", path).err
+    content["layers"][0]["weights"] = "device"
+    content["workload"]["ranks"] = content["machine"]["gpus"] = 4
+    path.write_text(json.dumps(content))
+    assert "shares the model among 4 GPUs, and here it is 1" in refused(BF16, "--plan", path).err
+
+
 def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("{}")
@@ -180,13 +254,13 @@ def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) ->
 def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload) -> None:
     choice = mixed(small, (Keep.KEEP, Keep.KEEP))
     needs = required(small, choice)
-    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes))
+    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes), CURE)
     with pytest.raises(MemoryLimitError, match="more device memory than there is") as caught:
-        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes))
+        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes), CURE)
     assert "steady step: device " in caught.value.why
     assert "--force" in caught.value.fix
     with pytest.raises(MemoryLimitError, match="more host memory than there is"):
-        refuse(needs, Budgets(None, needs.host_bytes - 1))
+        refuse(needs, Budgets(None, needs.host_bytes - 1), CURE)
 
 
 def test_what_options_ask_for_is_weighed(small: Workload) -> None:

@@ -165,6 +165,7 @@ def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Pat
     program = "import hostward.cli.run_files as files; files.INTERVAL_S, files._SHARE = 0.0, 1e9\n"
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     program += LOITER.format(module="engine.simulated", name="adamw_step", call=24)
+    (tmp_path / TRACE_FILE).write_text("of an earlier run")
     process = start_process(["-c", program, *words])
     try:
         wait_for(process, "LOITERING")
@@ -230,6 +231,21 @@ def test_the_first_error_is_shown_when_the_report_fails_too(
     assert outcome.code == 2
     assert "error: the text is gone" in outcome.err
     assert "the report of this run could not be written" in caplog.text
+
+
+def test_a_trace_that_cannot_be_removed_does_not_hide_the_first_error(
+    cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(run: Any) -> None:
+        raise loop.DataError("the text is gone")
+
+    monkeypatch.setattr(loop, "train_iteration", failing)
+    (tmp_path / "run" / TRACE_FILE).mkdir(parents=True)
+    words = ["train", *SMALL, f"dataset.path={text}", "train.train_iters=1", "--run-dir", tmp_path / "run"]
+    outcome = cli(*words)
+    assert outcome.code == 2
+    assert "error: the text is gone" in outcome.err
+    assert read_report(tmp_path / "run").ended == "failed"
 
 
 # --- hostward report ---

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 from hostward.engine.trace import Span, SpanKind, Trace
+from hostward.plan import PlacedBucket, Placement
 from hostward.run_report import (
     FORMAT,
     VERSION,
-    BucketRow,
     Ended,
     Estimate,
     FrontierPoint,
@@ -38,7 +38,7 @@ def gpu_report() -> RunReport:
         command="hostward train --recipe llama_1_7b train.train_iters=40",
         versions={"hostward": "0.1.0", "torch": "2.13.0"},
         recipe="llama_1_7b_pretrain_config",
-        ended=Ended.FINISHED.value,
+        ended=Ended.FINISHED,
         reason=None,
         first_iteration=0,
         last_iteration=ITERATIONS,
@@ -85,7 +85,9 @@ def gpu_report() -> RunReport:
         host_buckets=5,
         streamed_buckets=3,
         placements="optimizer state on the host: asked 0.6000, placed 0.6000",
-        plan=tuple(BucketRow(f"{i:04}.model.layers.{i}", 10**8, 10**9, 10**9, _placement(i)) for i in range(BUCKETS)),
+        plan=tuple(
+            PlacedBucket(f"{i:04}.model.layers.{i}", 10**8, 10**9, 10**9, _placement(i)) for i in range(BUCKETS)
+        ),
         activations={"freed_bytes": 80 * GIB, "words": "saved activations: 2 GiB each way"},
         offload=OffloadReport(
             first_iteration=37,
@@ -124,8 +126,8 @@ def gpu_report() -> RunReport:
     )
 
 
-def _placement(bucket: int) -> str:
-    return "device" if bucket < 4 else "host" if bucket < 9 else "streamed"
+def _placement(bucket: int) -> Placement:
+    return Placement.DEVICE if bucket < 4 else Placement.HOST if bucket < 9 else Placement.STREAMED
 
 
 def cut_short(ended: Ended, reason: str | None) -> RunReport:
@@ -133,7 +135,7 @@ def cut_short(ended: Ended, reason: str | None) -> RunReport:
     whole = gpu_report()
     return replace(
         whole,
-        ended=ended.value,
+        ended=ended,
         reason=reason,
         last_iteration=12,
         losses=(*whole.losses[:10], None),

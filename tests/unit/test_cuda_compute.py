@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fake_driver import FakeDriver
 
 from hostward.engine.commands import Command, CommandList, Streams, Verb
@@ -62,3 +63,10 @@ def test_t44_the_stream_of_a_capture_used_outside_of_it() -> None:
     assert caller.issue(GRAPH) == [*turn(FIRST, GRAPH), ("record", PROBE, GRAPH)]
     assert caller.issue(GRAPH, capturing=True) == [("record", PROBE, GRAPH)]
     assert caller.issue(FIRST) == [*turn(GRAPH, FIRST), ("record", PROBE, FIRST)]
+
+
+def test_changes_of_stream_build_no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = Caller()
+    monkeypatch.setattr("hostward.engine.cuda_compute.CommandList", None)
+    assert caller.issue(OTHER) == [*turn(FIRST, OTHER), ("record", PROBE, OTHER)]
+    assert caller.issue(FIRST) == [*turn(OTHER, FIRST), ("record", PROBE, FIRST)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,10 @@ def edited(**changes: Any) -> str:
         (edited(dram_bytes_per_s=10**400), "dram_bytes_per_s is 10+[.][.][.], which is too large"),
         (edited(dram_bytes_per_s=float("nan")), "NaN is no number"),
         (edited(dram_bytes_per_s=float("inf")), "Infinity is no number"),
+        (edited(gpu__bf16_matmul_flops_per_s=0), r"gpu\.bf16_matmul_flops_per_s is 0; null means unknown"),
+        (edited(gpu__bf16_peak_flops_per_s=0), r"gpu\.bf16_peak_flops_per_s is 0"),
+        (edited(gpu__memory_peak_bytes_per_s=0), r"gpu\.memory_peak_bytes_per_s is 0"),
+        (edited(gpu__link_peak_bytes_per_s=0), r"gpu\.link_peak_bytes_per_s is 0"),
         (edited(links=5), "links is 5, not a list"),
         (edited(links__0__h2d_bytes_per_s=0), r"links\[0\].h2d_bytes_per_s is 0"),
         (edited(links__0__copy_bytes=1 << 40), "links are not in the order of copy_bytes"),
@@ -154,6 +159,19 @@ def test_a_file_is_written_whole_over_an_old_one(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["hardware.json"]
 
 
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "elsewhere" / "hardware.json")
+    save(profile("h200"), tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load(tmp_path / "elsewhere" / "hardware.json") == profile("h200")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is no plain file"):
+        save(profile("h200"), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "link.json", "pipe"]
+
+
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none.json")
@@ -165,7 +183,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         load(tmp_path / "latin.json")
     with pytest.raises(ConfigError, match="cannot be written"):
         save(profile("h200"), tmp_path / "none" / "hardware.json")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match=r"hardware file .* is no plain file"):
         save(profile("h200"), tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "latin.json"]
 

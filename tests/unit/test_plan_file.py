@@ -44,6 +44,10 @@ def edited(**changes: Any) -> str:
     return json.dumps({**json.loads(PLAN.to_json()), **changes})
 
 
+OF = json.loads(PLAN.to_json())["workload"]
+LAYERS = json.loads(PLAN.to_json())["layers"]
+
+
 def test_a_plan_reads_back_and_decides_what_was_decided(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan_file.save(PLAN, path)
@@ -62,6 +66,9 @@ def test_its_bytes_and_seconds_are_the_models() -> None:
 
 def test_an_edited_placement_counts() -> None:
     content = json.loads(PLAN.to_json())
+    for bucket in content["buckets"]:
+        if bucket["bucket"].endswith(".layers.0"):
+            bucket["placement"] = "host"
     content["buckets"][0]["placement"] = "host"
     content["layers"][1]["activations"] = "offload"
     content["layers"][0]["weights"] = "host"
@@ -82,16 +89,28 @@ def test_placements_alone_for_an_optimizer() -> None:
     [
         ("", "Expecting value"),
         ("[]", "not an object"),
-        (edited(format="other"), "its format is 'other'"),
+        (edited(format="other"), 'its format is "other"'),
         (edited(version=2), "it has version 2"),
+        (json.dumps({"version": 2, "rows": []}), "it has version 2"),
         (edited(gradients_on_host="yes"), "not true or false"),
         (
             edited(buckets=[{"bucket": "a", "numel": 1, "placement": "gpu"}]),
-            r"buckets\[0\].placement is 'gpu', not one of",
+            r'buckets\[0\].placement is "gpu", not one of',
         ),
         (edited(buckets=[{"bucket": "a", "numel": -1, "placement": "host"}]), "negative"),
-        (edited(layers=[{"layer": "a", "activations": "drop", "weights": "device"}]), "activations is 'drop'"),
+        (
+            edited(layers=[{"layer": "a", "activations": "drop", "weights": "device"}]),
+            'activations is "drop"',
+        ),
         (edited(layers=[{"layer": "a", "activations": "keep", "weights": "disk"}]), "weights is 'disk'"),
+        (edited(workload={**OF, "ranks": 0}), r"workload\.ranks is 0"),
+        (edited(workload={**OF, "ranks": 3}), r"workload\.ranks is 3, machine\.gpus is 1"),
+        (edited(workload={**OF, "microbatches": 0}), r"workload\.microbatches is 0"),
+        (edited(workload={**OF, "parameters": 7}), r"workload\.parameters is 7, its buckets have \d+"),
+        (
+            edited(layers=[{**layer, "weights": "host"} for layer in LAYERS]),
+            r"layers\[0\].weights is host, and buckets\[\d+\] of",
+        ),
         (edited(extra=1), "key 'extra' is unknown"),
         (edited(predicted={}), "is missing"),
         ("[" * 100_000, "nested too deeply"),
@@ -128,6 +147,14 @@ def test_a_missing_bucket_and_a_renamed_layer_are_named() -> None:
     content["layers"][2]["layer"] = "layers.9"
     with pytest.raises(ConfigError, match=r"layer 2 is layers\.9 in the plan"):
         PlanFile.from_json(json.dumps(content)).choice(WORKLOAD)
+
+
+def test_a_plan_for_more_gpus_is_refused() -> None:
+    """Were it not, a part would be taken for the whole of a smaller model of the same shape."""
+    shared = replace(PLAN, workload=replace(PLAN.workload, ranks=4), machine=replace(PLAN.machine, gpus=4))
+    assert PlanFile.from_json(shared.to_json()) == shared
+    with pytest.raises(ConfigError, match="shares the model among 4 GPUs, and here it is 1"):
+        shared.choice(WORKLOAD)
 
 
 def test_a_plan_for_another_gpu_is_refused() -> None:

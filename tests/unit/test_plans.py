@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from plan_cases import PAIRS, answered, llama_1b, llama_8b, qwen_30b
 from workload_cases import llama
 
-from hostward.choice import Keep
+from hostward.choice import LEAVES, Keep
 from hostward.hardware_profile import profile
 from hostward.inventory import align
 from hostward.lowering.optimizer import StepShape, lower_step
@@ -26,7 +26,6 @@ from hostward.memory_model import STEADY_STEP, required
 from hostward.plan import Placement
 from hostward.planning.answer import Question, answer, default_budgets, verdict
 from hostward.planning.assignment import Forced
-from hostward.planning.costs import LEAVES
 from hostward.planning.frontier import Candidate, Frontier
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_text import render
@@ -89,6 +88,18 @@ def test_what_is_forced_is_honoured(data: st.DataObject) -> None:
         assert all(found.choice.placements[i] is p for i, p in placements.items())
         assert all(found.choice.activations[i] is k for i, k in keeps.items())
         assert names is None or found.choice.offloaded_weights == names
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_where_gradients_are_added_up_and_how_much_stages_can_be_forced(on_host: bool) -> None:
+    host = dict.fromkeys(range(0, len(SEVERAL.inventory.buckets), 2), Placement.HOST)
+    forced = Forced(host, gradients_on_host=on_host, staging_bytes=64 * 1024 * 1024)
+    found = Frontier(SEVERAL, H200, required, forced).candidates
+    assert {c.choice.gradients_on_host for c in found} == {on_host}
+    assert {c.choice.staging_bytes for c in found} == {64 * 1024 * 1024}
+    free = Frontier(SEVERAL, H200, required, Forced(host)).candidates
+    streamed = max(c.needs.slots for c in free if Placement.STREAMED in c.choice.placements)
+    assert max(c.needs.slots for c in found) < streamed
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -220,15 +231,16 @@ def test_what_does_not_fit_comes_with_the_smallest_change_that_would() -> None:
     assert answer(less, required).chosen is None
 
 
-def test_a_smaller_microbatch_is_proposed_where_that_is_enough() -> None:
-    forced = Forced(dict.fromkeys(range(200), Placement.DEVICE), dict.fromkeys(range(16), Keep.KEEP), frozenset())
-    workload = llama_1b(batch=16)
-    count = len(workload.inventory.buckets)
-    forced = replace(forced, placements=dict.fromkeys(range(count), Placement.DEVICE))
-    question = Question(workload, profile("h200"), 1, Budgets(60 * GIB), forced)
-    found = answer(question, required)
+@pytest.mark.parametrize(
+    ("batch", "proposed"), [(16, "a microbatch of 4 sequences"), (9, "a microbatch of 3 sequences")]
+)
+def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_enough(batch: int, proposed: str) -> None:
+    workload = llama_1b(batch=batch)
+    placements = dict.fromkeys(range(len(workload.inventory.buckets)), Placement.DEVICE)
+    forced = Forced(placements, dict.fromkeys(range(16), Keep.KEEP), frozenset())
+    found = answer(Question(workload, profile("h200"), 1, Budgets(60 * GIB), forced), required)
     assert found.chosen is None
-    assert any(change.startswith("a microbatch of ") for change in found.changes)
+    assert proposed in found.changes
 
 
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:

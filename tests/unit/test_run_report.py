@@ -13,8 +13,8 @@ import pytest
 from report_cases import ITERATIONS, cut_short, gpu_report
 
 from hostward.errors import ConfigError
-from hostward.replace_file import replace_text
 from hostward.run_report import REPORT_FILE, Ended, StepMemory, finite, read_report
+from hostward.text_files import replace_text
 
 
 def test_a_report_reads_back_as_it_was(tmp_path: Path) -> None:
@@ -62,15 +62,16 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
     [
         ("", "Expecting value"),
         ("[" * 100_000, ""),
-        ("[]", "key 'format' is not 'hostward-run'"),
-        (changed(lambda c: c.update(format="trace")), "key 'format' is not 'hostward-run'"),
+        ("[]", "the whole is [], not an object"),
+        (changed(lambda c: c.update(format="trace")), "its format is \"trace\", not 'hostward-run'"),
+        (changed(lambda c: c.pop("format")), "key 'format' is missing"),
         (changed(lambda c: c.update(version=2)), "it has version 2, this hostward reads version 1"),
         (changed(lambda c: c.update(loses=[])), "key 'loses' is unknown; did you mean 'losses'?"),
         (changed(lambda c: c.pop("memory")), "key 'memory' is missing"),
         (changed(lambda c: c["memory"].update(pinned_bytes=-1)), "memory.pinned_bytes is -1, which is negative"),
         (changed(lambda c: c["measured"].update(step_s="fast")), 'measured.step_s is "fast", not a number'),
         (changed(lambda c: c["plan"][2].pop("numel")), "key plan[2].'numel' is missing"),
-        (changed(lambda c: c.update(ended="over")), "ended is 'over', not one of running, finished"),
+        (changed(lambda c: c.update(ended="over")), 'ended is "over", not one of running, finished'),
         (changed(lambda c: c["losses"].pop()), "losses has 39 entries where there are 40"),
         (changed(lambda c: c["grad_norms"].append(1)), "grad_norms has 41 entries where there are 40"),
         (changed(lambda c: c["learning_rates"].pop()), "learning_rates has 39 entries"),

@@ -21,7 +21,7 @@ def machine(root: Path, available_gib: float, total_gib: int = 100) -> None:
 
 
 def test_t11_each_level_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watermark = Watermark(tmp_path)
+    watermark = Watermark(tmp_path, interval_s=0)
     told = []
     with caplog.at_level(logging.WARNING, logger="hostward"):
         for iteration, available_gib in enumerate((50, 6, 5, 4, 30, 4, 1.5, 1)):
@@ -36,8 +36,27 @@ def test_t11_each_level_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_t11_both_levels_at_once_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     machine(tmp_path, 0.5)
-    watermark = Watermark(tmp_path)
+    watermark = Watermark(tmp_path, interval_s=0)
     with caplog.at_level(logging.WARNING, logger="hostward"):
         watermark.look(0)
         watermark.look(1)
     assert len(caplog.messages) == 1
+
+
+def test_t11_it_looks_no_more_often_than_asked_and_not_once_all_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that is gone cannot be looked at without an error."""
+    machine(tmp_path, 50)
+    seldom, told = Watermark(tmp_path, interval_s=3600), Watermark(tmp_path, interval_s=0)
+    with caplog.at_level(logging.WARNING, logger="hostward"):
+        seldom.look(0)
+        machine(tmp_path, 0.5)
+        seldom.look(1)
+        assert caplog.messages == []
+        told.look(1)
+    assert len(caplog.messages) == 1
+    (tmp_path / "proc/meminfo").unlink()
+    told.look(2)
+    with pytest.raises(FileNotFoundError):
+        Watermark(tmp_path, interval_s=0).look(2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -275,7 +276,7 @@ def _require_known(group: Any) -> None:
         )
 
 
-class _Told:
+class _Told(ABC):
     """Before a method of a group, a listener is told."""
 
     def __init__(self, listener: weakref.ref[Listener], group: Any) -> None:
@@ -287,8 +288,9 @@ class _Told:
         if listener is not None and group is not None:
             self._tell(listener, group, *args, **options)
 
+    @abstractmethod
     def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
-        raise NotImplementedError
+        """The group's method is about to be called with these arguments."""
 
 
 class _BeforeUnshard(_Told):

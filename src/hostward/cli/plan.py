@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +54,21 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="D
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan.")]
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for cycles of garbage: importing torch and transformers makes millions of objects that stay, and
+    going through them again and again takes a third of the time until the answer.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def plan(
     words: Words = None,
     recipe: Recipe = None,
@@ -136,10 +154,9 @@ def _answer(
 def _of_recipe(
     recipe: str | None, overrides: list[str] | None, gpus: int, speeds: Speeds
 ) -> tuple[Workload, Forced, tuple[str, ...]]:
-    from hostward.memory_model import RESUME, SAVE, TRAINING
     from hostward.planning.shards import sharded
     from hostward.rules import check
-    from hostward.train.planning import asked_of
+    from hostward.train.planning import asked_of, phases_of
     from hostward.train.workload import recipe_workload
 
     from .main import DEFAULT_RECIPE, _configured
@@ -148,9 +165,7 @@ def _of_recipe(
     configured = _configured(name, overrides)
     check(configured, world_size=1)
     workload = sharded(recipe_workload(configured, name=name), gpus)
-    saves = (SAVE,) if configured.checkpoint.save is not None else ()
-    resumes = (RESUME,) if configured.checkpoint.load is not None else ()
-    return workload, asked_of(configured, workload, speeds), (*TRAINING, *saves, *resumes)
+    return workload, asked_of(configured, workload, speeds), phases_of(configured)
 
 
 def _of_file(

@@ -30,8 +30,8 @@ def report(
     """Render the report of a run as one HTML page: memory, a step's lanes, predictions, loss and speed."""
     from hostward.engine.trace import from_chrome
     from hostward.pages.page import render
-    from hostward.replace_file import replace_text
     from hostward.run_report import TRACE_FILE, read_report
+    from hostward.text_files import replace_text
 
     found = read_report(run)
     folder = run if run.is_dir() else run.parent

@@ -89,6 +89,7 @@ class RunFiles:
         try:
             require_folder("the run's folder", self._folder)  # that of checkpoints is made with the first of them
             self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
+            _drop_trace(self._folder)
         except HostwardError as error:  # a full disk: no reason to stop training
             log.warning("the report so far could not be written: %s", error.why or error.what)
         ended_s = time.monotonic()
@@ -104,11 +105,10 @@ class RunFiles:
             return
         require_folder("the run's folder", self._folder)
         made.write(self._folder / REPORT_FILE)
-        trace = self._folder / TRACE_FILE
         if self._run.trace is not None:
-            self._run.trace.write(trace)
+            self._run.trace.write(self._folder / TRACE_FILE)
         else:
-            trace.unlink(missing_ok=True)  # of an earlier run in this folder, and not of this one
+            _drop_trace(self._folder)
 
 
 def require_folder(option: str, folder: Path | None) -> None:
@@ -126,6 +126,12 @@ def require_folder(option: str, folder: Path | None) -> None:
 def run_folder(run_dir: Path | None, save: str | None) -> Path | None:
     """Where the files of a run go: to `--run-dir`, else to checkpoint.save, else nowhere."""
     return run_dir if run_dir is not None or save is None else Path(save)
+
+
+def _drop_trace(folder: Path) -> None:
+    """The trace of an earlier run in this folder does not belong to this run's report; its own comes at the end."""
+    with contextlib.suppress(OSError):
+        (folder / TRACE_FILE).unlink()
 
 
 def _how(error: BaseException | None) -> tuple[Ended, str | None]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hostward.host.threads import LAUNCH_THREADS_PER_RANK, default_threads
 from hostward.machine.facts import Facts
+from hostward.sizes import GIB, MIB
 
 from .finding import Finding, Severity
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
-GIB = 1 << 30
 _FEW_THREADS = 4
 _SMALL_SHM_BYTES = GIB
 _SMALL_MEMORY_BYTES = 4 * GIB
@@ -17,7 +17,7 @@ _TAKEN_SHARE = 0.05
 
 
 def gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:,.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / (1 << 20):,.0f} MiB"
+    return f"{size_bytes / GIB:,.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / MIB:,.0f} MiB"
 
 
 def native_library(facts: Facts) -> list[Finding]:

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import torch
 
+from hostward.host.reference import NOT_FINITE
+
 from .operands import ALL_ZERO, Buffer, Partials
 
-NOT_FINITE = 2**31 - 1
 _LIMB_BITS = 31
 _FIXED_POINT = 2.0**50
 
@@ -107,15 +108,15 @@ class Across:
         totals = torch.zeros(2 + self.n_shared, dtype=torch.int64, device=sums.device)
         if self._kept is not None:
             sums = sums.index_fill(0, self._chunks, 0)
-            totals[2:].index_copy_(0, self._shared, self._fragment_sums(shared.index_select(0, self._shared)))
+            own = self._fragment_sums(self._kept.data, shared.index_select(0, self._shared))
+            totals[2:].index_copy_(0, self._shared, own)
         totals[:2] = _limbs(sums, exponents, top)
         self.ranks.total(totals)
         totals[:2] += _limbs(totals[2:], shared, top)
         return totals[:2], top, largest[1:2].gt(0).to(torch.float32)
 
-    def _fragment_sums(self, exponents: torch.Tensor) -> torch.Tensor:
+    def _fragment_sums(self, values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
         """Sums of the own fragments, on the scales of their whole chunks."""
-        values = torch.empty(0) if self._kept is None else self._kept.data
         ordinary = (exponents != ALL_ZERO) & (exponents != NOT_FINITE)
         # 2**-exponent by its bits: a power computed in floating point need not be exact.
         scales = ((1023 - torch.where(ordinary, exponents, 0).to(torch.int64)) << 52).view(torch.float64)

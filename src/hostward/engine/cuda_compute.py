@@ -19,8 +19,9 @@ class ComputeLane:
     def __init__(self, streams: Streams, index: int, handle: int, turned: int, driver: DriverTable) -> None:
         self._streams = streams
         self._index = index
-        self._turned = turned
-        self._driver = driver
+        # Streams are looked up when a list is issued, so these serve every change.
+        self._record = CommandList([Command(Verb.RECORD, index, turned)], driver)
+        self._wait = CommandList([Command(Verb.WAIT, index, turned)], driver)
         self._outside = self._now = handle
         streams.set(index, handle)
 
@@ -34,10 +35,10 @@ class ComputeLane:
         """`handle` is current now. Raises DeviceError."""
         if not capturing and handle != self._outside:
             self._set(self._outside)
-            CommandList([Command(Verb.RECORD, self._index, self._turned)], self._driver).issue(self._streams)
+            self._record.issue(self._streams)
             self._outside = handle
             self._set(handle)
-            CommandList([Command(Verb.WAIT, self._index, self._turned)], self._driver).issue(self._streams)
+            self._wait.issue(self._streams)
         self._set(handle)
 
     def _set(self, handle: int) -> None:

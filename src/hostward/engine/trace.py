@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from hostward.errors import ConfigError
-from hostward.replace_file import replace_text
 from hostward.schedule import Lane
+from hostward.text_files import replace_text
 
 DIRECTIONS = ("d2h", "h2d")
 """Directions of the link between the device and the host."""

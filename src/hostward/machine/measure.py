@@ -19,13 +19,13 @@ from hostward.engine.rates import measure_host_step, measure_rates
 from hostward.engine.roofs import RMW_BYTES, RMW_ELEMENTS, Links, ReadModifyWrite, recorded
 from hostward.hardware import Rates
 from hostward.hardware_profile import VERSION, Cpu, Gpu, Hardware, Limits, LinkRate
+from hostward.sizes import GIB, MIB
 
 from .facts import NO_DEVICES, Facts, gather
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-MIB, GIB = 1 << 20, 1 << 30
 _ROUNDS = 3
 
 

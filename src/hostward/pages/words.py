@@ -121,11 +121,11 @@ def status(report: RunReport) -> str | None:
     """A sentence about a run that did not come to its end; None for one that did."""
     done = f"{report.last_iteration} of {report.planned_iterations} iterations"
     sentences = {
-        Ended.RUNNING.value: f"When this was written the run was going on, after {done}. If it is over, it ended in a "
+        Ended.RUNNING: f"When this was written the run was going on, after {done}. If it is over, it ended in a "
         "way that leaves no trace, such as signal 9.",
-        Ended.FAILED.value: f"The run failed after {done}: {report.reason}.",
-        Ended.INTERRUPTED.value: f"The run was interrupted after {done}: {report.reason}.",
-        Ended.TERMINATED.value: f"The run was terminated after {done}: {report.reason}.",
+        Ended.FAILED: f"The run failed after {done}: {report.reason}.",
+        Ended.INTERRUPTED: f"The run was interrupted after {done}: {report.reason}.",
+        Ended.TERMINATED: f"The run was terminated after {done}: {report.reason}.",
     }
     return sentences.get(report.ended)
 

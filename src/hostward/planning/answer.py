@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hostward.choice import LEAVES
 from hostward.hardware_profile import Hardware
 from hostward.sizes import GIB, gib
 from hostward.workload import Workload
@@ -55,7 +55,7 @@ class Answer:
     def offloads(self) -> bool:
         """Whether the plan moves anything off the device."""
         choice = self.shown.choice
-        leaves = any(keep.value.endswith("offload") for keep in choice.activations)
+        leaves = any(keep in LEAVES for keep in choice.activations)
         return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
 
 
@@ -70,11 +70,8 @@ def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
     )
 
 
-def answer(question: Question, required: Required, *, smaller: Callable[[int], Workload] | None = None) -> Answer:
+def answer(question: Question, required: Required) -> Answer:
     """Plan it.
-
-    Args:
-        smaller: the workload with so many sequences in a microbatch; None: made from the workload itself.
 
     Raises:
         ConfigError: the hardware file has no GPU, or SciPy is missing.
@@ -84,7 +81,7 @@ def answer(question: Question, required: Required, *, smaller: Callable[[int], W
     chosen = frontier.best(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     why = explain(frontier.costs, nearest.choice, nearest.prediction) if chosen else []
-    changes = [] if chosen else _changes(question, frontier, required, smaller)
+    changes = [] if chosen else _changes(question, frontier, required)
     return Answer(question, frontier, speeds, chosen, nearest, tuple(why), tuple(changes))
 
 
@@ -105,9 +102,7 @@ def verdict(found: Answer) -> str:
     return "It fits with offloading."
 
 
-def _changes(
-    question: Question, frontier: Frontier, required: Required, smaller: Callable[[int], Workload] | None
-) -> list[str]:
+def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
     """The smallest raise of one budget that would make it fit, and the largest microbatch that does."""
     found = []
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
@@ -117,9 +112,10 @@ def _changes(
             scale = 1 if name == "device" else question.gpus
             found.append(f"{option} {-(-min(needs) * scale // (GIB // 10)) / 10:.1f}GiB")
     sequences = question.workload.microbatch_sequences
+    in_step = sequences * question.workload.microbatches
     while sequences > 1:
-        sequences //= 2
-        tried = smaller(sequences) if smaller else _with_sequences(question.workload, sequences)
+        sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
+        tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
         if again.best(question.budgets) is not None:
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
@@ -136,11 +132,3 @@ def _without(budgets: Budgets, name: str) -> Budgets:
     if name == "device":
         return replace(budgets, device_bytes=None)
     return replace(budgets, host_bytes=None) if name == "host" else replace(budgets, pinned_bytes=None)
-
-
-def _with_sequences(workload: Workload, sequences: int) -> Workload:
-    return replace(
-        workload,
-        microbatch_sequences=sequences,
-        microbatches=workload.microbatches * workload.microbatch_sequences // sequences,
-    )

@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostward.choice import Choice, Keep
+from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.errors import ConfigError
 from hostward.inventory import Bucket
+from hostward.lowering.staging import FEWEST, STAGED_SHARE
 from hostward.plan import Placement
 from hostward.planner import place_fraction, summed_on_host
 
-from .costs import ELEMENTWISE, LEAVES, RECOMPUTED, Costs
+from .costs import Costs
 from .lanes import Queue
 
-_FEWEST_SLOTS = 2
-_STAGED_SHARE = 0.4
 _GB = 1e9
 LAST_STAY = 2
 """Layers whose activations stay: with fewer, each layer would wait for the copy of the one before it."""
@@ -32,12 +31,15 @@ _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
 @dataclass(frozen=True, slots=True)
 class Forced:
     """What is not the planner's to choose: placements by bucket, activations by position among repeated layers, layers
-    whose weights leave; None there: the planner's choice.
+    whose weights leave, whether the host adds gradients up (None: the planner's choice), and the most device bytes of
+    staging slots (None: what backward has freed).
     """
 
     placements: Mapping[int, Placement] = field(default_factory=dict)
     activations: Mapping[int, Keep] = field(default_factory=dict)
     offloaded_weights: frozenset[str] | None = None
+    gradients_on_host: bool | None = None
+    staging_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Programme:
         moved = _sum((uploads, 1.0), (state, 2.0), (staged_terms, -1.0))
         rows = self.rows
         rows.at_most(_sum((staged_terms, 1.0), (state, -1.0)), 0.0)
-        rows.at_most({staged: 1.0}, _STAGED_SHARE * backward)
+        rows.at_most({staged: 1.0}, STAGED_SHARE * backward)
         one = ({after: 1.0}, -1.0)
         rows.at_most(_sum((host_s, 1.0), (moved, lost), one), forward)
         rows.at_most(_sum((moved, 1 / busy), one), forward)
@@ -239,7 +241,7 @@ class Programme:
         away = sorted((c.layer.weight_bytes for c in costs.layers if c.layer.name in self.weights), reverse=True)
         fixed = float(sum(layer.weight_bytes for layer in here) + sum(away[:2]))
         held = self._of_buckets(lambda b: b.state_bytes, Placement.DEVICE)
-        always = _sum((held, 1.0), ({streams: float(_FEWEST_SLOTS * largest)}, 1.0))
+        always = _sum((held, 1.0), ({streams: float(FEWEST * largest)}, 1.0))
         stays = self._of_buckets(lambda b: b.numel * (wide or b.dtype.itemsize_bytes), *Placement)
         if not wide:
             stays = {v: c for v, c in stays.items() if v not in {k.get(Placement.HOST) for k in self.placed}}
@@ -313,7 +315,8 @@ class Programme:
         placements = [Placement.DEVICE] * len(self.buckets)
         for members, kinds in zip(self.bucket_kinds, self.placed, strict=True):
             if len(kinds) == 1:
-                placements = [next(iter(kinds)) if i in set(members) else p for i, p in enumerate(placements)]
+                for member in members:
+                    placements[member] = next(iter(kinds))
                 continue
             of = {p: min(1.0, max(0.0, values[v])) for p, v in kinds.items()}
             streamed, host = of.get(Placement.STREAMED, 0.0), of.get(Placement.HOST, 0.0)
@@ -325,11 +328,7 @@ class Programme:
                 placements[member] = row.placement
         keeps = [Keep.KEEP] * len(self.costs.repeated)
         for members, options in zip(self.layer_kinds, self.kept, strict=True):
-            order = [
-                k
-                for k in (*LEAVES, *RECOMPUTED[:1], *ELEMENTWISE[:1], Keep.KEEP)
-                for _ in range(_at(values, options, k))
-            ]
+            order = [k for k in _ORDER for _ in range(_at(values, options, k))]
             for position, keep in zip(members, order, strict=True):
                 keeps[position] = keep
         return Choice(tuple(placements), tuple(keeps), self.weights)

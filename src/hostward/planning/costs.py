@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hostward.choice import Choice, Keep
+from hostward.choice import ELEMENTWISE, RECOMPUTED, Choice, Keep
 from hostward.inventory import Bucket, MasterKind
 from hostward.plan import Placement
 from hostward.workload import Layer, PerToken, Workload
 
 from .speeds import HOST_STEP_BYTES, LAYER_S, Speeds
 
-RECOMPUTED = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
-ELEMENTWISE = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
-LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward over those of its forward: it makes the scores again."""
 _TRAFFIC_BACKWARD = 2.0

@@ -110,8 +110,11 @@ class Frontier:
         return [chosen for chosen in sets if not chosen & elsewhere]
 
     def _add(self, choice: Choice) -> Candidate:
-        if gradients_on_host(self.costs, choice):
-            choice = replace(choice, gradients_on_host=True)
+        asked = self._forced.gradients_on_host
+        on_host = (
+            gradients_on_host(self.costs, choice) if asked is None else asked and Placement.HOST in choice.placements
+        )
+        choice = replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
         if choice not in self._seen:
             needs = self._required(self.workload, choice)
             prediction = predict_of(self.costs, choice, needs.slots)

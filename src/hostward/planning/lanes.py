@@ -49,7 +49,7 @@ class Program:
         self, name: str, queue: Queue, seconds: float, waits: Sequence[int | None] = (), *, quiet: bool = False
     ) -> int:
         """Append one piece of work; None among `waits` is nothing to wait for. Its number."""
-        self.works.append(Work(name, queue, seconds, tuple(w for w in waits if w is not None), quiet))
+        self.works.append(Work(name, queue, seconds, tuple([w for w in waits if w is not None]), quiet))
         return len(self.works) - 1
 
 
@@ -93,7 +93,7 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
                 running[lane], left[lane], starts[number] = number, work.seconds, now
                 heads[lane] = next(nexts[lane], -1)
         speeds = slowdown[(1 in running) + 2 * (2 in running) + 4 * (3 in running)]
-        least = min(left[lane] / speeds[lane] for lane in running)
+        least = min([left[lane] / speeds[lane] for lane in running])
         now += least
         for lane in tuple(running):
             left[lane] -= least * speeds[lane]

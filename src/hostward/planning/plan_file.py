@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 from hostward import strict_json
 from hostward.choice import Choice, Keep
 from hostward.errors import ConfigError
 from hostward.hardware_profile import Hardware
 from hostward.inventory import Inventory
+from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan import Placement, Plan, placed
-from hostward.text_files import read_text, write_text
+from hostward.text_files import read_text, replace_text
 from hostward.workload import Workload
 
 from .frontier import Candidate
@@ -28,7 +27,6 @@ from .needs import Budgets
 VERSION = 1
 FORMAT = "hostward-plan"
 _WRITE_ONE = "write one with: hostward plan --json FILE"
-E = TypeVar("E", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +54,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """`placement`: device, streamed or host."""
+    """Where the state of a bucket is, and where it is stepped."""
 
     bucket: str
     numel: int
-    placement: str
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """`activations`: keep, offload, recompute, recompute_offload, elementwise or elementwise_offload. `weights`: device
-    or host.
-    """
+    """What becomes of what a layer saves, and where its weights are: `device` or `host`."""
 
     layer: str
-    activations: str
+    activations: Keep
     weights: str
 
 
@@ -118,30 +114,23 @@ class PlanFile:
     def from_json(cls, text: str, origin: str = "the text") -> PlanFile:
         """Raises ConfigError, which names `origin` and the place, if `text` is no plan."""
         try:
+            strict_json.require_version(text, VERSION, FORMAT)
             found = strict_json.parse(cls, text)
-            if found.format != FORMAT:
-                raise ValueError(f"its format is {found.format[:40]!r}, not {FORMAT!r}")
-            if found.version != VERSION:
-                raise ValueError(f"it has version {found.version}, this hostward reads version {VERSION}")
-            for i, bucket in enumerate(found.buckets):
-                _word(Placement, bucket.placement, f"buckets[{i}].placement")
-            for i, layer in enumerate(found.layers):
-                _word(Keep, layer.activations, f"layers[{i}].activations")
-                if layer.weights not in ("device", "host"):
-                    raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
+            _require_whole(found)
         except ValueError as error:
             raise ConfigError(f"{origin} is no plan file", why=str(error), fix=_WRITE_ONE) from error
         return found
 
     def choice(self, workload: Workload) -> Choice:
         """What the plan decides about `workload`. Raises ConfigError if it is a plan of something else."""
+        self.require_ranks(workload.ranks)
         inventory = workload.inventory
         self._require_same(inventory, [layer.name for layer in workload.repeated])
         if self.workload.digest != digest(workload):
             raise self._of_another_model("layers of the same names have other sizes or element types")
         return Choice(
-            tuple(Placement(row.placement) for row in self.buckets),
-            tuple(Keep(row.activations) for row in self.layers),
+            tuple(row.placement for row in self.buckets),
+            tuple(row.activations for row in self.layers),
             frozenset(row.layer for row in self.layers if row.weights == "host"),
             self.gradients_on_host,
             self.staging_bytes,
@@ -150,14 +139,27 @@ class PlanFile:
     def placements(self, inventory: Inventory) -> Plan:
         """Placements of the optimizer alone. Raises ConfigError if the buckets are others."""
         self._require_same(inventory, None)
-        return placed(inventory.buckets, [Placement(row.placement) for row in self.buckets], self.asked_fraction)
+        return placed(inventory.buckets, [row.placement for row in self.buckets], self.asked_fraction)
 
     @property
     def asked_fraction(self) -> float:
         """Share of parameters whose state is off the device."""
         total = sum(row.numel for row in self.buckets)
-        away = sum(row.numel for row in self.buckets if row.placement != Placement.DEVICE)
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
         return away / total if total else 0.0
+
+    @property
+    def streamed_fraction(self) -> float:
+        """Of that, the share that is streamed."""
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
+        streamed = sum(row.numel for row in self.buckets if row.placement is Placement.STREAMED)
+        return streamed / away if away else 0.0
+
+    @property
+    def needs(self) -> Needs:
+        """What was predicted of a step, as needs of one phase."""
+        sizes = self.predicted.device_peak_bytes, self.predicted.host_bytes, self.predicted.pinned_bytes
+        return Needs((PhaseNeeds(STEADY_STEP, *({"the plan": size} for size in sizes)),))
 
     def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
         ours = [(row.bucket, row.numel) for row in self.buckets]
@@ -175,6 +177,15 @@ class PlanFile:
             fix="make a plan of this model: hostward plan --json FILE",
         )
 
+    def require_ranks(self, ranks: int) -> None:
+        """Raises ConfigError if the model is shared among another number of GPUs."""
+        if self.workload.ranks != ranks:
+            raise ConfigError(
+                f"the plan shares the model among {self.workload.ranks} GPUs, and here it is {ranks}",
+                why="its buckets are the part that one of them has",
+                fix=f"make a plan for that many: hostward plan --gpus {ranks} --json FILE",
+            )
+
     def require_machine(self, gpu: str) -> None:
         """Raises ConfigError if the plan's rates are of another GPU than the one of this name."""
         if self.machine.gpu != gpu:
@@ -185,10 +196,26 @@ class PlanFile:
             )
 
 
-def _word(cls: type[E], text: str, place: str) -> E:
-    if text not in set(cls):
-        raise ValueError(f"{place} is {text[:40]!r}, not one of {', '.join(cls)}")
-    return cls(text)
+def _require_whole(plan: PlanFile) -> None:
+    """Raises ValueError where parts of the file do not belong together."""
+    of = plan.workload
+    for name in ("sequence_tokens", "microbatch_sequences", "microbatches", "ranks"):
+        if not getattr(of, name):
+            raise ValueError(f"workload.{name} is 0")
+    if of.ranks != plan.machine.gpus:
+        raise ValueError(f"workload.ranks is {of.ranks}, machine.gpus is {plan.machine.gpus}")
+    held = sum(row.numel for row in plan.buckets)
+    if of.parameters != held:
+        raise ValueError(f"workload.parameters is {of.parameters}, its buckets have {held}")
+    not_stepped = {row.bucket.partition(".")[2]: i for i, row in enumerate(plan.buckets) if row.placement != "host"}
+    for i, layer in enumerate(plan.layers):
+        if layer.weights not in ("device", "host"):
+            raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
+        if layer.weights == "host" and layer.layer in not_stepped:
+            raise ValueError(
+                f"layers[{i}].weights is host, and buckets[{not_stepped[layer.layer]}] of that layer is not: weights "
+                f"leave only where the host steps them"
+            )
 
 
 def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object]) -> str:
@@ -234,11 +261,11 @@ def plan_of(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets,
         choice.gradients_on_host,
         choice.staging_bytes,
         tuple(
-            BucketRow(bucket.name, bucket.numel, placement.value)
+            BucketRow(bucket.name, bucket.numel, placement)
             for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True)
         ),
         tuple(
-            LayerRow(name, keep.value, "host" if name in choice.offloaded_weights else "device")
+            LayerRow(name, keep, "host" if name in choice.offloaded_weights else "device")
             for name, keep in zip(repeated, choice.activations, strict=True)
         ),
     )
@@ -251,7 +278,7 @@ def load(path: Path) -> PlanFile:
 
 def save(plan: PlanFile, path: Path) -> None:
     """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
-    write_text(path, plan.to_json())
+    replace_text(path, plan.to_json(), what="plan")
 
 
 def differences(a: PlanFile, b: PlanFile) -> list[str]:

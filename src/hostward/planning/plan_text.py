@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from hostward.choice import Choice, Keep
-from hostward.memory_model import TRAINING, Needs
+from hostward.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
 from hostward.plan import Placement
 from hostward.sizes import GIB, gib
 from hostward.workload import Workload
@@ -23,6 +23,12 @@ _KEEPS = {
     Keep.ELEMENTWISE: "recompute norms and activations",
     Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute norms and activations",
 }
+_NOT_COUNTED = {
+    SAVE: "a run without checkpoint.save does not do it",
+    RESUME: "a run without checkpoint.load does not do it",
+    SLEEP: "only a program that calls sleep() does it",
+}
+"""Of phases that training can do without."""
 _SHOWN_BYTES = GIB // 20
 
 
@@ -83,7 +89,8 @@ def _needs_table(needs: Needs, question: Question) -> str:
         rows.append([phase.name, *(gib(size) for size in sizes)])
         over = replace(budgets, phases=(phase.name,)).over(needs)
         if over and phase.name not in budgets.phases:
-            outside.append(f"{phase.name} takes more {' and '.join(over)} memory than the limit; not every run does it")
+            kinds = f"{' and '.join(over)} memory than the limit"
+            outside.append(f"{phase.name} takes more {kinds}, which is not counted: {_NOT_COUNTED[phase.name]}")
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
     rows.append(["limit", *("none" if limit is None else gib(limit) for limit in limits)])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hostward.choice import Choice
 from hostward.errors import ConfigError
 from hostward.inventory import Inventory, cut_buckets
-from hostward.memory_model import FIRST_STEP, STEADY_STEP, Needs, PhaseNeeds, required
+from hostward.memory_model import FIRST_STEP, STEADY_STEP, MemoryModel, Needs, PhaseNeeds, required
 from hostward.workload import Layer, Workload
 
 from .needs import Required
@@ -52,15 +52,20 @@ def required_of(workload: Workload) -> Required:
     """The memory model of a workload and of others of the same ranks: with several, whole layers are gathered for their
     forward and backward, two at a time, and what is outside of the layers for both.
     """
+    model = MemoryModel(workload)
+
+    def whole(asked: Workload, choice: Choice) -> Needs:
+        return model.required(choice) if asked is workload else required(asked, choice)
+
     if workload.ranks == 1:
-        return required
+        return whole
     repeated = [layer.weight_bytes * workload.ranks for layer in workload.repeated]
     outside = sum(layer.weight_bytes * workload.ranks for layer in workload.layers if not layer.repeated)
     # Besides the two, the gradient of one before it is scattered.
     gathered_bytes = outside + 3 * max(repeated, default=0)
 
     def needs(asked: Workload, choice: Choice) -> Needs:
-        found = required(asked, choice)
+        found = whole(asked, choice)
         phases = tuple(_gathering(phase, gathered_bytes) for phase in found.phases)
         return Needs(phases, found.slots)
 

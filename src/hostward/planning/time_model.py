@@ -15,7 +15,7 @@ from hostward.memory_model import required
 from hostward.workload import Workload
 
 from .costs import Costs
-from .lanes import Program, Queue, Timeline, run
+from .lanes import Program, Queue, Timeline, busy_s, run
 from .speeds import Speeds
 from .turn import Turn
 
@@ -77,10 +77,9 @@ def predict(workload: Workload, choice: Choice, speeds: Speeds) -> Prediction:
 def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
     """As `predict`, for many choices of one workload; `slots` as the memory model counts them."""
     microbatches = costs.workload.microbatches
-    pair_s = 0.0
-    if microbatches > 2:
-        pair_s = _middle_s(costs, choice, slots)
-    turn = Turn(costs, choice, slots)
+    units = costs.units(choice)
+    pair_s, pair_busy_s = _middle_s(costs, Turn(costs, choice, slots, units)) if microbatches > 2 else (0.0, {})
+    turn = Turn(costs, choice, slots, units)
     marks = []
     for _ in range(2):
         first = len(turn.program.works)
@@ -94,24 +93,25 @@ def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
             turn.compute = turn.program.add("middle", Queue.COMPUTE, (microbatches - 2) * pair_s)
         marks.append((first, len(turn.program.works)))
     timeline = run(turn.program, costs.speeds.slowdown)
-    return _prediction(costs, turn.program, timeline, marks, microbatches, pair_s)
+    return _prediction(costs, turn.program, timeline, marks, pair_s, pair_busy_s)
 
 
-def _middle_s(costs: Costs, choice: Choice, slots: int) -> float:
-    """Seconds of one microbatch among many, without a step near it."""
-    turn = Turn(costs, choice, slots)
-    if not (turn.leaving or turn.fetched or choice.gradients_on_host):
+def _middle_s(costs: Costs, turn: Turn) -> tuple[float, Mapping[Queue, float]]:
+    """Seconds of one microbatch among many, without a step near it, and work per lane, each alone."""
+    if not (turn.leaving or turn.fetched or turn.choice.gradients_on_host):
         again = sum(costs.layers[i].again_s(keep) for i, keep in turn.keep.items())
         computed = sum(c.forward_s + c.backward_s for c in costs.layers)
-        return computed + again + sum(costs.numels) * costs.accumulation_s
-    ends = []
+        computed += again + sum(costs.numels) * costs.accumulation_s
+        return computed, {Queue.COMPUTE: computed}
+    ends, first = [], 0
     for _ in range(2):
+        first = len(turn.program.works)
         turn.backward(last=False)
         turn.forward(first=False)
         ends.append(turn.compute)
     timeline = run(turn.program, costs.speeds.slowdown)
     before, after = (timeline.ends_s[e] for e in ends if e is not None)
-    return after - before
+    return after - before, busy_s(turn.program, first, len(turn.program.works))
 
 
 def _prediction(
@@ -119,24 +119,23 @@ def _prediction(
     program: Program,
     timeline: Timeline,
     marks: list[tuple[int, int]],
-    microbatches: int,
     pair_s: float,
+    pair_busy_s: Mapping[Queue, float],
 ) -> Prediction:
     (_, middle), (_, stop) = marks
     compute = [i for i, work in enumerate(program.works) if work.queue is Queue.COMPUTE]
     ends = [max(i for i in compute if i < mark) for mark in (middle, stop)]
     step_s = timeline.ends_s[ends[1]] - timeline.ends_s[ends[0]]
-    busy = dict.fromkeys(Queue, 0.0)
-    for work in program.works[middle:stop]:
-        busy[work.queue] += work.seconds
+    busy = busy_s(program, middle, stop)
+    microbatches = costs.workload.microbatches
     more = microbatches - 2
-    if more > 0:
-        computed = [w for w in program.works[middle:stop] if w.queue is Queue.COMPUTE]
-        own = sum(w.seconds for w in computed if w.name.startswith(("forward", "backward")))
-        busy[Queue.COMPUTE] += more * (own / 2 - pair_s)
     waited = _waited(program, timeline, [i for i in compute if i >= ends[0]])
     if more > 0:
-        stalled = more * pair_s - more * own / 2
+        for queue, seconds in pair_busy_s.items():
+            busy[queue] += more * seconds
+        # The piece "middle" stands for them, with what they wait.
+        busy[Queue.COMPUTE] -= more * pair_s
+        stalled = more * (pair_s - pair_busy_s[Queue.COMPUTE])
         if stalled > _SHORTEST_S:
             waited["microbatches in between"] = stalled
     forward = sum(c.forward_s for c in costs.layers)
@@ -176,7 +175,7 @@ def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
         if prediction.busy_s[queue] > window * costs.workload.microbatches:
             said.append(
                 f"the {RESOURCES[queue]} is busy for {prediction.busy_s[queue]:.2f} s, "
-                f"forward and backward take {window:.2f} s"
+                f"forward and backward take {window * costs.workload.microbatches:.2f} s"
             )
     waits = sorted(prediction.waited_s.items(), key=lambda pair: -pair[1])
     told = [f"{seconds:.2f} s for {name}" for name, seconds in waits if seconds >= _TOLD * prediction.exposed_s]

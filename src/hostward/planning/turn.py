@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hostward.choice import Choice, Keep
+from hostward.choice import LEAVES, Choice, Keep
+from hostward.lowering.staging import late_bucket
 from hostward.plan import Placement
 
-from .costs import LEAVES, Costs, Unit
+from .costs import Costs, Unit
 from .lanes import Program, Queue
+from .speeds import HOST_STEP_BYTES
 
-STAGED_SHARE = 0.4
-"""Share of backward, by parameters, that is left when staging begins."""
 _IN_FLIGHT = 2
 """Layers after which the memory of gradients that leave is wanted back."""
 
@@ -25,12 +25,13 @@ class Turn:
 
     Args:
         slots: staging slots of streamed buckets (`hostward.memory_model` counts them).
+        units: as `costs` makes them of the choice.
     """
 
-    def __init__(self, costs: Costs, choice: Choice, slots: int) -> None:
+    def __init__(self, costs: Costs, choice: Choice, slots: int, units: Sequence[Unit]) -> None:
         self.costs, self.choice = costs, choice
         self.program = Program()
-        self.units = costs.units(choice)
+        self.units = units
         self.keep = costs.keep_of(choice)
         self.by_layer: dict[str, list[int]] = {}
         for number, unit in enumerate(self.units):
@@ -60,12 +61,7 @@ class Turn:
         return max(1, min(len(self.streamed), slots * slot_bytes // largest))
 
     def _staged_layer(self) -> int:
-        total, left = sum(self.costs.numels), 0
-        for i in range(len(self.costs.layers)):
-            left += sum(self.units[u].numel for u in self._of(i))
-            if left >= STAGED_SHARE * total:
-                return i
-        return 0
+        return late_bucket([sum(self.units[u].numel for u in self._of(i)) for i in range(len(self.costs.layers))])
 
     def _of(self, layer: int) -> Sequence[int]:
         return self.by_layer.get(self.costs.layers[layer].layer.name, ())
@@ -147,7 +143,7 @@ class Turn:
                     self.program.add("gradient", Queue.D2H, speeds.copy_s(size, speeds.d2h_bytes_per_s), [self.compute])
                 )
                 if self.choice.gradients_on_host:
-                    added_s = 10 * self.units[u].numel / 26 / speeds.host_parameters_per_s
+                    added_s = 10 * self.units[u].numel / HOST_STEP_BYTES / speeds.host_parameters_per_s
                     self.program.add("add", Queue.HOST, added_s, [downloads[-1]])
             left_before.append(downloads[-1] if downloads else None)
         self.downloaded = downloads[-1:]

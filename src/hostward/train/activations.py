@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hostward.training.attach import attach
 from hostward.training.attachment import Activations, Attachment
@@ -19,24 +19,20 @@ if TYPE_CHECKING:
 
 def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> int:
     """Put the model's own checkpoints around the layers that are to be recomputed: all (uniform), or the first
-    `recompute_num_layers` (block), or those of a plan. Returns how many.
+    `recompute_num_layers` (block), or those of a plan. Returns how many. Raises ConfigError for layers that have none.
     """
     options = config.model
+    if plan is None and options.recompute_granularity != "full":
+        return 0
+    layers = [layer for _, layer in find_layers(model)]
     if plan is not None:
         chosen = layers_of(plan).whole
-        recompute_whole(model, [layer for _, layer in find_layers(model)], chosen)
-        return len(chosen)
-    if options.recompute_granularity != "full":
-        return 0
-    causal: Any = model
-    # transformers 5.22 has renamed it.
-    enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    layers: list[Any] = [layer for _, layer in find_layers(model)]
-    count = len(layers) if options.recompute_method == "uniform" else int(options.recompute_num_layers or 0)
-    for layer in layers[count:]:
-        layer.gradient_checkpointing = False
-    return min(count, len(layers))
+    elif options.recompute_method == "uniform":
+        chosen = frozenset(range(len(layers)))
+    else:
+        chosen = frozenset(range(min(options.recompute_num_layers or 0, len(layers))))
+    recompute_whole(model, layers, chosen)
+    return len(chosen)
 
 
 def attach_activations(
@@ -45,8 +41,9 @@ def attach_activations(
     """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None."""
     if plan is not None:
         layers = layers_of(plan)
+        # What does not fit was refused before the weights were allocated.
         wanted = layers.activations or layers.weights or layers.parts
-        return attach(model, optimizer, plan=plan) if wanted else None
+        return attach(model, optimizer, plan=plan, force=True) if wanted else None
     how, modules, weights = _offloaded(config), None, None
     if config.model.recompute_granularity == "selective":
         modules = tuple(config.model.recompute_modules)

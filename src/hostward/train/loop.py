@@ -170,10 +170,10 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     dataset = _dataset(config)
     if resume_from is not None and not config.checkpoint.finetune:
         resume.require_same_samples(config, dataset, resume_from)
-    require_memory(config, device, dataset.vocab_size)
+    least = require_memory(config, device, dataset.vocab_size)
     if plan is not None:
         require_same_model(plan, config, dataset.vocab_size)
-    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan)
+    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least)
     resume.require_writable(config)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)

@@ -41,10 +41,11 @@ def need(config: Config, parameters: int) -> Need:
     return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 
-def require_memory(config: Config, device: torch.device, vocab_size: int) -> None:
-    """Raises MemoryLimitError for a model whose weights, gradients and optimizer state exceed the memory that is free.
+def require_memory(config: Config, device: torch.device, vocab_size: int) -> Need:
+    """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is.
 
-    On a GPU the offloaded share is asked of the host; on a CPU everything is.
+    Raises:
+        MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
     """
     least = need(config, parameter_count(config, vocab_size))
     asked = shares(config)
@@ -63,6 +64,7 @@ def require_memory(config: Config, device: torch.device, vocab_size: int) -> Non
         device_bytes = least.total_bytes - offloaded_bytes - leaving_bytes
         if device_bytes > free_bytes:
             raise _too_large(least, device_bytes, "device", free_bytes, fix)
+    return least
 
 
 def _too_large(least: Need, needed_bytes: int, where: str, available_bytes: int, fix: str) -> MemoryLimitError:

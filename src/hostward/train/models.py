@@ -62,13 +62,7 @@ def named_shapes(config: Config, vocab_size: int | None) -> dict[str, tuple[int,
     """
     import torch
 
-    model = config.model
-    if model.hf_model_path is None:
-        described = transformers_config(model, vocab_size=vocab_size)
-    else:
-        described = pretrained_config(model, model.hf_model_path)
-    with torch.device("meta"):
-        built = empty_model(described, torch.float32)
+    built = meta_model(config, vocab_size, torch.float32)
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
 
@@ -100,6 +94,27 @@ def empty_model(described: Any, dtype: torch.dtype) -> Any:
 
     causal: Any = AutoModelForCausalLM
     return causal.from_config(described, dtype=dtype)
+
+
+def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> Any:
+    """The model that `config.model` describes, or the folder of `model.hf_model_path`, on torch's meta device: names,
+    shapes and dtypes, without any bytes.
+
+    Raises:
+        ConfigError: no vocabulary size. ModelError: the pretrained folder cannot be read.
+    """
+    model = config.model
+    if model.hf_model_path is None:
+        return on_meta(transformers_config(model, vocab_size=vocab_size), dtype)
+    return on_meta(pretrained_config(model, model.hf_model_path), dtype)
+
+
+def on_meta(described: Any, dtype: torch.dtype) -> Any:
+    """The model of a transformers configuration on torch's meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return empty_model(described, dtype)
 
 
 def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:

@@ -15,11 +15,10 @@ from hostward.plan import Placement, Plan
 from hostward.planner import summed_on_host
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import serial
+from hostward.sizes import MIB
 from hostward.training.optimizer import AdamW
 
 from . import resume
-
-_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,8 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     found = copy.deepcopy(config)
     found.optimizer.optimizer_cpu_offload = plan.asked_fraction > 0
     found.optimizer.optimizer_offload_fraction = plan.asked_fraction
-    found.optimizer.gradients = "host" if plan.gradients_on_host else "device"
+    found.optimizer.offload_mix = plan.streamed_fraction or None
+    found.optimizer.gradients = "host" if plan.gradients_on_host else None
     return found
 
 
@@ -109,14 +109,14 @@ def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None
         max_grad_norm=options.clip_grad,
         offload_fraction=asked.offload_fraction if plan is None else 0.0,
         plan=plan,
-        streamed_fraction=asked.streamed_fraction,
+        streamed_fraction=asked.streamed_fraction if plan is None else 0.0,
         overlap=options.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=options.pin_cpu_grads,
         pin_weights=options.pin_cpu_params,
         use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
-        staging_bytes=options.optimizer_state_offload_chunk_size_mb * _MIB or None,
+        staging_bytes=options.optimizer_state_offload_chunk_size_mb * MIB or None,
         host_threads=options.host_threads,
     )
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from hostward.choice import Keep
 from hostward.config import Config
 from hostward.errors import ConfigError
+from hostward.memory_model import RESUME, SAVE, TRAINING
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.assignment import Forced
 from hostward.planning.speeds import Speeds, balanced_share
+from hostward.sizes import MIB
 from hostward.workload import Workload
 
 T = TypeVar("T", Placement, Keep)
@@ -42,7 +45,20 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
     weights = None
     if model.cpu_offloading and model.cpu_offloading_weights:
         weights = frozenset(layer.name for layer in workload.repeated[: model.cpu_offloading_num_layers])
-    return Forced(placements, keeps, weights)
+    return Forced(
+        placements,
+        keeps,
+        weights,
+        None if options.gradients is None else options.gradients == "host",
+        options.optimizer_state_offload_chunk_size_mb * MIB or None,
+    )
+
+
+def phases_of(config: Config) -> tuple[str, ...]:
+    """Phases of a run with these options, all of which must fit."""
+    saves = (SAVE,) if config.checkpoint.save is not None else ()
+    resumes = (RESUME,) if config.checkpoint.load is not None else ()
+    return (*TRAINING, *saves, *resumes)
 
 
 def _keep(config: Config, layer: int, leaving: int) -> Keep:
@@ -77,7 +93,7 @@ def forced_by_hand(
                 fix=f"at most --weights {len(layers) - 1}",
             )
         chosen = frozenset(layer.name for layer in workload.repeated[:weights])
-    return Forced(placements, activations, chosen)
+    return replace(before, placements=placements, activations=activations, offloaded_weights=chosen)
 
 
 def _matched(option: str, texts: list[str], cls: type[T], names: Sequence[tuple[str, ...]]) -> Mapping[int, T]:

@@ -9,39 +9,43 @@ import torch
 from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
-from hostward.errors import MemoryLimitError, ModelError
+from hostward.errors import ModelError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype
 from hostward.memory_model import Needs, required
 from hostward.plan import Placement
-from hostward.planning.needs import Budgets
+from hostward.planning.needs import Budgets, refuse
 from hostward.planning.plan_file import PlanFile
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.run_report import Estimate
-from hostward.sizes import gib
+from hostward.sizes import MIB
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
 
-from .memory import need
-from .models import empty_model, parameter_count, pretrained_config, transformers_config
-from .planning import asked_of
+from .memory import Need
+from .models import meta_model
+from .placing import sums_on_host
+from .planning import asked_of, phases_of
 from .workload import recipe_workload
 
 log = logging.getLogger("hostward")
 
 SMALL_SHARE = 0.05
 """A model whose weights, gradients and state take less than this of the free memory is not looked at any closer."""
-_CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+CURE = "hostward plan with the same options says what would fit; --force starts anyway"
 
 
 def require_fit(
-    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None
+    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None, least: Need
 ) -> Estimate | None:
     """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model.
     Seconds are the plan's, or those of the shipped profile of this GPU.
+
+    Args:
+        least: what the model needs, wherever it lies.
 
     Raises:
         MemoryLimitError: it does not fit what is free on the device and on the host.
@@ -50,7 +54,7 @@ def require_fit(
     if device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if need(config, parameter_count(config, vocab_size)).total_bytes < SMALL_SHARE * free_bytes:
+    if least.total_bytes < SMALL_SHARE * free_bytes:
         return None
     try:
         workload = recipe_workload(config, name=recipe, vocab_size=vocab_size)
@@ -59,7 +63,7 @@ def require_fit(
         return None
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
     needs = required(workload, choice)
-    refuse(needs, Budgets(free_bytes, host_memory().available_bytes))
+    refuse(needs, Budgets(free_bytes, host_memory().available_bytes, phases=phases_of(config)), CURE)
     return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
 
 
@@ -78,13 +82,8 @@ def estimate(
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int) -> None:
     """Raises ConfigError if the plan's buckets are not those of the model, or if it cannot be carried out."""
-    path = config.model.hf_model_path
-    if path is None:
-        described = transformers_config(config.model, vocab_size=vocab_size)
-    else:
-        described = pretrained_config(config.model, path)
-    with torch.device("meta"):
-        model = empty_model(described, TORCH_DTYPES[Dtype(config.model.params_dtype)])
+    plan.require_ranks(1)
+    model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
     plan.placements(inventory_of(model, split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload))
     layers_of(plan)
 
@@ -99,24 +98,6 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
         tuple(forced.placements.get(i, Placement.DEVICE) for i in range(len(buckets))),
         tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(layers))),
         forced.offloaded_weights or frozenset(),
-        config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host",
-        config.optimizer.optimizer_state_offload_chunk_size_mb * 1024 * 1024 or None,
-    )
-
-
-def refuse(needs: Needs, free: Budgets) -> None:
-    """Raises MemoryLimitError, with the needs by phase, if they exceed what is free."""
-    over = free.over(needs)
-    if not over:
-        return
-    rows = [
-        f"{phase.name}: device {gib(phase.device_bytes)}, host {gib(phase.host_bytes)} GiB"
-        for phase in needs.phases
-        if phase.name in free.phases
-    ]
-    limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
-    named = " and ".join(f"{name} memory" for name in over)
-    there = ", ".join(f"{name} {gib(limits[name] or 0)} GiB" for name in over)
-    raise MemoryLimitError(
-        f"the run needs more {named} than there is: free are {there}", why="; ".join(rows), fix=_CURE
+        sums_on_host(config),
+        config.optimizer.optimizer_state_offload_chunk_size_mb * MIB or None,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from pathlib import Path
 
 from hostward.hardware import host_memory, resident_bytes
@@ -15,14 +17,25 @@ LEVELS = (0.95, 0.98)
 
 
 class Watermark:
-    """Looks at the memory that this process may use. `root` is where `proc` and `sys` are looked up."""
+    """Looks at the memory that this process may use, in several files: now and then, and until all has been said.
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    Args:
+        root: where `proc` and `sys` are looked up.
+        interval_s: between two looks, at least.
+    """
+
+    def __init__(self, root: Path = Path("/"), *, interval_s: float = 1.0) -> None:
         self._root = root
+        self._interval_s = interval_s
+        self._looked_s = -math.inf
         self._left = list(LEVELS)
 
     def look(self, iteration: int) -> None:
-        """Warn if a level has been reached since the last look."""
+        """Warn if a level has been reached since the last look, if that is long enough ago."""
+        now_s = time.monotonic()
+        if not self._left or now_s - self._looked_s < self._interval_s:
+            return
+        self._looked_s = now_s
         memory = host_memory(self._root)
         used = 1 - memory.available_bytes / memory.total_bytes
         reached = [level for level in self._left if used >= level]

@@ -15,7 +15,7 @@ from hostward.inventory import Dtype
 from hostward.training.workload_of import workload_of
 from hostward.workload import Workload
 
-from .models import empty_model, pretrained_config, training_loss, transformers_config
+from .models import meta_model, on_meta, training_loss
 from .tokenizer import ByteTokenizer
 
 
@@ -33,13 +33,8 @@ def recipe_workload(config: Config, *, name: str = "", vocab_size: int | None = 
     model, train = config.model, config.train
     if vocab_size is None and config.tokenizer.tokenizer_type != "huggingface":
         vocab_size = ByteTokenizer.vocab_size
-    if model.hf_model_path is None:
-        described = transformers_config(model, vocab_size=vocab_size)
-    else:
-        described = pretrained_config(model, model.hf_model_path)
     return _of(
-        described,
-        Dtype(model.params_dtype),
+        meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
         name=name or model.architecture,
         sequence_tokens=model.seq_length,
         microbatch_sequences=train.micro_batch_size,
@@ -79,8 +74,7 @@ def config_workload(
     described.use_cache = False
     try:
         return _of(
-            described,
-            dtype,
+            on_meta(described, TORCH_DTYPES[dtype]),
             name=str(described.model_type),
             sequence_tokens=sequence_tokens,
             microbatch_sequences=microbatch_sequences,
@@ -90,9 +84,7 @@ def config_workload(
         raise ModelError(f"{file} describes no causal language model", why=str(error), fix=fix) from error
 
 
-def _of(described: Any, dtype: Dtype, **sizes: Any) -> Workload:
-    with torch.device("meta"):
-        model = empty_model(described, TORCH_DTYPES[dtype])
+def _of(model: Any, **sizes: Any) -> Workload:
     return workload_of(model.train(), loss=_loss, **sizes)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +13,18 @@ from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
 from hostward.errors import ConfigError
 from hostward.inspect import groups_of
+from hostward.planning.plan_file import PlanFile
 
 from .attachment import Activations, Attachment
 from .control import Control
 from .layers import find_layers
 from .mix import planned
-from .planned import layers_of, recompute_whole
+from .options import named_options, require_fewer
+from .planned import PlannedLayers, layers_of, recompute_whole
 from .recompute import Regions
+from .room import require_room
 from .visit_hooks import is_attached
-from .weight_offload import OffloadedWeights, Weights, check_weights, weights_of
+from .weight_offload import OffloadedWeights, Weights, weights_of
 
 if TYPE_CHECKING:
     from .optimizer import AdamW
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hostward")
 
 
+@named_options
 def attach(
     model: torch.nn.Module,
     optimizer: AdamW | None = None,
@@ -41,6 +43,7 @@ def attach(
     plan: object = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
+    force: bool = False,
 ) -> Attachment:
     """Offload what a model's layers save for backward, their weights, or both.
 
@@ -64,34 +67,35 @@ def attach(
             that it recomputes as a whole are told so; they stay that way after `detach`.
         layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`).
         backend: where copies run; by default the optimizer's, or that of the model's device.
+        force: go on although the plan needs more memory than is free. (What activations take without a plan is not
+            known before the first forward.)
 
     Raises:
         ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none, or
             weights whose step is not on the host; the optimizer is another model's; the model, or a part of it, is
             attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled
-            layers with `recompute`. MemoryLimitError: the host has no room for copies of weights.
+            layers with `recompute`. MemoryLimitError: a plan, or copies of weights, do not fit.
     """
+    if activations is None and weights is None and recompute is None and plan is None:
+        raise ConfigError(
+            "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
+        )
     sharding = groups_of(model)
     if sharding is not None:
         sharding.reshard()  # what FSDP2 has gathered passes for a plain parameter, until FSDP2 lets go of it
-    if plan is not None:
-        activations, weights, recompute = _planned(model, plan, layers, activations, weights, recompute)
-    how = _how(activations) if activations is not None or (weights is None and recompute is None) else None
     if optimizer is not None:
         _require_optimizer_of(model, optimizer)
     _require_not_attached(model)
     found = find_layers(model, layers)
-    if how is not None:
-        _check(how, len(found))
-    moving = None if weights is None else weights_of(weights)
-    if moving is not None:
-        check_weights(moving, len(found))
-    if how is not None and how.num_layers == len(found) - 1:
-        log.warning(
-            "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
-            "offload/reload."
-        )
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given, device = planned(plan), next((p.device for p in model.parameters()), torch.device("cpu"))
+    by_plan = None if given is None else _planned(given, len(found), activations, weights, recompute)
+    if by_plan is not None:
+        activations, weights = by_plan.activations or None, by_plan.weights or None
+        recompute = by_plan.recompute(found)
+    how = None if activations is None else _how(activations, len(found))
+    moving = None if weights is None else weights_of(weights, len(found))
+    if given is not None and not force:
+        require_room(given, device)
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
     with contextlib.ExitStack() as undo:
@@ -102,6 +106,10 @@ def attach(
         if moving is not None:
             away = OffloadedWeights(model, found, optimizer, backend, moving)
             undo.callback(away.detach)
+        if by_plan is not None:  # once nothing else can be refused: it is not undone
+            recompute_whole(model, [layer for _, layer in found], by_plan.whole)
+        if regions is not None:
+            regions.warn_of_idle(found)
         run = Attachment(model, backend, found, how, turns=optimizer is None, regions=regions, weights=away)
         undo.pop_all()
     return run
@@ -123,88 +131,48 @@ def offload_activations(
     Raises:
         ConfigError, ModelError: as `attach`; a keyword that `Activations` does not have.
     """
-    known = [f.name for f in fields(Activations)]
-    for name in how:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"offload_activations() has no option {name!r}",
-                fix=f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}",
-            )
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
-def _planned(
-    model: torch.nn.Module, plan: object, layers: Sequence[torch.nn.Module] | None, *others: object
-) -> tuple[int | None, int | None, dict[str, int] | None]:
-    """Activations, weights and recomputation of a plan."""
+def _planned(given: PlanFile, n_layers: int, *others: object) -> PlannedLayers:
+    """What a plan says about layers. `others`: what else `attach` was given."""
     if any(other is not None for other in others):
         raise ConfigError(
             "attach() with plan=... and activations, weights or recompute",
             why="the plan says what becomes of each layer",
             fix="leave the others out, or edit the plan",
         )
-    given = planned(plan)
-    found = find_layers(model, layers)
-    if given is None or len(given.layers) != len(found):
+    if len(given.layers) != n_layers:
         raise ConfigError(
-            f"the plan has {len(given.layers) if given else 0} layers, the model has {len(found)}",
+            f"the plan has {len(given.layers)} layers, the model has {n_layers}",
             why="it is a plan of another model",
             fix="make a plan of this model: hostward plan --json FILE",
         )
     chosen = layers_of(given)
-    if not (chosen.activations or chosen.weights or chosen.parts):
+    if not (chosen.activations or chosen.weights or chosen.parts or chosen.whole):
         raise ConfigError(
-            "attach() with a plan that neither offloads nor recomputes parts of layers",
+            "attach() with a plan that neither offloads nor recomputes anything of layers",
             fix="leave attach() out; hostward.AdamW(plan=...) alone carries it out",
         )
-    modules = [layer for _, layer in found]
-    recompute = chosen.recompute(modules)
-    recompute_whole(model, modules, chosen.whole)
-    return chosen.activations or None, chosen.weights or None, recompute
+    return chosen
 
 
-def _how(given: object) -> Activations:
-    if given is None:
-        raise ConfigError(
-            "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
-        )
-    if isinstance(given, Activations):
-        return given
-    if isinstance(given, bool) or not isinstance(given, int):
+def _how(given: object, n_layers: int) -> Activations:
+    if isinstance(given, bool) or not isinstance(given, (Activations, int)):
         raise ConfigError(
             f"activations={given!r} says not what to offload",
             fix="activations=hostward.Activations(...), or a number of layers",
         )
-    return Activations(num_layers=given)
-
-
-def _check(how: Activations, layers: int) -> None:
-    for name in ("num_layers", "min_bytes", "min_elements", "host_bytes", "max_in_flight"):
-        value = getattr(how, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"Activations.{name} must be a whole number, got {value!r}", fix=f"{name}=1")
-    if how.num_layers is not None and not 0 < how.num_layers < layers:
-        raise ConfigError(
-            f"CPU offloading can be done only for layers less than {layers}",
-            why=f"the model has {layers} layers, and {how.num_layers} were asked for",
-            fix=f"num_layers between 1 and {layers - 1}: the last layer's backward begins as soon as its forward ends",
-        )
-    if layers < 2:
+    require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
+    how = Activations(num_layers=given) if isinstance(given, int) else given
+    if n_layers < 2:
         raise ConfigError("a model of one layer", why="its backward begins when its forward ends", fix="leave it alone")
-    if isinstance(how.modules, str):
-        raise ConfigError(f"modules={how.modules!r} is a string", fix=f"modules=({how.modules!r},)")
-    if not 0 <= how.fraction <= 1:
-        raise ConfigError(f"fraction={how.fraction}", fix="a share between 0 and 1 of the modules")
-    if how.fraction != 1 and not how.modules:
-        raise ConfigError(
-            f"fraction={how.fraction} without modules", fix="modules=(...), or num_layers for a share of the layers"
+    if how.num_layers == n_layers - 1:
+        log.warning(
+            "Offloading num_layers == model_layers - 1 is not recommended, it prevents overlapping of computation and "
+            "offload/reload."
         )
-    limits = {"min_bytes": how.min_bytes, "min_elements": how.min_elements, "host_bytes": how.host_bytes}
-    limits["max_in_flight"] = how.max_in_flight
-    for name, value in limits.items():
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} must not be negative, got {value}")
+    return how
 
 
 def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:

@@ -12,11 +12,14 @@ import torch
 
 from hostward.engine.backend import Backend
 from hostward.engine.host_arena import HostArena
+from hostward.errors import ConfigError
 from hostward.lowering.activations import VisitsShape, lower_visits
 from hostward.schedule import Schedule
 
+from .groups import is_number
 from .modules import marks_of
 from .movement import Movement
+from .options import named_fields, require_whole
 from .recompute import Regions
 from .saved_tensors import Sorter, Why
 from .visits import Visits
@@ -26,6 +29,7 @@ _LITTLE = 0.25
 """Of what offloaded layers save: where less than this share leaves, the report says so."""
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Activations:
     """How saved activations leave the device.
@@ -40,6 +44,8 @@ class Activations:
     activation_offload_fraction). max_in_flight: so many groups of saved tensors at most (a layer's, or 256 MiB of them)
     are on their way and still on the device; for another, the compute lane waits for the oldest. 0: it waits at the end
     of each layer; None: as long as the window of layers allows.
+
+    Raises ConfigError for values out of range, and for names that are none of these.
     """
 
     num_layers: int | None = None
@@ -51,6 +57,22 @@ class Activations:
     host_bytes: int | None = None
     fraction: float = 1.0
     max_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("Activations.num_layers", self.num_layers, least=1, optional=True)
+        require_whole("Activations.min_bytes", self.min_bytes, least=0)
+        require_whole("Activations.min_elements", self.min_elements, least=0)
+        require_whole("Activations.host_bytes", self.host_bytes, least=0, optional=True)
+        require_whole("Activations.max_in_flight", self.max_in_flight, least=0, optional=True)
+        if isinstance(self.modules, str):
+            raise ConfigError(f"modules={self.modules!r} is a string", fix=f"modules=({self.modules!r},)")
+        if not is_number(self.fraction) or not 0 <= self.fraction <= 1:
+            raise ConfigError(f"fraction={self.fraction!r}", fix="a share between 0 and 1 of the modules")
+        if self.fraction != 1 and not self.modules:
+            raise ConfigError(
+                f"fraction={self.fraction} without modules",
+                fix="modules=(...), or num_layers, a share of the layers",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +142,11 @@ class Attachment:
         self._regions = regions
         self.recomputed = [] if regions is None else list(regions.names)
         """Paths of the modules that are recomputed in part or as a whole."""
-        on, how = how is not None or weights is not None, Activations(num_layers=0) if how is None else how
-        offloaded = len(layers) - 1 if how.num_layers is None else how.num_layers
+        on, offloaded = how is not None or weights is not None, len(layers) - 1
+        if how is None:
+            offloaded, how = 0, Activations()
+        elif how.num_layers is not None:
+            offloaded = how.num_layers
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
         inner = [layer for _, layer in layers]
         marks = marks_of(inner, how.modules, offloaded, how.fraction) if how.modules else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch._compile import _disable_dynamo
 
+from hostward.errors import ModelError
 from hostward.schedule import Lane
 
 from .accumulation import Accumulation
@@ -39,6 +40,7 @@ class StepScalars(NamedTuple):
 class Control(torch.optim.Optimizer):
     """The part of `hostward.AdamW` that a loop calls besides `step`."""
 
+    _backend: Backend | None
     _issuer: StepIssuer
     _handover: Handover
     _overlap: bool
@@ -48,7 +50,9 @@ class Control(torch.optim.Optimizer):
     @property
     def backend(self) -> Backend:
         """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
-        raise NotImplementedError
+        if self._backend is None:
+            raise ModelError("the optimizer has no backend yet")
+        return self._backend
 
     def accumulate(self, *, last: bool) -> Accumulation:
         """A context for the forward and backward of one microbatch.

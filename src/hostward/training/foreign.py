@@ -17,16 +17,19 @@ from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
 from hostward.errors import ConfigError, MemoryLimitError, ModelError
 from hostward.planner import checked_fraction
+from hostward.sizes import MIB
 
-from .foreign_away import MIB, AwayState
+from .foreign_away import AwayState
 from .foreign_calls import check_optimizer, check_state_keys, raw_step, watched_step
 from .foreign_state import bundle_bytes, bundles, cut, may_leave
 from .foreign_step import SLOTS, ChunkedStep, expected_bytes
 from .optimizer import AdamW
+from .options import named_options
 
 log = logging.getLogger("hostward")
 
 
+@named_options
 def offload_optimizer_states(
     optimizer: torch.optim.Optimizer,
     *,

@@ -14,6 +14,7 @@ from hostward.engine.backend import Backend, Event
 from hostward.engine.pools import require_host_memory
 from hostward.errors import MemoryLimitError
 from hostward.schedule import Lane
+from hostward.sizes import MIB
 
 from .foreign_state import (
     HOST_OWNER,
@@ -30,7 +31,6 @@ from .foreign_state import (
 
 log = logging.getLogger("hostward")
 
-MIB = 1 << 20
 _CHUNKS = 64
 _LEAST_CHUNK_BYTES = 16 * MIB
 

@@ -52,6 +52,8 @@ class Mix:
             self.offload_fraction = self._plan.asked_fraction
             gradients = _gradients_of(self._plan)
         self.gradients = "device" if gradients is None else gradients
+        self.staging_bytes = None if self._plan is None else self._plan.staging_bytes
+        """Of the plan: device memory for streamed state; None: not bounded."""
         self.rates: Rates | None = None
         """Measured once, before state is allocated; None if nothing depended on them."""
 

@@ -34,6 +34,7 @@ from .groups import (
     sums_on_host,
 )
 from .mix import Mix
+from .options import named_options
 from .placeholder import Where
 from .saving import Saving
 from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
@@ -85,8 +86,8 @@ class AdamW(Saving):
             "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
             where they go in every backward; those of other buckets in `.grad`, in float32 too.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
-        staging_bytes: device memory for state that is being streamed, at least one bucket; None: what backward frees,
-            and two buckets besides.
+        staging_bytes: device memory for state that is being streamed, at least one bucket; None: as the plan says, or
+            what backward frees, and two buckets besides.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
         plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
         module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
@@ -104,6 +105,7 @@ class AdamW(Saving):
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
+    @named_options
     def __init__(
         self,
         params: object,
@@ -140,8 +142,9 @@ class AdamW(Saving):
         self._summed: frozenset[int] = frozenset()
         self._backend = backend
         check_count("host_threads", host_threads)
-        check_count("staging_bytes", staging_bytes)
-        self._staging_bytes, self._host_threads = staging_bytes, host_threads
+        self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
+        check_count("staging_bytes", self._staging_bytes)
+        self._host_threads = host_threads
         self._tracked: list[Tracked] = []
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []
@@ -302,13 +305,6 @@ class AdamW(Saving):
     # ---------------------------------------------------------------- facts
 
     @property
-    def backend(self) -> Backend:
-        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
-        if self._backend is None:
-            raise ModelError("the optimizer has no backend yet")
-        return self._backend
-
-    @property
     def plan(self) -> Plan:
         """Placement of every bucket; `plan.asked_fraction` and `plan.placed_fraction` tell the shares."""
         return Plan(self.offload_fraction, tuple(self._placements))
@@ -380,7 +376,7 @@ class AdamW(Saving):
                 self._handover.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._handover.taken)
             self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
-            if self._empty_parts is not None:
+            if self._sharded is not None and self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)

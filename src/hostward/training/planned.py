@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from hostward.choice import Keep
-from hostward.errors import ConfigError, ModelError
+from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Keep
+from hostward.errors import ConfigError
 from hostward.planning.plan_file import PlanFile
 
-from .recompute_names import find_parts
+from .recompute import elementwise_in, require_not_compiled
 
-ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
-_LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
-_PARTS = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
-_WHOLE = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
+_SWITCH = "gradient_checkpointing"
+"""Of a layer of transformers: whether it is checkpointed in training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +29,16 @@ class PlannedLayers:
     parts: int
     whole: frozenset[int]
 
-    def recompute(self, layers: Sequence[torch.nn.Module]) -> dict[str, int] | None:
-        """The norms and activations that these layers have. Raises ConfigError where the plan wants them, and there are
-        none.
+    def recompute(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int] | None:
+        """The norms and activations that can run again in those of a model's layers where the plan wants it.
+
+        Raises:
+            ConfigError: there are none. ModelError: compiled layers.
         """
         if not self.parts:
             return None
-        names = [name for name in ELEMENTWISE if _has(layers, name)]
+        require_not_compiled(layers[: self.parts])
+        names = elementwise_in(layers[: self.parts])
         if not names:
             raise ConfigError(
                 "the plan recomputes norms and activations, and no layer of the model has any that can be",
@@ -46,23 +47,15 @@ class PlannedLayers:
         return dict.fromkeys(names, self.parts)
 
 
-def _has(layers: Sequence[torch.nn.Module], name: str) -> bool:
-    try:
-        find_parts(layers, {name: len(layers)})
-    except (ConfigError, ModelError):
-        return False
-    return True
-
-
 def layers_of(plan: PlanFile) -> PlannedLayers:
     """Raises ConfigError for an edited plan that cannot be carried out: what leaves belongs to the first layers."""
     keeps = [Keep(row.activations) for row in plan.layers]
     away = [row.weights == "host" for row in plan.layers]
     found = PlannedLayers(
-        _first([k in _LEAVES for k in keeps], "activations leave"),
+        _first([k in LEAVES for k in keeps], "activations leave"),
         _first(away, "weights leave"),
-        _first([k in _PARTS for k in keeps], "norms and activations are recomputed"),
-        frozenset(i for i, k in enumerate(keeps) if k in _WHOLE),
+        _first([k in ELEMENTWISE for k in keeps], "norms and activations are recomputed"),
+        frozenset(i for i, k in enumerate(keeps) if k in RECOMPUTED),
     )
     if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
         raise ConfigError(
@@ -93,13 +86,16 @@ def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], c
     # transformers 5.22 has renamed it.
     enable = getattr(causal, "activation_checkpointing_enable", None)
     enable = enable or getattr(causal, "gradient_checkpointing_enable", None)
-    if chosen and (enable is None or not all(hasattr(layer, "gradient_checkpointing") for layer in layers)):
+    if chosen and (enable is None or not all(hasattr(layer, _SWITCH) for layer in layers)):
         raise ConfigError(
-            f"the plan recomputes {len(chosen)} layers of a {type(model).__name__}, which cannot be told to",
+            f"the plan, or model.recompute_granularity=full, recomputes {len(chosen)} layers of a "
+            f"{type(model).__name__}, which cannot be told to",
             why="it is no model of transformers",
-            fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it",
+            fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it; without a plan: "
+            "model.recompute_granularity=selective, or null",
         )
     if chosen and enable is not None:
         enable({"use_reentrant": False})
-        for number, layer in enumerate(layers):
-            layer.gradient_checkpointing = number in chosen  # type: ignore[assignment]
+    for number, layer in enumerate(layers):
+        if hasattr(layer, _SWITCH):
+            setattr(layer, _SWITCH, number in chosen)

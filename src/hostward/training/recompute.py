@@ -243,6 +243,7 @@ class Regions:
     ) -> None:
         counts = _counts(how, layers)
         most = max(counts.values())
+        self._asked = tuple(counts)
         chosen = layers[:most]
         parts = find_parts([layer for _, layer in chosen], counts)
         self._whole = [[path for path, kind in found.items() if kind is Found.WHOLE] for found in parts]
@@ -261,11 +262,15 @@ class Regions:
         except ModelError:
             self.undo()
             raise
-        idle = [name for name, layer in chosen if layer.training and getattr(layer, "gradient_checkpointing", False)]
+
+    def warn_of_idle(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
+        """Say so where the same layers are checkpointed as a whole: there it has no effect."""
+        chosen = [layer for _, layer in layers[: len(self._whole)]]
+        idle = [layer for layer in chosen if layer.training and getattr(layer, "gradient_checkpointing", False)]
         if idle:
             log.warning(
                 "recompute=%s has no effect in %d of %d layers, which are checkpointed as a whole",
-                tuple(counts), len(idle), len(chosen),
+                self._asked, len(idle), len(chosen),
             )  # fmt: skip
 
     def undo(self) -> None:
@@ -290,6 +295,22 @@ class Regions:
                 )
 
 
+ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
+"""What costs little to run again: it reads and writes memory, and multiplies no matrices."""
+
+
+def elementwise_in(layers: Sequence[tuple[str, torch.nn.Module]]) -> list[str]:
+    """Those of ELEMENTWISE that can be recomputed in these layers. Planning and `attach` both go by it."""
+    found = []
+    for name in ELEMENTWISE:
+        try:
+            Regions(layers, (name,)).undo()
+        except (ConfigError, ModelError):
+            continue  # the model has no such modules, or they are not what their names promise
+        found.append(name)
+    return found
+
+
 def _counts(how: object, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int]:
     """By name, in how many layers. Raises as `Regions` does."""
     if isinstance(how, str):
@@ -307,7 +328,13 @@ def _counts(how: object, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[
                 f"recompute of {name} in {count!r} of {len(layers)} layers", fix=f"a number between 1 and {len(layers)}"
             )
         counts[name] = count
-    for name, layer in layers[: max(counts.values())]:
+    require_not_compiled(layers[: max(counts.values())])
+    return counts
+
+
+def require_not_compiled(layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
+    """Raises ModelError for compiled layers."""
+    for name, layer in layers:
         for module in layer.modules():
             if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
                 raise ModelError(
@@ -315,7 +342,6 @@ def _counts(how: object, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[
                     why="a compiler chooses by itself what it saves and what it recomputes",
                     fix="leave recompute= out, or do not compile the layers",
                 )
-    return counts
 
 
 _WIDTH = 8

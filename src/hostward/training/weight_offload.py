@@ -21,6 +21,7 @@ from hostward.lowering.weights import WeightsShape, lower_weights
 from hostward.schedule import Schedule
 
 from .given import tensors_of
+from .options import named_fields, require_fewer, require_whole
 from .saved_tensors import raise_modified
 from .visit_hooks import Enter, Leave, Mark
 from .weight_choice import choose
@@ -31,16 +32,23 @@ if TYPE_CHECKING:
     from .optimizer import AdamW
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Weights:
     """How weights leave the device.
 
     num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
     min_elements: smaller frozen weights stay.
+
+    Raises ConfigError for values out of range, and for names that are none of these.
     """
 
     num_layers: int | None = None
     min_elements: int = 65536
+
+    def __post_init__(self) -> None:
+        require_whole("Weights.num_layers", self.num_layers, least=1, optional=True)
+        require_whole("Weights.min_elements", self.min_elements, least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,27 +307,14 @@ class OffloadedWeights:
         self._of_storage.clear()
 
 
-def check_weights(how: Weights, layers: int) -> None:
-    """Raises ConfigError for options out of range."""
-    if how.num_layers is not None and not 0 < how.num_layers < layers:
-        raise ConfigError(
-            f"CPU offloading can be done only for layers less than {layers}",
-            why=f"the model has {layers} layers, and {how.num_layers} were asked for",
-            fix=f"num_layers between 1 and {layers - 1}: the last layer's backward begins as soon as its forward ends",
-        )
-    if how.min_elements < 0:
-        raise ConfigError(f"min_elements must not be negative, got {how.min_elements}")
-
-
-def weights_of(given: object) -> Weights:
-    """Options from what `attach` was given. Raises ConfigError."""
-    if isinstance(given, Weights):
-        return given
-    if isinstance(given, bool) or not isinstance(given, int):
+def weights_of(given: object, n_layers: int) -> Weights:
+    """Options from what `attach` was given, for a model of so many layers. Raises ConfigError."""
+    if isinstance(given, bool) or not isinstance(given, (Weights, int)):
         raise ConfigError(
             f"weights={given!r} says not what to offload", fix="weights=hostward.Weights(...), or a number of layers"
         )
-    return Weights(num_layers=given)
+    require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
+    return Weights(num_layers=given) if isinstance(given, int) else given
 
 
 class _Back:

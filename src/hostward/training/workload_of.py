@@ -17,11 +17,10 @@ from hostward.inventory import Dtype, Inventory, cut_buckets, layer_of
 from hostward.workload import Curve, Layer, PerToken, Saved, Way, Workload
 
 from .layers import find_layers
-from .recompute import Region, Regions
+from .recompute import Region, Regions, elementwise_in
 from .tape_fit import Fit, Size, curve, sizes, with_layers
 from .tape_runs import Layers, Loss, PartRun, run
 
-_ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
 _NOTHING = PerToken(0.0)
 
 
@@ -171,23 +170,16 @@ def _ids(size: Size) -> torch.Tensor:
 @contextmanager
 def _running(layers: Layers, way: Way) -> Iterator[bool]:
     """Layers run this way within. False: none of them can."""
-    regions: list[Region] = []
-    elementwise: list[Regions] = []
+    regions: list[Region | Regions] = []
     if way is Way.RECOMPUTE:
-        regions = [Region(layer) for _, layer in layers]
-    elif way is Way.ELEMENTWISE:
-        for name in _ELEMENTWISE:
-            try:
-                elementwise.append(Regions(layers, (name,)))
-            except (ConfigError, ModelError):
-                continue  # the model has no such modules
+        regions += [Region(layer) for _, layer in layers]
+    elif way is Way.ELEMENTWISE and (names := elementwise_in(layers)):
+        regions.append(Regions(layers, names))
     try:
-        yield way is not Way.ELEMENTWISE or bool(elementwise)
+        yield way is Way.KEEP or bool(regions)
     finally:
         for region in regions:
             region.undo()
-        for held in elementwise:
-            held.undo()
 
 
 def _kinds(model: torch.nn.Module, layers: Layers) -> list[object]:

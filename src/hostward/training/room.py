@@ -1,0 +1,23 @@
+"""Whether what a plan says fits, before `attach` does anything."""
+
+from __future__ import annotations
+
+import torch
+
+from hostward.hardware import host_memory, resident_bytes
+from hostward.planning.needs import Budgets, refuse
+from hostward.planning.plan_file import PlanFile
+
+_CURE = "make a plan within these limits (hostward plan --device-memory SIZE --host-memory SIZE); force=True goes on"
+
+
+def require_room(plan: PlanFile, device: torch.device) -> None:
+    """Raises MemoryLimitError, with the plan's needs, where they exceed what is free.
+
+    They are those of the whole run. What this process holds already, weights and optimizer state among it, is part of
+    them, and counts as free.
+    """
+    device_bytes = None
+    if device.type == "cuda":
+        device_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    refuse(plan.needs, Budgets(device_bytes, host_memory().available_bytes + resident_bytes()), _CURE)
