@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from activation_cases import NETWORKS, Encoder, loss_of, same, trained, transformer
+from activation_cases import NETWORKS, Encoder, loss_of, same, trained, trained_alone, transformer
 from torch.utils.checkpoint import checkpoint
 
 import hostward
@@ -64,7 +64,7 @@ def test_evaluation_between_forward_and_backward() -> None:
 @pytest.mark.parametrize("inner", ["mlp.act_fn", "mlp.down_proj", "input_layernorm", "self_attn.o_proj"])
 def test_a_forward_that_fails(inner: str) -> None:
     model = transformer("Llama")
-    expected = trained(transformer("Llama"))
+    expected = trained_alone("Llama")
 
     def fail(*_: object) -> None:
         raise ValueError("fails")
@@ -81,7 +81,7 @@ def test_a_forward_that_fails(inner: str) -> None:
 
 def test_a_recomputation_that_fails_leaves_nothing_behind() -> None:
     model = transformer("Llama")
-    expected = trained(transformer("Llama"))
+    expected = trained_alone("Llama")
     with attach(model):
         loss = loss_of(model, 0)
 
@@ -122,7 +122,7 @@ def test_a_weight_that_changes_before_backward_is_noticed(inner: str) -> None:
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_plain_models(way: str) -> None:
     model = transformer("Qwen3")
-    expected = trained(transformer("Qwen3"))
+    expected = trained_alone("Qwen3")
     with attach(model):
         count = len(regions(model))
         if way == "deepcopy":
