@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ Batch = Callable[[int], Any]
 
 def transformer(kind: str, **options: Any) -> torch.nn.Module:
     """A tiny causal language model of transformers, four layers, bf16."""
+    return copy.deepcopy(_first_transformer(kind, **options))
+
+
+@functools.cache
+def _first_transformer(kind: str, **options: Any) -> torch.nn.Module:
+    """Copied, because that takes a tenth of the time."""
     import transformers
 
     sizes = {
@@ -118,6 +125,12 @@ def trained(model: torch.nn.Module, *, steps: int = STEPS) -> list[torch.Tensor]
             found.append(p.grad.clone())
             p.data.sub_(p.grad, alpha=0.1)
     return found
+
+
+@functools.cache
+def trained_alone(name: str) -> list[torch.Tensor]:
+    """Gradients of a network of that name to which nothing is attached."""
+    return trained(NETWORKS[name]())
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

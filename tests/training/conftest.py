@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,10 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_not_searched() -> None:
+    """A collection of garbage looks at all that there is, and the libraries imported here are most of that."""
+    gc.collect()
+    gc.freeze()

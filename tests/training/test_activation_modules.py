@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from activation_cases import FEW, NETWORKS, left_over, loss_of, offloading, same, trained, transformer
+from activation_cases import FEW, NETWORKS, left_over, loss_of, offloading, same, trained, trained_alone, transformer
 
 from hostward.errors import ConfigError
 from hostward.training.modules import MEGATRON_MODULES, marks_of
@@ -39,7 +39,7 @@ def leaving(model: torch.nn.Module, *modules: str, **options: int) -> int:
     ],
 )
 def test_gradients_keep_their_bits(name: str, modules: tuple[str, ...]) -> None:
-    expected = trained(NETWORKS[name]())
+    expected = trained_alone(name)
     for order in FEW:
         model = NETWORKS[name]()
         with offloading(model, order, modules=modules) as run:
@@ -95,7 +95,7 @@ def test_a_fraction_of_modules_leaves_and_the_first_stay() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.7])
 def test_gradients_keep_their_bits_at_every_fraction(fraction: float) -> None:
-    expected = trained(transformer("Qwen3"))
+    expected = trained_alone("Qwen3")
     model = transformer("Qwen3")
     with offloading(model, FEW[1], modules=("core_attn", "mlp"), fraction=fraction) as run:
         assert same(trained(model), expected)
@@ -113,7 +113,7 @@ def test_fractions_that_are_none_are_refused(fraction: float, modules: tuple[str
 
 def test_a_module_that_fails_leaves_no_mark() -> None:
     model = transformer("Llama")
-    expected = trained(transformer("Llama"))
+    expected = trained_alone("Llama")
 
     def fail(*_: object) -> None:
         raise ValueError("fails")

@@ -14,7 +14,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from activation_cases import FEW, LANES, NETWORKS, ORDERS, left_over, loss_of, offloading, same, trained, transformer
+from activation_cases import (
+    FEW,
+    LANES,
+    NETWORKS,
+    ORDERS,
+    left_over,
+    loss_of,
+    offloading,
+    same,
+    trained,
+    trained_alone,
+    transformer,
+)
 from torch.utils.checkpoint import checkpoint
 
 import hostward
@@ -41,7 +53,7 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 @every_network
 def test_gradients_keep_their_bits_in_every_order_of_lanes(name: str, num_layers: int) -> None:
-    expected = trained(NETWORKS[name]())
+    expected = trained_alone(name)
     for i, order in enumerate(ORDERS if num_layers == 3 else FEW):
         model = NETWORKS[name]()
         with offloading(model, order, num_layers=num_layers, double_buffering=i % 2 == 1) as run:
@@ -168,7 +180,7 @@ def test_h5_h12_h14_each_wait_left_out_is_reported(op: str, monkeypatch: pytest.
         VISIT[victim].writes, waits if op in victims else (), VISIT[victim].prior,
     )  # fmt: skip
     monkeypatch.setitem(movement.VISIT, victim, broken)  # type: ignore[arg-type]
-    expected = trained(NETWORKS["Llama"]())
+    expected = trained_alone("Llama")
     seen = False
     for order in (Order(late=frozenset(LANES[:2])), Order(late=frozenset({LANES[0]})), Order()):
         model = NETWORKS["Llama"]()
@@ -248,7 +260,7 @@ def test_host_memory_is_locked_in_the_first_step_alone() -> None:
 
 def test_more_host_memory_than_allowed_is_an_error_and_the_model_goes_on() -> None:
     model = NETWORKS["Llama"]()
-    expected = trained(NETWORKS["Llama"]())
+    expected = trained_alone("Llama")
     with (
         offloading(model, host_bytes=4096),
         pytest.raises(hostward.errors.MemoryLimitError, match="4,096 were allowed"),
@@ -336,7 +348,7 @@ def test_nothing_to_offload_is_refused() -> None:
 
 def test_h28_attached_within_inference_mode() -> None:
     model = NETWORKS["Llama"]()
-    expected = trained(NETWORKS["Llama"]())
+    expected = trained_alone("Llama")
     with torch.inference_mode():
         run = hostward.attach(
             model,
@@ -359,7 +371,7 @@ def test_the_report_reads_well() -> None:
 
 def test_a_block_of_ones_own_loop() -> None:
     model = NETWORKS["Llama"]()
-    expected = trained(NETWORKS["Llama"]())
+    expected = trained_alone("Llama")
     backend = SimulatedBackend(threads=1, order=Order(eager=True))
     with hostward.offload_activations(model, num_layers=2, min_bytes=64, backend=backend) as run:
         assert same(trained(model), expected)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from activation_cases import NETWORKS, ORDERS, left_over, loss_of, offloading, same, trained, transformer
+from activation_cases import NETWORKS, ORDERS, left_over, loss_of, offloading, same, trained, trained_alone, transformer
 
 from hostward.errors import ConfigError
 from hostward.training import visits
@@ -24,7 +24,7 @@ def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("most", [0, 1, 3])
 @pytest.mark.parametrize("num_layers", [2, 3])
 def test_gradients_keep_their_bits(most: int, num_layers: int) -> None:
-    expected = trained(transformer("Qwen3"))
+    expected = trained_alone("Qwen3")
     for order in ORDERS[::2]:
         model = transformer("Qwen3")
         with offloading(model, order, num_layers=num_layers, max_in_flight=most) as run:

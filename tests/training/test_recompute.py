@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from activation_cases import FEW, left_over, loss_of, same, trained, transformer
+from activation_cases import FEW, left_over, loss_of, same, trained, trained_alone, transformer
 
 import hostward
 from hostward.engine.simulated import Order, SimulatedBackend
@@ -54,7 +54,7 @@ def saved_bytes(forward: Callable[[], object], weights: Sequence[torch.Tensor]) 
 
 @pytest.mark.parametrize(("name", "modules"), CASES, ids=str)
 def test_gradients_keep_their_bits(name: str, modules: tuple[str, ...]) -> None:
-    expected = trained(transformer(name))
+    expected = trained_alone(name)
     model = transformer(name)
     before = {path: dict(module.__dict__) for path, module in model.named_modules()}
     with hostward.attach(model, recompute=modules) as run:
@@ -69,7 +69,7 @@ def test_gradients_keep_their_bits(name: str, modules: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("name", "modules"), CASES, ids=str)
 def test_what_remains_is_offloaded(name: str, modules: tuple[str, ...]) -> None:
-    expected = trained(transformer(name))
+    expected = trained_alone(name)
     for order in FEW:
         model = transformer(name)
         with attached(model, modules, order) as run:

@@ -7,13 +7,14 @@ backward unnoticed, a stand-in that is not compared.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from activation_cases import NETWORKS, Encoder, loss_of, same, trained, transformer
+from activation_cases import NETWORKS, Encoder, loss_of, same, trained, trained_alone, transformer
 from torch.utils.checkpoint import checkpoint
 
 import hostward
@@ -64,7 +65,7 @@ def test_evaluation_between_forward_and_backward() -> None:
 @pytest.mark.parametrize("inner", ["mlp.act_fn", "mlp.down_proj", "input_layernorm", "self_attn.o_proj"])
 def test_a_forward_that_fails(inner: str) -> None:
     model = transformer("Llama")
-    expected = trained(transformer("Llama"))
+    expected = trained_alone("Llama")
 
     def fail(*_: object) -> None:
         raise ValueError("fails")
@@ -81,7 +82,7 @@ def test_a_forward_that_fails(inner: str) -> None:
 
 def test_a_recomputation_that_fails_leaves_nothing_behind() -> None:
     model = transformer("Llama")
-    expected = trained(transformer("Llama"))
+    expected = trained_alone("Llama")
     with attach(model):
         loss = loss_of(model, 0)
 
@@ -122,7 +123,7 @@ def test_a_weight_that_changes_before_backward_is_noticed(inner: str) -> None:
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_plain_models(way: str) -> None:
     model = transformer("Qwen3")
-    expected = trained(transformer("Qwen3"))
+    expected = trained_alone("Qwen3")
     with attach(model):
         count = len(regions(model))
         if way == "deepcopy":
@@ -190,14 +191,20 @@ def test_compiled_layers_are_refused() -> None:
     assert regions(model) == []
 
 
+@functools.cache
+def compiled_alone(what: str) -> list[torch.Tensor]:
+    """Gradients of a compiled model, or of compiled layers, of which nothing is recomputed."""
+    torch.compiler.reset()
+    plain: Any = transformer("Llama")
+    for module in [plain] if what == "model" else plain.model.layers:
+        module.compile(backend="eager")
+    return trained(plain, steps=2)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ["layers", "model", "model, before"])
 def test_what_is_compiled_later_breaks_its_graph_at_regions(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    plain: Any = transformer("Llama")
-    for module in [plain] if "model" in what else plain.model.layers:
-        module.compile(backend="eager")
-    expected = trained(plain, steps=2)
+    expected = compiled_alone(what.partition(",")[0])
     torch.compiler.reset()
     model: Any = transformer("Llama")
     if what == "model, before":
