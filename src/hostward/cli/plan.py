@@ -10,6 +10,9 @@ import typer
 
 from hostward.errors import ConfigError
 
+from .output import require_replaceable, require_writable
+from .recipe import DEFAULT_RECIPE, configured
+
 if TYPE_CHECKING:
     from hostward.hardware_profile import Hardware
     from hostward.planning.assignment import Forced
@@ -73,13 +76,11 @@ def plan(
 
     Exit code 1 if it does not fit, with the smallest change that would. `hostward plan diff A B` compares two plans.
     """
-    from .main import _require_writable
-
     if words and words[0] == "diff":
         _diff(words[1:])
         return
-    _require_writable("--json", json_file)
-    _require_writable("--plot", plot)
+    require_replaceable("--json", json_file)
+    require_writable("--plot", plot)
     from hostward.planning.speeds import speeds_of
 
     machine = _hardware(hardware)
@@ -142,15 +143,13 @@ def _of_recipe(
     from hostward.train.planning import asked_of
     from hostward.train.workload import recipe_workload
 
-    from .main import DEFAULT_RECIPE, _configured
-
     name = recipe or DEFAULT_RECIPE
-    configured = _configured(name, overrides)
-    check(configured, world_size=1)
-    workload = sharded(recipe_workload(configured, name=name), gpus)
-    saves = (SAVE,) if configured.checkpoint.save is not None else ()
-    resumes = (RESUME,) if configured.checkpoint.load is not None else ()
-    return workload, asked_of(configured, workload, speeds), (*TRAINING, *saves, *resumes)
+    config = configured(name, overrides)
+    check(config, world_size=1)
+    workload = sharded(recipe_workload(config, name=name), gpus)
+    saves = (SAVE,) if config.checkpoint.save is not None else ()
+    resumes = (RESUME,) if config.checkpoint.load is not None else ()
+    return workload, asked_of(config, workload, speeds), (*TRAINING, *saves, *resumes)
 
 
 def _of_file(
