@@ -107,6 +107,10 @@ class Run:
     def microbatches(self) -> int:
         return self.config.train.global_batch_size // self.config.train.micro_batch_size
 
+    @property
+    def tokens_per_iteration(self) -> int:
+        return self.config.train.global_batch_size * self.dataset.seq_length
+
 
 def world_size() -> int:
     """Processes of this run, as torchrun says; 1 without it. Raises ConfigError for what is no number."""
