@@ -117,7 +117,7 @@ def _answer(
 ) -> None:
     from hostward.planning import plan_file
     from hostward.planning.answer import Question, answer
-    from hostward.planning.plan_text import render
+    from hostward.planning.plan_text import frontier_points, render
     from hostward.planning.shards import required_of
 
     found = answer(Question(workload, machine, gpus, budgets, forced), required_of(workload))
@@ -126,7 +126,8 @@ def _answer(
 
         draw(found, plot)
     if json_file is not None and found.chosen is not None:
-        plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen), json_file)
+        points = frontier_points(found)
+        plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen, points), json_file)
     elif json_file is not None:
         typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
     typer.echo(render(found), nl=False)

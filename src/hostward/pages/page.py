@@ -158,6 +158,8 @@ def _frontier(report: RunReport) -> Iterator[str]:
         f"{n}: {p.label}, {size(p.device_bytes)}, {duration(p.step_s)}" for n, p in enumerate(everything, 1)
     )
     yield scatter(dots, x, y, title="Step time against device memory", text=text)
+    if own is None and report.simulated:
+        yield "<figcaption>This run is not among them: on a simulated device nobody counts device memory.</figcaption>"
     yield "</figure>"
     rows = [(str(n), p.label, size(p.device_bytes), duration(p.step_s)) for n, p in enumerate(everything, 1)]
     yield _table(("", "plan", "device memory", "step"), rows, left=2)
@@ -191,6 +193,12 @@ def _predictions(report: RunReport) -> Iterator[str]:
         for name, (p, m, shown) in pairs.items()
     ]
     yield _table(("", "predicted", "measured", "error"), rows)
+    if not report.frontier:
+        here = "; without a GPU it takes another machine's rates" if report.simulated else ""
+        yield (
+            "<p>No other plans are drawn beside this run: it was not started with a plan that holds them "
+            f"(<code>hostward plan --json FILE</code>, then <code>hostward train --plan FILE</code>){here}.</p>"
+        )
 
 
 def _progress(report: RunReport) -> Iterator[str]:
