@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import ConfigError
 from .plan import PlacedBucket
@@ -77,6 +77,16 @@ class OffloadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBytes:
+    """One entry of each column of `StepMemory`."""
+
+    device_allocated_bytes: int | None
+    device_peak_bytes: int | None
+    host_resident_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepMemory:
     """Columns, one entry per iteration, taken on the host when its step had been issued.
 
@@ -87,6 +97,16 @@ class StepMemory:
     device_peak_bytes: tuple[int, ...] | None
     host_resident_bytes: tuple[int, ...]
     pinned_bytes: tuple[int, ...]
+
+    def entry(self, i: int) -> StepBytes:
+        """Of iteration `i` of the columns."""
+        allocated, peak = self.device_allocated_bytes, self.device_peak_bytes
+        return StepBytes(
+            None if allocated is None else allocated[i],
+            None if peak is None else peak[i],
+            self.host_resident_bytes[i],
+            self.pinned_bytes[i],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +166,41 @@ class StepRow:
     device_peak_bytes: int | None
     host_resident_bytes: int
     pinned_bytes: int
+
+
+class Columns(Protocol):
+    """What a report and a run that goes on both hold, entry by entry."""
+
+    @property
+    def first_iteration(self) -> int: ...
+    @property
+    def losses(self) -> Sequence[float | None]: ...
+    @property
+    def grad_norms(self) -> Sequence[float | None]: ...
+    @property
+    def learning_rates(self) -> Sequence[float]: ...
+    @property
+    def iteration_s(self) -> Sequence[float]: ...
+    @property
+    def tokens_per_iteration(self) -> int: ...
+
+
+def step_row(of: Columns, i: int, memory: StepBytes, skipped: Container[int]) -> StepRow:
+    """Entry `i` of the columns. `skipped`: iterations whose step was skipped."""
+    iteration, step_s = of.first_iteration + i, of.iteration_s[i]
+    return StepRow(
+        iteration=iteration,
+        loss=of.losses[i],
+        grad_norm=of.grad_norms[i],
+        learning_rate=of.learning_rates[i],
+        step_s=step_s,
+        tokens_per_s=of.tokens_per_iteration / step_s if step_s else 0.0,
+        skipped=iteration in skipped,
+        device_allocated_bytes=memory.device_allocated_bytes,
+        device_peak_bytes=memory.device_peak_bytes,
+        host_resident_bytes=memory.host_resident_bytes,
+        pinned_bytes=memory.pinned_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,24 +267,8 @@ class RunReport:
 
     def steps(self) -> tuple[StepRow, ...]:
         """The iterations whose numbers have all arrived."""
-        memory, skipped = self.step_memory, set(self.skipped_iterations)
-        allocated, peak = memory.device_allocated_bytes, memory.device_peak_bytes
-        return tuple(
-            StepRow(
-                iteration=self.first_iteration + i,
-                loss=self.losses[i],
-                grad_norm=self.grad_norms[i],
-                learning_rate=self.learning_rates[i],
-                step_s=step_s,
-                tokens_per_s=self.tokens_per_iteration / step_s if step_s else 0.0,
-                skipped=self.first_iteration + i in skipped,
-                device_allocated_bytes=None if allocated is None else allocated[i],
-                device_peak_bytes=None if peak is None else peak[i],
-                host_resident_bytes=memory.host_resident_bytes[i],
-                pinned_bytes=memory.pinned_bytes[i],
-            )
-            for i, step_s in enumerate(self.iteration_s)
-        )
+        skipped = set(self.skipped_iterations)
+        return tuple(step_row(self, i, self.step_memory.entry(i), skipped) for i in range(len(self.iteration_s)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON; numbers that are not finite become None."""

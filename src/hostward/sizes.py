@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them. No torch."""
+"""Sizes in bytes as people write and read them. No torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+UNKNOWN = "–"
+"""Stands where a figure is not known."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -41,3 +43,20 @@ def size_bytes(text: str, option: str) -> int:
 def gib(size: float) -> str:
     """A size in GiB with one decimal, without the unit."""
     return f"{size / GIB:,.1f}"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes for people, with three digits or so."""
+    if nbytes is None:
+        return UNKNOWN
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1023.95:
+            return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 1000 else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.0f} GiB" if nbytes >= 1000 else f"{nbytes:,.1f} GiB"
+
+
+def unit_of(most_bytes: float) -> tuple[int, str]:
+    """The unit in which so many bytes are a figure of at least 1, up to GiB."""
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    return next((unit for unit in units if most_bytes >= unit[0]), (1, "B"))

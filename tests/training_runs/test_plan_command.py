@@ -6,6 +6,7 @@ Needs SciPy, as planning does.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,14 @@ def test_what_does_not_fit_ends_with_1_and_the_smallest_change(cli: Cli, tmp_pat
     assert "It does not fit." in found.out
     assert "--device-memory 0." in found.out
     assert not path.exists()
+
+
+def test_what_is_no_plain_file_is_refused_before_planning(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    found = cli("plan", *TINY, "--json", tmp_path / "pipe")
+    assert found.code == 2
+    assert "pipe is no plain file" in found.err
+    assert found.out == ""
 
 
 def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:

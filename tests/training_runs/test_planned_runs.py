@@ -6,7 +6,7 @@ Seen red: a plan of another model refused only after the weights were allocated.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -115,8 +115,16 @@ def test_a_plan_of_the_command_trains(cli: Cli, train: Cli, tmp_path: Path) -> N
     path = tmp_path / "plan.json"
     words = [*SMALL, BF16]
     assert cli("plan", *words, "--place", "*=host", "--keep", "*.1=keep", "--json", path).code == 0
-    found = train(BF16, "train.train_iters=2", "--plan", path)
+    found = train(BF16, "train.train_iters=2", "--plan", path, "--run-dir", tmp_path / "run")
     assert found.report["placed_fraction"] == 1.0
+    points = [asdict(point) for point in plan_file.load(path).frontier]
+    assert found.report["frontier"] == points
+    assert "everything on the device" not in [point["label"] for point in points]
+    assert cli("report", tmp_path / "run").code == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Step time against device memory" in page
+    assert "This run is not among them" in page
+    assert points[0]["label"] in page
 
 
 def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None:

@@ -347,6 +347,9 @@ def test_the_frontier_holds_this_run() -> None:
     assert [dot.has("class_", "own") for dot in dots] == [False] * 5 + [True]
     assert "this run, measured 17.0 GiB 430 ms" in sections(page)["Step time against device memory"]
     assert "Step time against device memory" not in sections(read_html(render(replace(gpu_report(), frontier=()))))
+    without = sections(read_html(render(replace(gpu_report(), frontier=()))))["Predicted against measured"]
+    assert "No other plans are drawn beside this run" in without
+    assert "No other plans" not in sections(page)["Predicted against measured"]
     only_planned = replace(gpu_report(), measured=replace(gpu_report().measured, device_peak_bytes=None))
     assert not read_html(render(only_planned)).all("span", class_="own")
 

@@ -57,6 +57,12 @@ def test_a_plan_reads_back_and_decides_what_was_decided(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_plan_from_before_there_was_a_frontier_in_it_is_read() -> None:
+    content = json.loads(PLAN.to_json())
+    del content["frontier"]
+    assert PlanFile.from_json(json.dumps(content)) == PLAN
+
+
 def test_its_bytes_and_seconds_are_the_models() -> None:
     needs = required(WORKLOAD, CHOICE)
     assert PLAN.predicted.device_peak_bytes == needs.device_peak_bytes

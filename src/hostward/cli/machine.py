@@ -12,6 +12,8 @@ import typer
 
 from hostward.errors import ConfigError
 
+from .output import print_tables, require_replaceable, require_writable, write_report
+
 if TYPE_CHECKING:
     from hostward.doctor.finding import Finding
     from hostward.doctor.log import Recognised
@@ -37,9 +39,7 @@ def doctor(log: Log = None, hardware: HardwareFile = None, json_file: JsonFile =
 
     Exit code 1 if something does not work, or the log shows a known failure.
     """
-    from .main import _require_writable
-
-    _require_writable("--json", json_file)
+    require_writable("--json", json_file)
     if log is None:
         _examine(hardware, json_file)
         return
@@ -56,15 +56,13 @@ def bench_machine(
     ] = None,
 ) -> None:
     """Measure this machine (link, host memory, host step, page-locking, matrix products) and write a hardware file."""
-    from .main import _print, _require_writable
-
-    _require_writable("--json", json_file)
+    require_replaceable("--json", json_file)
     from hostward.hardware_profile import save
     from hostward.machine.measure import measure_machine, render
 
     hardware = measure_machine(quick=quick, threads=threads, progress=lambda stage: print(stage, file=sys.stderr))
     save(hardware, json_file)
-    _print([render(hardware)])
+    print_tables([render(hardware)])
     typer.echo(f"written to {json_file}")
 
 
@@ -73,16 +71,14 @@ def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
     from hostward.machine.devices import read_devices
     from hostward.machine.facts import gather
 
-    from .main import _print, _write
-
     hardware, error = _hardware(hardware_file)
     facts = gather(os.environ, read_devices(), hardware=hardware, hardware_error=error)
     findings = checks.examine(facts)
     try:
-        _print(checks.render(facts, findings))
+        print_tables(checks.render(facts, findings))
         typer.echo(_sentence(findings))
     finally:
-        _write(json_file, checks.to_dict(facts, findings))
+        write_report(json_file, checks.to_dict(facts, findings))
     if checks.is_bad(findings):
         raise typer.Exit(1)
 
@@ -113,16 +109,14 @@ def _sentence(findings: Sequence[Finding]) -> str:
 def _read_log(log: Path, json_file: Path | None) -> None:
     from hostward.doctor import log as logs
 
-    from .main import _print, _write
-
     found = _recognised(log)
     try:
         if found:
-            _print(logs.render(found))
+            print_tables(logs.render(found))
         else:
             typer.echo(logs.NOTHING)
     finally:
-        _write(json_file, logs.to_dict(found))
+        write_report(json_file, logs.to_dict(found))
     if logs.is_bad(found):
         raise typer.Exit(1)
 

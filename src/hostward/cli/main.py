@@ -6,15 +6,12 @@ output, 143 terminated.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from contextvars import ContextVar
+from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -22,18 +19,25 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
-from hostward.run_report import finite
 
 from . import machine, plan, progress, report_command, run_files
+from .output import (
+    circumstances,
+    command_words,
+    print_tables,
+    require_folder,
+    require_replaceable,
+    require_writable,
+    write_json,
+    write_report,
+)
+from .recipe import DEFAULT_RECIPE, configured
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 TERMINATED = 143
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
-
-_command: ContextVar[list[str]] = ContextVar("command")
-"""The words of this command line, for reports."""
 
 app = typer.Typer(
     name="hostward",
@@ -52,7 +56,6 @@ TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
 ]
-DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
 
 
 def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:
@@ -86,9 +89,11 @@ def train(
     force: Annotated[bool, typer.Option("--force", help="Start even if it does not fit by the memory model.")] = False,
 ) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
-    config = _configured(recipe, overrides)
-    _require_writable("--json", json_file)
-    _require_replaceable(trace_file, json_file)
+    config = configured(recipe, overrides)
+    require_writable("--json", json_file)
+    require_replaceable("--trace", trace_file)
+    if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
+        raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
     planned = None
     if plan_file is not None:
         from hostward.planning.plan_file import load
@@ -100,15 +105,17 @@ def train(
 
     first_rank, tensorboard_dir = _is_first_rank(), config.logger.tensorboard_dir
     if first_rank:
-        run_files.require_folder("--run-dir", run_dir)
+        if run_dir is not None:
+            require_folder(f"--run-dir {run_dir}", run_dir)
         if tensorboard_dir is not None:
             scalars.require_tensorboard(tensorboard_dir)
+            require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
     run = loop.prepare(recipe, config, plan=planned, force=force)
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     with ExitStack() as stack:
         stack.enter_context(run_files.terminable())
-        files = stack.enter_context(run_files.RunFiles(run, folder, _circumstances))
+        files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))
         tell: list[Callable[[Any], None]] = [files.going_on] if first_rank else []
         if first_rank:
             tell.append(stack.enter_context(progress.Progress(sys.stderr)).show)
@@ -122,8 +129,8 @@ def train(
     with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
         if trace_file is not None and run.trace is not None:
             stack.callback(run.trace.write, trace_file)
-        stack.callback(_write_json, json_file, report.to_json())
-        _print(render(report))
+        stack.callback(write_json, json_file, report.to_json())
+        print_tables(render(report))
         if folder is not None:
             typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
 
@@ -161,8 +168,8 @@ def verify(
     Without options: 0.25 of the state on the host with the serial schedule, 0.5 half streamed, all on the host, and
     all streamed. Options are combined with each other.
     """
-    config = _configured(recipe, overrides)
-    _require_writable("--json", json_file)
+    config = configured(recipe, overrides)
+    require_writable("--json", json_file)
     _seed_environment(True)
     from hostward.train import verify as verification
     from hostward.train.cases import choose
@@ -171,10 +178,10 @@ def verify(
     chosen = choose(config, fractions, placement or [], schedule or [], microbatches or [])
     verdict = verification.verify(recipe, config, chosen)
     try:
-        _print(verification.render(verdict))
+        print_tables(verification.render(verdict))
         typer.echo(verdict.sentence)
     finally:
-        _write(json_file, verdict.to_dict())
+        write_report(json_file, verdict.to_dict())
     if not verdict.passed:
         raise typer.Exit(1)
 
@@ -202,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [w for w in words if w != "--debug"]
-    _command.set(words)
+    command_words.set(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         chosen = app(words, standalone_mode=False, prog_name="hostward")
@@ -252,13 +259,6 @@ def _usage_errors() -> type[Any]:
     return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _configured(recipe: str, overrides: Sequence[str] | None) -> Any:
-    from hostward import recipes
-    from hostward.overrides import apply_overrides
-
-    return apply_overrides(recipes.load(recipe), overrides or [])
-
-
 def _seed_environment(deterministic: bool) -> None:
     # cuBLAS reads this once, when it starts: before torch touches the device.
     if deterministic:
@@ -272,93 +272,5 @@ def _number(option: str, text: str) -> float:
         raise ConfigError(f"{option} {text} is no number", fix=f"write, for example, {option} 0.5") from error
 
 
-def _require_writable(option: str, file: Path | None) -> None:
-    """Raises ConfigError now rather than after the run. Leaves no file behind, and one that is there as it was."""
-    if file is None:
-        return
-    if not file.resolve().parent.is_dir():
-        raise ConfigError(f"{option} {file}: its folder does not exist", fix=f"mkdir -p {file.parent}")
-    if file.is_dir():
-        raise ConfigError(f"{option} {file} is a folder", fix=f"name a file, as in {file / 'report.json'}")
-    existed = file.exists()
-    try:
-        file.open("a").close()
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise _unwritable(option, file, error) from error
-
-
-def _require_replaceable(trace_file: Path | None, json_file: Path | None) -> None:
-    """The same for a trace, which comes as a new file in place of the old one."""
-    _require_writable("--trace", trace_file)
-    if trace_file is None:
-        return
-    if trace_file.exists() and not trace_file.is_file():
-        raise ConfigError(f"--trace {trace_file} is no plain file", why="it would be replaced", fix="name another file")
-    if json_file is not None and json_file.resolve() == trace_file.resolve():
-        raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
-    try:
-        tempfile.TemporaryFile(dir=trace_file.resolve().parent).close()
-    except OSError as error:
-        raise _unwritable("--trace", trace_file, error) from error
-
-
-def _unwritable(option: str, file: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{option} {file} cannot be written", why=error.strerror or str(error), fix="name a file in another folder"
-    )
-
-
 def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _print(tables: Sequence[Any]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for table in tables:
-        console.print(table)
-
-
-def _write(json_file: Path | None, content: dict[str, Any]) -> None:
-    """A report as JSON, with what it takes to read it later: date, command and versions."""
-    _write_json(json_file, json.dumps(finite({**_circumstances(), **content}), indent=1, allow_nan=False) + "\n")
-
-
-def _write_json(json_file: Path | None, text: str) -> None:
-    if json_file is None:
-        return
-    try:
-        json_file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable("--json", json_file, error) from error
-
-
-def _circumstances() -> dict[str, Any]:
-    import platform
-    from datetime import UTC, datetime
-
-    from hostward import __version__
-
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["hostward", *_command.get()]),
-        "versions": {
-            "hostward": __version__,
-            "python": platform.python_version(),
-            **_versions("torch", "transformers", "numpy"),
-        },
-    }
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
-    from importlib import metadata
-
-    found = {}
-    for name in packages:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

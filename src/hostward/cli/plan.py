@@ -13,6 +13,9 @@ import typer
 
 from hostward.errors import ConfigError
 
+from .output import require_replaceable, require_writable
+from .recipe import DEFAULT_RECIPE, configured
+
 if TYPE_CHECKING:
     from hostward.hardware_profile import Hardware
     from hostward.planning.assignment import Forced
@@ -91,13 +94,11 @@ def plan(
 
     Exit code 1 if it does not fit, with the smallest change that would. `hostward plan diff A B` compares two plans.
     """
-    from .main import _require_writable
-
     if words and words[0] == "diff":
         _diff(words[1:])
         return
-    _require_writable("--json", json_file)
-    _require_writable("--plot", plot)
+    require_replaceable("--json", json_file)
+    require_writable("--plot", plot)
     from hostward.planning.speeds import speeds_of
 
     machine = _hardware(hardware)
@@ -134,7 +135,7 @@ def _answer(
 ) -> None:
     from hostward.planning import plan_file
     from hostward.planning.answer import Question, answer
-    from hostward.planning.plan_text import render
+    from hostward.planning.plan_text import frontier_points, render
     from hostward.planning.shards import required_of
 
     found = answer(Question(workload, machine, gpus, budgets, forced), required_of(workload))
@@ -143,7 +144,8 @@ def _answer(
 
         draw(found, plot)
     if json_file is not None and found.chosen is not None:
-        plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen), json_file)
+        points = frontier_points(found)
+        plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen, points), json_file)
     elif json_file is not None:
         typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
     typer.echo(render(found), nl=False)
@@ -159,13 +161,11 @@ def _of_recipe(
     from hostward.train.planning import asked_of, phases_of
     from hostward.train.workload import recipe_workload
 
-    from .main import DEFAULT_RECIPE, _configured
-
     name = recipe or DEFAULT_RECIPE
-    configured = _configured(name, overrides)
-    check(configured, world_size=1)
-    workload = sharded(recipe_workload(configured, name=name), gpus)
-    return workload, asked_of(configured, workload, speeds), phases_of(configured)
+    config = configured(name, overrides)
+    check(config, world_size=1)
+    workload = sharded(recipe_workload(config, name=name), gpus)
+    return workload, asked_of(config, workload, speeds), phases_of(config)
 
 
 def _of_file(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from hostward.pages.words import size
+from hostward.sizes import size
 
 if TYPE_CHECKING:
     from hostward.run_report import StepRow
@@ -87,7 +87,8 @@ class Progress:
 
 def parts(run: Run, row: StepRow) -> list[str]:
     """What there is to say, the most important first."""
-    ledger = run.optimizer.backend.ledger
+    from hostward.engine.backend import Tier
+
     said = [
         f"iteration {row.iteration + 1}/{run.config.train.train_iters}",
         f"loss {row.loss:.6f}",
@@ -97,7 +98,7 @@ def parts(run: Run, row: StepRow) -> list[str]:
     ]
     held = row.device_allocated_bytes
     if held is None:
-        held = sum(n for (tier, _), n in ledger.held_bytes.items() if tier.value == "device")
+        held = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
     said.append(f"{'simulated device' if run.device.type == 'cpu' else 'device'} {size(held)}")
     said.append(f"host {size(row.host_resident_bytes)}")
     if row.pinned_bytes and run.device.type == "cuda":

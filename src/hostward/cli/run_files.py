@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +12,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hostward.errors import ConfigError, HostwardError
+from hostward.errors import HostwardError
 from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport
+
+from .output import require_folder
 
 if TYPE_CHECKING:
     from hostward.train.loop import Run
@@ -87,7 +88,8 @@ class RunFiles:
         if self._folder is None or began_s < self._next_s:
             return
         try:
-            require_folder("the run's folder", self._folder)  # that of checkpoints is made with the first of them
+            # That of checkpoints is made with the first of them.
+            require_folder(f"the run's folder {self._folder}", self._folder)
             self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
             _drop_trace(self._folder)
         except HostwardError as error:  # a full disk: no reason to stop training
@@ -103,24 +105,12 @@ class RunFiles:
     def _write(self, made: RunReport) -> None:
         if self._folder is None:
             return
-        require_folder("the run's folder", self._folder)
+        require_folder(f"the run's folder {self._folder}", self._folder)
         made.write(self._folder / REPORT_FILE)
         if self._run.trace is not None:
             self._run.trace.write(self._folder / TRACE_FILE)
         else:
             _drop_trace(self._folder)
-
-
-def require_folder(option: str, folder: Path | None) -> None:
-    """Make the folder, if need be. Raises ConfigError where it cannot be made or written."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ConfigError(f"{option} {folder} cannot be written", why=why, fix="name another folder") from error
 
 
 def run_folder(run_dir: Path | None, save: str | None) -> Path | None:

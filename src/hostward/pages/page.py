@@ -8,14 +8,14 @@ from typing import Any
 
 from hostward.engine.trace import SpanKind, Trace
 from hostward.run_report import Estimate, FrontierPoint, RunReport
+from hostward.sizes import size, unit_of
 
 from .charts import FILLS, area_chart, axis_around, axis_from_zero, escape, legend, line_chart, scatter
 from .series import Stack, device_stack, host_stack, line
 from .timeline import chosen_step, timeline
-from .words import ACTIVATIONS, REST, answer, duration, error_percent, number, percent, placed_runs, size, status
+from .words import ACTIVATIONS, REST, answer, duration, error_percent, number, percent, placed_runs, status
 
 _STYLE = Path(__file__).with_name("style.css")
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def render(report: RunReport, trace: Trace | None = None) -> str:
@@ -44,11 +44,6 @@ def render(report: RunReport, trace: Trace | None = None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
-
-
-def unit_of(most: float) -> tuple[int, str]:
-    """The unit in which so many bytes are a figure of at least 1."""
-    return next(((scale, name) for scale, name in _UNITS if most >= scale), (1, "B"))
 
 
 def _head(report: RunReport, title: str) -> Iterator[str]:
@@ -163,6 +158,8 @@ def _frontier(report: RunReport) -> Iterator[str]:
         f"{n}: {p.label}, {size(p.device_bytes)}, {duration(p.step_s)}" for n, p in enumerate(everything, 1)
     )
     yield scatter(dots, x, y, title="Step time against device memory", text=text)
+    if own is None and report.simulated:
+        yield "<figcaption>This run is not among them: on a simulated device nobody counts device memory.</figcaption>"
     yield "</figure>"
     rows = [(str(n), p.label, size(p.device_bytes), duration(p.step_s)) for n, p in enumerate(everything, 1)]
     yield _table(("", "plan", "device memory", "step"), rows, left=2)
@@ -196,6 +193,12 @@ def _predictions(report: RunReport) -> Iterator[str]:
         for name, (p, m, shown) in pairs.items()
     ]
     yield _table(("", "predicted", "measured", "error"), rows)
+    if not report.frontier:
+        here = "; without a GPU it takes another machine's rates" if report.simulated else ""
+        yield (
+            "<p>No other plans are drawn beside this run: it was not started with a plan that holds them "
+            f"(<code>hostward plan --json FILE</code>, then <code>hostward train --plan FILE</code>){here}.</p>"
+        )
 
 
 def _progress(report: RunReport) -> Iterator[str]:

@@ -10,9 +10,10 @@ from hostward.engine.trace import Trace
 from hostward.errors import ConfigError
 from hostward.run_report import RunReport
 from hostward.schedule import Lane
+from hostward.sizes import unit_of
 
 from .lanes import WORDS, boxes_of, lanes_of, spans_in, style_of, sums, window_of
-from .page import own_point, unit_of
+from .page import own_point
 from .series import Stack, device_stack, host_stack, line
 from .timeline import chosen_step
 from .words import ACTIVATIONS, GRADIENTS, OTHER, SLOTS, STATE, WEIGHTS, duration

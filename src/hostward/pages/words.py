@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hostward.run_report import Ended, RunReport
+from hostward.sizes import UNKNOWN, size
 
 WEIGHTS, STATE, GRADIENTS, SLOTS = "weights", "optimizer state", "gradients", "staging slots"
 ACTIVATIONS, OTHER = "activations", "other"
@@ -27,7 +28,6 @@ _ROLE_OF = {
     "saved activations": ACTIVATIONS,
     REST: ACTIVATIONS,
 }
-_MISSING = "–"
 
 
 def role_of(owner: str) -> str:
@@ -35,21 +35,10 @@ def role_of(owner: str) -> str:
     return _ROLE_OF.get(owner, OTHER)
 
 
-def size(nbytes: float | None) -> str:
-    """Bytes for people, with three digits or so."""
-    if nbytes is None:
-        return _MISSING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1023.95 or unit == "GiB":
-            return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 1000 else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    return _MISSING
-
-
 def duration(seconds: float | None) -> str:
     """Seconds for people: in ms or µs where they are few."""
     if seconds is None:
-        return _MISSING
+        return UNKNOWN
     if seconds >= 0.9995 or seconds == 0:
         return f"{seconds:,.2f} s"
     scaled, unit = (seconds * 1e3, "ms") if seconds >= 0.9995e-3 else (seconds * 1e6, "µs")
@@ -59,7 +48,7 @@ def duration(seconds: float | None) -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """A figure with about so many digits."""
     if value is None:
-        return _MISSING
+        return UNKNOWN
     if value == 0 or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
@@ -72,9 +61,9 @@ def percent(share: float) -> str:
 def error_percent(predicted: float | None, measured: float | None) -> str:
     """How far a prediction is off, of what was measured."""
     if predicted is None or measured is None:
-        return _MISSING
+        return UNKNOWN
     if measured == 0:
-        return "0.0 %" if predicted == 0 else _MISSING
+        return "0.0 %" if predicted == 0 else UNKNOWN
     return f"{100 * (predicted - measured) / measured:+.1f} %"
 
 

@@ -18,6 +18,7 @@ from hostward.hardware_profile import Hardware
 from hostward.inventory import Inventory
 from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan import Placement, Plan, placed
+from hostward.run_report import FrontierPoint
 from hostward.text_files import read_text, replace_text
 from hostward.workload import Workload
 
@@ -106,6 +107,8 @@ class PlanFile:
     buckets: tuple[BucketRow, ...]
     """In order of use in forward."""
     layers: tuple[LayerRow, ...]
+    frontier: tuple[FrontierPoint, ...] = ()
+    """The plans that this one was chosen from, for reports; it decides nothing."""
 
     def to_json(self) -> str:
         return strict_json.to_text(self)
@@ -232,8 +235,15 @@ def digest(workload: Workload) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
 
-def plan_of(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets, candidate: Candidate) -> PlanFile:
-    """The file of a candidate."""
+def plan_of(
+    workload: Workload,
+    hardware: Hardware,
+    gpus: int,
+    budgets: Budgets,
+    candidate: Candidate,
+    frontier: tuple[FrontierPoint, ...] = (),
+) -> PlanFile:
+    """The file of a candidate, and what it was chosen from."""
     choice, needs, prediction = candidate.choice, candidate.needs, candidate.prediction
     repeated = [layer.name for layer in workload.repeated]
     return PlanFile(
@@ -268,6 +278,7 @@ def plan_of(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets,
             LayerRow(name, keep, "host" if name in choice.offloaded_weights else "device")
             for name, keep in zip(repeated, choice.activations, strict=True)
         ),
+        frontier,
     )
 
 

@@ -10,10 +10,12 @@ from itertools import groupby
 from hostward.choice import Choice, Keep
 from hostward.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
 from hostward.plan import Placement
+from hostward.run_report import FrontierPoint
 from hostward.sizes import GIB, gib
 from hostward.workload import Workload
 
 from .answer import Answer, Question, verdict
+from .frontier import Candidate
 
 _KEEPS = {
     Keep.KEEP: "keep",
@@ -195,11 +197,24 @@ def _state_shares(workload: Workload, choice: Choice) -> dict[Placement, float]:
     return {placement: size / (sum(counts.values()) or 1) for placement, size in counts.items()}
 
 
+def frontier_points(found: Answer) -> tuple[FrontierPoint, ...]:
+    """The choices that less device memory, or less time, leads to, by device memory."""
+    return tuple(
+        FrontierPoint(label(found.question.workload, c.choice), c.needs.device_peak_bytes, c.prediction.step_s)
+        for c in _unbeaten(found)
+    )
+
+
+def _unbeaten(found: Answer) -> list[Candidate]:
+    """Those within the budgets of host memory, and the chosen one."""
+    shown = {id(c): c for c in (*found.frontier.unbeaten(found.question.budgets), *filter(None, [found.chosen]))}
+    return sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes)
+
+
 def _frontier(found: Answer) -> str:
     rows = [["", "device GiB", "host GiB", "step s", "exposed s"]]
     names = ["choice"]
-    shown = {id(c): c for c in (*found.frontier.unbeaten(found.question.budgets), *filter(None, [found.chosen]))}
-    for candidate in sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes):
+    for candidate in _unbeaten(found):
         needs, prediction = candidate.needs, candidate.prediction
         rows.append(
             [

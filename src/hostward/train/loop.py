@@ -81,6 +81,7 @@ class Run:
     learning_rates: list[float] = field(default_factory=list)
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
+    """Of the plan that the run was started with."""
     watermark: Watermark = field(default_factory=Watermark)
     sampler: MemorySampler = field(init=False)
     readback: Readback = field(init=False)
@@ -106,6 +107,10 @@ class Run:
     @property
     def microbatches(self) -> int:
         return self.config.train.global_batch_size // self.config.train.micro_batch_size
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        return self.config.train.global_batch_size * self.dataset.seq_length
 
 
 def world_size() -> int:
@@ -187,7 +192,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     optimizer = make_optimizer(model, config, plan)
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config, plan)
-    run = Run(recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted)
+    frontier = () if plan is None else plan.frontier
+    run = Run(recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier)
     if resume_from is not None:
         resume.load(run, resume_from)
     run.attachment = attach_activations(model, optimizer, config, plan)  # it takes weights over as they are

@@ -16,10 +16,10 @@ from hostward.planner import place_fraction
 from hostward.planning.assignment import Forced
 from hostward.planning.speeds import Speeds, balanced_share
 from hostward.sizes import MIB
+from hostward.training.recompute import ELEMENTWISE
 from hostward.workload import Workload
 
 T = TypeVar("T", Placement, Keep)
-_ELEMENTWISE = {"layernorm", "mlp_act", "moe_act"}
 
 
 def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:
@@ -65,7 +65,7 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
     model = config.model
     first = model.recompute_num_layers or 0
     whole = model.recompute_granularity == "full" and (model.recompute_method == "uniform" or layer < first)
-    parts = model.recompute_granularity == "selective" and _ELEMENTWISE & set(model.recompute_modules)
+    parts = model.recompute_granularity == "selective" and not set(ELEMENTWISE).isdisjoint(model.recompute_modules)
     if layer < leaving:
         return Keep.RECOMPUTE_OFFLOAD if whole else Keep.ELEMENTWISE_OFFLOAD if parts else Keep.OFFLOAD
     return Keep.RECOMPUTE if whole else Keep.ELEMENTWISE if parts else Keep.KEEP

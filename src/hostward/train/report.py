@@ -26,6 +26,7 @@ from hostward.run_report import (
     OffloadReport,
     RunReport,
     StepRow,
+    step_row,
 )
 from hostward.schedule import Lane
 
@@ -72,7 +73,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         circumstances: `date`, `command` and `versions` of the report.
     """
     plan, ledger, config = run.optimizer.plan, run.optimizer.backend.ledger, run.config
-    tokens = config.train.global_batch_size * run.dataset.seq_length
+    tokens = run.tokens_per_iteration
     steady = run.iteration_s[1:] or run.iteration_s
     memory, offload = _memory(run), run.offload
     return RunReport(
@@ -130,22 +131,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
 def newest_row(run: Run) -> StepRow:
     """The newest iteration whose numbers have arrived; there is one."""
     i = len(run.losses) - 1
-    step_s, iteration = run.iteration_s[i], run.first_iteration + i
-    tokens = run.config.train.global_batch_size * run.dataset.seq_length
-    memory = run.sampler.steps[i]
-    return StepRow(
-        iteration=iteration,
-        loss=run.losses[i],
-        grad_norm=run.grad_norms[i],
-        learning_rate=run.learning_rates[i],
-        step_s=step_s,
-        tokens_per_s=tokens / step_s if step_s else 0.0,
-        skipped=bool(run.skipped) and run.skipped[-1] == iteration,
-        device_allocated_bytes=memory.device_allocated_bytes,
-        device_peak_bytes=memory.device_peak_bytes,
-        host_resident_bytes=memory.host_resident_bytes,
-        pinned_bytes=memory.pinned_bytes,
-    )
+    return step_row(run, i, run.sampler.steps[i], run.skipped[-1:])
 
 
 def _activations(run: Run) -> dict[str, Any] | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from hostward.engine.backend import Ledger, Tier
 from hostward.hardware import resident_bytes
-from hostward.run_report import OwnerSamples, StepMemory
+from hostward.run_report import OwnerSamples, StepBytes, StepMemory
 from hostward.training.placeholder import MovedGradient, Where
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -20,16 +19,6 @@ FIRST_ITERATIONS = 8
 """Sampled one and all: memory grows here."""
 MOST_SAMPLED = 128
 """Iterations after those that are sampled, at about equal distances, so that no run's report grows large."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBytes:
-    """One entry of each column of `StepMemory`."""
-
-    device_allocated_bytes: int | None
-    device_peak_bytes: int | None
-    host_resident_bytes: int
-    pinned_bytes: int
 
 
 class MemorySampler:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +22,7 @@ class ScalarWriter(Protocol):
 
 
 def require_tensorboard(folder: str) -> None:
-    """Raises ConfigError where TensorBoard is missing or the folder cannot be made: before a run rather than in it."""
+    """Raises ConfigError where TensorBoard is missing: before a run rather than in it."""
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ModuleNotFoundError as error:
@@ -32,18 +30,10 @@ def require_tensorboard(folder: str) -> None:
             f"logger.tensorboard_dir={folder} needs the package {error.name}, which is not installed",
             fix="pip install tensorboard, or leave logger.tensorboard_dir at null",
         ) from error
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ConfigError(
-            f"logger.tensorboard_dir={folder} cannot be written", why=why, fix="name another folder"
-        ) from error
 
 
 def open_writer(folder: str) -> ScalarWriter:
-    """Torch's writer into `folder`, for which `require_tensorboard` holds."""
+    """Torch's writer into a folder that is there; `require_tensorboard` holds."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: ScalarWriter = SummaryWriter(folder)

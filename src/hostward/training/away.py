@@ -17,7 +17,7 @@ from hostward.errors import ModelError
 from .layers import find_layers
 from .weight_choice import count_sharing, why_stays
 from .weight_guards import guarded
-from .weight_offload import Weights, check_weights, weights_of
+from .weight_offload import Weights, weights_of
 from .weight_values import WAITING, is_away, waits
 
 
@@ -47,9 +47,8 @@ def move(
         ConfigError: options out of range. ModelError: no layers were found; a weight is not on the CPU, or has a
             gradient.
     """
-    device, how = torch.device(device), weights_of(Weights() if weights is None else weights)
-    found = find_layers(model, layers)
-    check_weights(how, len(found))
+    device, found = torch.device(device), find_layers(model, layers)
+    how = weights_of(Weights() if weights is None else weights, len(found))
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu" or is_away(parameter) or parameter.grad is not None:
             raise ModelError(
