@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runs import SMALL
 from conftest import Cli
 
+from hostward.hardware_profile import profile
 from hostward.planning import plan_file
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
@@ -129,6 +131,29 @@ def test_what_is_no_plain_file_is_refused_before_planning(cli: Cli, tmp_path: Pa
     assert found.out == ""
 
 
+def test_a_plan_keeps_to_the_device_memory_that_was_given(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert cli("plan", *TINY, "--json", path).code == 0
+    everything = plan_file.load(path).predicted.device_peak_bytes
+    limit = int(0.985 * everything)
+    assert cli("plan", *TINY, "--device-memory", f"{limit}B", "--json", path).code == 0
+    found = plan_file.load(path)
+    assert found.limits.device_bytes == limit
+    assert found.predicted.device_peak_bytes <= limit < everything
+
+
+def test_the_memory_of_a_machine_or_its_container_is_a_limit(cli: Cli, tmp_path: Path) -> None:
+    h200 = profile("h200")
+    small = replace(h200, name="small", limits=replace(h200.limits, memory_bytes=3 << 20))
+    (tmp_path / "small.json").write_text(small.to_json())
+    words = [*TINY, "--hardware", tmp_path / "small.json"]
+    assert cli("plan", *words).code == 0
+    found = cli("plan", *words, "--place", "*=host")
+    assert found.code == 1
+    assert "It does not fit." in found.out
+    assert "--host-memory 0.1GiB" in found.out
+
+
 def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     cli("plan", *TINY, "--json", one)
@@ -188,10 +213,6 @@ def test_plans_that_are_none_and_hardware_without_a_gpu(cli: Cli, tmp_path: Path
     found = cli("plan", "diff", broken, broken)
     assert found.code == 2
     assert "is no plan file" in found.err
-    from dataclasses import replace
-
-    from hostward.hardware_profile import profile
-
     bare = replace(profile("h200"), name="bare", gpu=None, gpu_count=0, links=())
     hardware = tmp_path / "bare.json"
     hardware.write_text(bare.to_json())

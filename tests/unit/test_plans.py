@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from plan_cases import PAIRS, answered, llama_1b, llama_8b, qwen_30b
 from workload_cases import llama
 
-from hostward.choice import LEAVES, Keep
+from hostward.choice import LEAVES, Choice, Keep
 from hostward.hardware_profile import profile
 from hostward.inventory import align
 from hostward.lowering.optimizer import StepShape, lower_step
@@ -31,6 +31,7 @@ from hostward.planning.needs import Budgets
 from hostward.planning.plan_text import render
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import speeds_of
+from hostward.planning.time_model import predict
 from hostward.schedule import operands
 from hostward.sizes import GIB
 
@@ -141,6 +142,22 @@ def test_eighty_layers_take_about_a_second() -> None:
     started = time.process_time()
     Frontier(workload, H200, required)
     assert time.process_time() - started < 4.0
+
+
+def test_what_fits_beside_checkpointing_is_faster_than_it() -> None:
+    """The device is fullest at the end of backward, when all gradients are there and late layers' activations are gone:
+    something other than recomputing every layer fits in the same memory.
+    """
+    of = Frontier(llama(), H200, required)
+    placements = (Placement.DEVICE,) * len(of.workload.inventory.buckets)
+    all_again = Choice(placements, (Keep.RECOMPUTE,) * 24)
+    needs = required(of.workload, all_again)
+    found = asked(Budgets(needs.device_peak_bytes), of)
+    assert found.prediction.step_s < predict(of.workload, all_again, H200).step_s
+    in_place = Forced(dict.fromkeys(range(len(placements)), Placement.DEVICE), offloaded_weights=frozenset())
+    late = asked(Budgets(int(1.1 * needs.device_peak_bytes)), Frontier(of.workload, H200, required, in_place))
+    assert late.choice.activations[-1] is Keep.KEEP
+    assert late.choice.activations[0] is not Keep.KEEP
 
 
 # ---------------------------------------------------------------- the quick decisions of the guide
