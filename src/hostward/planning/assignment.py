@@ -364,7 +364,7 @@ def _milp(
         raise ConfigError(
             "planning needs SciPy",
             why="it brings the solver that chooses placements",
-            fix="pip install 'hostward[plan]'",
+            fix="pip install scipy, or in a clone of hostward: pip install -c constraints.txt '.[plan]'",
         ) from error
     matrix = np.zeros((len(rows), len(upper)))
     for r, terms in enumerate(rows):
