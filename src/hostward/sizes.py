@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from .errors import ConfigError
@@ -28,15 +27,15 @@ def size_bytes(text: str, option: str) -> int:
     """Bytes of a text like `40GiB`, `512 MB` or `1.5TiB`. Raises ConfigError, which names `option`."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{option} {text} is no size", fix=f"write, for example, {option} 40GiB")
+        why = f"a size is a number and a unit; units are {', '.join(_UNITS)}"
+        raise ConfigError(f"{option} {text} is no size", why=why, fix=f"write, for example, {option} 40GiB")
     number, unit = match.groups()
     if unit not in _UNITS:
         near = next((u for u in _UNITS if u.lower() == unit.lower()), None)
-        near = near or next(iter(difflib.get_close_matches(unit, _UNITS, n=1, cutoff=0.3)), "GiB")
+        near = near or next((u for u in ("KiB", "MiB", "GiB", "TiB") if u[0] == unit[:1].upper()), "GiB")
         why = f"{unit!r} is no unit" if unit else "a number alone does not say its unit"
-        raise ConfigError(
-            f"{option} {text} is no size", why=f"{why}; units are {', '.join(_UNITS)}", fix=f"{option} {number}{near}"
-        )
+        fix = f"{option} {number}{near}" if float(number) else f"write, for example, {option} 40{near}"
+        raise ConfigError(f"{option} {text} is no size", why=f"{why}; units are {', '.join(_UNITS)}", fix=fix)
     return int(float(number) * _UNITS[unit])
 
 

@@ -158,3 +158,4 @@ def test_a_forward_that_offloads_nothing_is_told(caplog: pytest.LogCaptureFixtur
     told = [record.getMessage() for record in caplog.records if "has offloaded nothing" in record.getMessage()]
     assert len(told) == 1
     assert "it is small" in told[0]
+    assert "min_bytes" in told[0]

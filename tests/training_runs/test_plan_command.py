@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,38 @@ def test_a_recipe_is_planned_and_written(cli: Cli, tmp_path: Path) -> None:
     plan = plan_file.load(path)
     assert plan.workload.name == "qwen3_moe_tiny_pretrain_config"
     assert {row.placement for row in plan.buckets} == {"device"}
+    assert "rates are those of the shipped profile h200; --hardware takes h100, " in found.out
+    assert "rates are those" not in cli("plan", *TINY, "--hardware", "h200").out
+
+
+def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:
+    found = cli("plan", *TINY)
+    assert "MiB per GPU" in found.out
+    assert "device MiB  host MiB  step ms  exposed ms" in found.out
+    assert "GiB at the peak" not in found.out
+    assert " 0.00 G trained" not in found.out
+    step = re.search(r"predicted step (\S+) ms", found.out)
+    assert step is not None
+    assert float(step[1]) > 0
+
+
+def test_what_was_asked_to_be_offloaded_is_not_said_to_be_on_the_device(cli: Cli) -> None:
+    found = cli("plan", *TINY, "--place", "*=host")
+    assert "It fits with what was asked for" in found.out
+    assert "Everything fits on the device" not in found.out
+
+
+@pytest.mark.parametrize("words", [["--weights", "2"], ["--keep", "*=drop"], ["--place", "host"]])
+def test_options_by_hand_are_judged_before_the_model_is_traced(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def traced(*_: object, **__: object) -> None:
+        raise AssertionError("the model was traced first")
+
+    monkeypatch.setattr("hostward.train.workload.recipe_workload", traced)
+    found = cli("plan", *TINY, *words)
+    assert found.code == 2
+    assert f"error: {words[0]}" in found.err
 
 
 def test_options_of_a_recipe_are_not_the_planners_to_choose(cli: Cli, tmp_path: Path) -> None:
@@ -163,6 +196,7 @@ def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:
     other = cli("plan", "diff", one, two)
     assert other.code == 1
     assert "device -> host" in other.out
+    assert other.out.splitlines()[-1].startswith("predicted of the second plan: ")
 
 
 def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
@@ -195,12 +229,13 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--recipe", "qwen3_moe_tiny"], ["there is no recipe"]),
         (["--json", "no/such/plan.json"], ["its folder does not exist"]),
         (["diff", "one.json"], ["plan diff takes two files"]),
+        (["dif", "one.json", "two.json"], ["no command 'dif'", "hostward plan diff A.json B.json"]),
         (["optimizer.optimizer_offload_fraction=2"], ["optimizer_offload_fraction"]),
     ],
 )
 def test_bad_input_ends_with_2(cli: Cli, words: list[str], texts: list[str]) -> None:
-    small = [] if words[0] in ("--config", "--recipe", "diff") else TINY
-    found = cli("plan", *words[:1], *words[1:], *small) if words[0] == "diff" else cli("plan", *small, *words)
+    small = [] if words[0] in ("--config", "--recipe", "diff", "dif") else TINY
+    found = cli("plan", *words) if words[0].startswith("dif") else cli("plan", *small, *words)
     assert found.code == 2, found.out
     assert "Traceback" not in found.err
     for text in texts:

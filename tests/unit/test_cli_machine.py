@@ -120,6 +120,7 @@ def test_help_loads_no_torch() -> None:
         (["doctor", "--log", "none.log"], "--log none.log cannot be read"),
         (["doctor", "--log", "."], "--log . cannot be read"),
         (["doctor", "--log", "-", "--hardware", "x.json"], "--hardware has no effect with --log"),
+        (["doctor", "--hardware", "h200"], "--hardware h200 is a shipped profile: h200, h100, "),
         (["doctor", "--hardware", "none.json"], "none.json cannot be read"),
         (["doctor", "--json", "none/x.json"], "its folder does not exist"),
         (["bench", "machine", "--json", "none/x.json"], "its folder does not exist"),

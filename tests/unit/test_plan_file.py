@@ -183,6 +183,19 @@ def test_differences_are_told_in_runs() -> None:
     assert " to " in changed[0]
 
 
+def test_a_line_says_what_the_second_plan_gains_and_loses() -> None:
+    gib = 1 << 30
+    before = replace(PLAN, predicted=replace(PLAN.predicted, device_peak_bytes=8 * gib, host_bytes=gib, step_s=2.0))
+    after = replace(PLAN, predicted=replace(PLAN.predicted, device_peak_bytes=5 * gib, host_bytes=3 * gib, step_s=2.5))
+    assert plan_file.summary(before, after) == (
+        "predicted of the second plan: 3.0 GiB less device memory, 2.0 GiB more host memory, "
+        "a step 0.5 s longer (+25.0%)"
+    )
+    assert plan_file.summary(after, before).endswith("a step 0.5 s shorter (-20.0%)")
+    same = "predicted of the second plan: as much device memory, as much host memory, a step as long"
+    assert plan_file.summary(PLAN, PLAN) == same
+
+
 def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         plan_file.load(tmp_path / "none.json")

@@ -7,6 +7,8 @@ Seen red: every candidate taken as fitting, forced activations dropped in the ev
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from dataclasses import replace
 from functools import cache
@@ -19,6 +21,7 @@ from plan_cases import PAIRS, answered, llama_1b, llama_8b, qwen_30b
 from workload_cases import llama
 
 from hostward.choice import LEAVES, Choice, Keep
+from hostward.errors import ConfigError
 from hostward.hardware_profile import profile
 from hostward.inventory import align
 from hostward.lowering.optimizer import StepShape, lower_step
@@ -226,6 +229,14 @@ def test_decision_moderate_pressure_takes_a_part_of_the_state() -> None:
 
 
 # ---------------------------------------------------------------- answers
+
+
+def test_without_scipy_the_line_of_the_readme_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ConfigError, match="planning needs SciPy") as caught:
+        Frontier(llama_1b(), H200, required)
+    (line,) = set(re.findall(r"pip install '\.\[train,plan\]'", (GOLDEN.parents[1] / "README.md").read_text()))
+    assert line in caught.value.fix
 
 
 @pytest.mark.parametrize(("model", "machine", "gpus", "host_gib"), PAIRS)

@@ -37,10 +37,26 @@ def test_a_misspelt_unit_is_refused_and_the_right_one_named(text: str, cure: str
     assert caught.value.fix == f"--host-memory {cure}"
 
 
+@pytest.mark.parametrize(("text", "cure"), [("40XB", "40GiB"), ("40G", "40GiB"), ("40 t", "40TiB"), ("7Q", "7GiB")])
+def test_what_resembles_no_unit_is_taken_for_gib(text: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match="is no size") as caught:
+        size_bytes(text, "--host-memory")
+    assert "units are B, KiB" in caught.value.why
+    assert caught.value.fix == f"--host-memory {cure}"
+
+
+def test_nothing_is_proposed_to_be_nothing() -> None:
+    with pytest.raises(ConfigError, match="does not say its unit") as caught:
+        size_bytes("0", "--host-memory")
+    assert caught.value.fix == "write, for example, --host-memory 40GiB"
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "-4GiB", "4e3GiB", "4,5GiB", "nanGiB", "4GiB4", "forty"])
 def test_what_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is no size") as caught:
         size_bytes(text, "--host-memory")
+    assert "a number and a unit" in caught.value.why
+    assert caught.value.fix == "write, for example, --host-memory 40GiB"
 
 
 def test_gib() -> None:

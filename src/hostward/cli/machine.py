@@ -85,9 +85,15 @@ def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
 
 def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
     """The rates to look at, or why there are none. A file that was named must be one; one that lies about need not."""
-    from hostward.hardware_profile import load
+    from hostward.hardware_profile import PROFILES, load
 
     if file is not None:
+        if str(file) in PROFILES and not file.exists():
+            raise ConfigError(
+                f"--hardware {file} is a shipped profile: {', '.join(PROFILES)} are for `hostward plan`",
+                why="rates that were measured on this machine are looked at here",
+                fix="hostward bench machine, then hostward doctor",
+            )
         return load(file), None
     if not HARDWARE_FILE.is_file():
         return None, None

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, UnknownNameError
 
 from .output import require_replaceable, require_writable
 from .recipe import DEFAULT_RECIPE, configured
 
 if TYPE_CHECKING:
+    from hostward.config import Config
     from hostward.hardware_profile import Hardware
+    from hostward.planning.answer import Answer
     from hostward.planning.assignment import Forced
     from hostward.planning.needs import Budgets
     from hostward.planning.speeds import Speeds
@@ -97,16 +101,22 @@ def plan(
     if words and words[0] == "diff":
         _diff(words[1:])
         return
+    if words and difflib.get_close_matches(words[0], ["diff"]):
+        raise UnknownNameError(f"hostward plan has no command {words[0]!r}", fix="hostward plan diff A.json B.json")
     require_replaceable("--json", json_file)
     require_writable("--plot", plot)
+    from hostward.hardware_profile import PROFILES
     from hostward.planning.speeds import speeds_of
+    from hostward.train.planning import by_hand, forced_by_hand
 
     machine = _hardware(hardware)
     budgets = _budgets(machine, gpus, device_memory, host_memory, pinned_memory)
     speeds = speeds_of(machine, gpus)
+    hand = partial(by_hand, place or [], keep or [], weights)
     if config is not None:
         if recipe is not None or words:
             raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
+        chosen = hand(None)
         workload, forced, phases = _of_file(config, sequence, batch, micro_batch, gpus)
     else:
         given = [
@@ -117,11 +127,19 @@ def plan(
                 f"{given[0]} goes with --config",
                 fix="for a recipe: model.seq_length, train.global_batch_size, train.micro_batch_size",
             )
-        workload, forced, phases = _of_recipe(recipe, words, gpus, speeds)
-    from hostward.train.planning import forced_by_hand
-
-    forced = forced_by_hand(workload, forced, place or [], keep or [], weights)
-    _answer(workload, machine, gpus, replace(budgets, phases=phases), forced, plot, json_file)
+        asked = configured(recipe or DEFAULT_RECIPE, words)
+        chosen = hand(asked.model.num_layers if asked.model.hf_model_path is None else None)
+        workload, forced, phases = _of_recipe(recipe or DEFAULT_RECIPE, asked, gpus, speeds)
+    forced = forced_by_hand(workload, forced, chosen)
+    found = _answer(workload, machine, gpus, replace(budgets, phases=phases), forced, plot, json_file)
+    if hardware is None:
+        others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
+        typer.echo(
+            f"\nrates are those of the shipped profile {DEFAULT_PROFILE}; "
+            f"--hardware takes {others}, or a file of `hostward bench machine`"
+        )
+    if found.chosen is None:
+        raise typer.Exit(1)
 
 
 def _answer(
@@ -132,7 +150,7 @@ def _answer(
     forced: Forced,
     plot: Path | None,
     json_file: Path | None,
-) -> None:
+) -> Answer:
     from hostward.planning import plan_file
     from hostward.planning.answer import Question, answer
     from hostward.planning.plan_text import frontier_points, render
@@ -149,20 +167,15 @@ def _answer(
     elif json_file is not None:
         typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
     typer.echo(render(found), nl=False)
-    if found.chosen is None:
-        raise typer.Exit(1)
+    return found
 
 
-def _of_recipe(
-    recipe: str | None, overrides: list[str] | None, gpus: int, speeds: Speeds
-) -> tuple[Workload, Forced, tuple[str, ...]]:
+def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
     from hostward.planning.shards import sharded
     from hostward.rules import check
     from hostward.train.planning import asked_of, phases_of
     from hostward.train.workload import recipe_workload
 
-    name = recipe or DEFAULT_RECIPE
-    config = configured(name, overrides)
     check(config, world_size=1)
     workload = sharded(recipe_workload(config, name=name), gpus)
     return workload, asked_of(config, workload, speeds), phases_of(config)
@@ -224,7 +237,10 @@ def _diff(words: list[str]) -> None:
 
     if len(words) != 2:
         raise ConfigError(f"plan diff takes two files, got {len(words)}", fix="hostward plan diff A.json B.json")
-    lines = plan_file.differences(*(plan_file.load(Path(word)) for word in words))
-    typer.echo("\n".join(lines) if lines else "the plans are equal")
-    if lines:
-        raise typer.Exit(1)
+    plans = plan_file.load(Path(words[0])), plan_file.load(Path(words[1]))
+    lines = plan_file.differences(*plans)
+    if not lines:
+        typer.echo("the plans are equal")
+        return
+    typer.echo("\n".join([*lines, plan_file.summary(*plans)]))
+    raise typer.Exit(1)

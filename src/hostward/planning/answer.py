@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hostward.choice import LEAVES
+from hostward.choice import LEAVES, Choice
 from hostward.hardware_profile import Hardware
-from hostward.sizes import GIB, gib
+from hostward.sizes import GIB, gib, size
 from hostward.workload import Workload
 
 from .assignment import Forced
@@ -54,9 +54,13 @@ class Answer:
     @property
     def offloads(self) -> bool:
         """Whether the plan moves anything off the device."""
-        choice = self.shown.choice
-        leaves = any(keep in LEAVES for keep in choice.activations)
-        return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
+        return offloads(self.shown.choice)
+
+
+def offloads(choice: Choice) -> bool:
+    """Whether it moves anything off the device."""
+    leaves = any(keep in LEAVES for keep in choice.activations)
+    return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
 
 
 def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
@@ -91,8 +95,10 @@ def verdict(found: Answer) -> str:
     if found.chosen is None:
         return "It does not fit."
     if not budgets.over(base.needs) and found.chosen.prediction.step_s >= base.prediction.step_s * (1 - _WORTH_IT):
-        peak = gib(base.needs.device_peak_bytes)
-        return f"Everything fits on the device ({peak} GiB at the peak): offloading will not help, it only takes time."
+        if found.offloads:  # by hand, or by options
+            return "It fits with what was asked for: offloading more will not help, it only takes time."
+        peak = size(base.needs.device_peak_bytes)
+        return f"Everything fits on the device ({peak} at the peak): offloading will not help, it only takes time."
     if not found.offloads:
         return "Nothing needs to be offloaded: what is saved for backward is computed again instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:

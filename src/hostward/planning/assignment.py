@@ -363,7 +363,7 @@ def _milp(
         raise ConfigError(
             "planning needs SciPy",
             why="it brings the solver that chooses placements",
-            fix="pip install 'hostward[plan]'",
+            fix="pip install '.[train,plan]' in a clone of hostward, or pip install scipy",
         ) from error
     matrix = np.zeros((len(rows), len(upper)))
     for r, terms in enumerate(rows):

@@ -19,6 +19,7 @@ from hostward.inventory import Inventory
 from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan import Placement, Plan, placed
 from hostward.run_report import FrontierPoint
+from hostward.sizes import size
 from hostward.text_files import read_text, replace_text
 from hostward.workload import Workload
 
@@ -312,6 +313,18 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
             column, {r.layer: getattr(r, column) for r in a.layers}, {r.layer: getattr(r, column) for r in b.layers}
         )
     return lines
+
+
+def summary(a: PlanFile, b: PlanFile) -> str:
+    """What the second gains and loses, in a line."""
+    changes = []
+    for name, what in (("device_peak_bytes", "device memory"), ("host_bytes", "host memory")):
+        more = getattr(b.predicted, name) - getattr(a.predicted, name)
+        changes.append(f"{size(abs(more))} {'more' if more > 0 else 'less'} {what}" if more else f"as much {what}")
+    longer_s = b.predicted.step_s - a.predicted.step_s
+    share = f" ({longer_s / a.predicted.step_s:+.1%})" if a.predicted.step_s else ""
+    longer = f"{abs(longer_s):.4g} s {'longer' if longer_s > 0 else 'shorter'}{share}" if longer_s else "as long"
+    return f"predicted of the second plan: {', '.join(changes)}, a step {longer}"
 
 
 def _value(value: object) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hostward.choice import Choice, Keep
 from hostward.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
 from hostward.plan import Placement
 from hostward.run_report import FrontierPoint
-from hostward.sizes import GIB, gib
+from hostward.sizes import GIB, MIB
 from hostward.workload import Workload
 
-from .answer import Answer, Question, verdict
+from .answer import Answer, Question, offloads, verdict
 from .frontier import Candidate
 
 _KEEPS = {
@@ -31,7 +31,30 @@ _NOT_COUNTED = {
     SLEEP: "only a program that calls sleep() does it",
 }
 """Of phases that training can do without."""
-_SHOWN_BYTES = GIB // 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """In which sizes and times of an answer are figures that differ from 0."""
+
+    scale_bytes: int
+    memory: str
+    per_s: float
+    time: str
+
+    def size(self, nbytes: float) -> str:
+        return f"{nbytes / self.scale_bytes:,.1f}"
+
+    def seconds(self, seconds: float) -> str:
+        return f"{seconds * self.per_s:.3f}"
+
+    def shows(self, nbytes: float) -> bool:
+        return nbytes >= self.scale_bytes // 20
+
+
+def _units(shown: Candidate) -> _Units:
+    small, quick = shown.needs.device_peak_bytes < GIB, shown.prediction.step_s < 0.1
+    return _Units(*((MIB, "MiB") if small else (GIB, "GiB")), *((1e3, "ms") if quick else (1.0, "s")))
 
 
 def render(found: Answer) -> str:
@@ -42,11 +65,12 @@ def render(found: Answer) -> str:
     if found.chosen is None:
         blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
         blocks.append("The choice that comes nearest:")
-    blocks.append(_needs_table(shown.needs, question))
-    blocks.append(_owners(shown.needs))
+    units = _units(shown)
+    blocks.append(_needs_table(shown.needs, question, units))
+    blocks.append(_owners(shown.needs, units))
     blocks.append(_placements(workload, shown.choice))
-    blocks.append(_time(found))
-    blocks.append(_frontier(found))
+    blocks.append(_time(found, units))
+    blocks.append(_frontier(found, units))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -55,7 +79,8 @@ def _title(found: Answer) -> str:
     workload, hardware = question.workload, question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
-    what = f"{workload.name}: {workload.inventory.numel * workload.ranks / 1e9:.2f} G trained parameters"
+    numel = workload.inventory.numel * workload.ranks
+    what = f"{workload.name}: {f'{numel / 1e9:.2f} G' if numel >= 1e7 else f'{numel:,}'} trained parameters"
     counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
     measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
     lines = [
@@ -81,38 +106,38 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _needs_table(needs: Needs, question: Question) -> str:
+def _needs_table(needs: Needs, question: Question, units: _Units) -> str:
     gpus, budgets = question.gpus, question.budgets
-    rows = [["GiB per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
+    rows = [[f"{units.memory} per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
     outside = []
     for phase in needs.phases:
         sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
         sizes += [phase.host_bytes * gpus] if gpus > 1 else []
-        rows.append([phase.name, *(gib(size) for size in sizes)])
+        rows.append([phase.name, *(units.size(size) for size in sizes)])
         over = replace(budgets, phases=(phase.name,)).over(needs)
         if over and phase.name not in budgets.phases:
             kinds = f"{' and '.join(over)} memory than the limit"
             outside.append(f"{phase.name} takes more {kinds}, which is not counted: {_NOT_COUNTED[phase.name]}")
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
-    rows.append(["limit", *("none" if limit is None else gib(limit) for limit in limits)])
+    rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
     return "\n".join([_table(rows), *outside])
 
 
-def _owners(needs: Needs) -> str:
+def _owners(needs: Needs, units: _Units) -> str:
     # Of phases that are equally full the later one, which is the one that lasts.
     training = [phase for phase in reversed(needs.phases) if phase.name in TRAINING]
     fullest = max(training, key=lambda phase: phase.device_bytes)
     on_host = max(training, key=lambda phase: phase.host_bytes)
-    lines = [f"device, {fullest.name}: {_list(fullest.device)}"]
-    if on_host.host_bytes >= _SHOWN_BYTES:
-        lines.append(f"host, {on_host.name}: {_list(on_host.host)}")
+    lines = [f"device, {fullest.name}: {_list(fullest.device, units)}"]
+    if units.shows(on_host.host_bytes):
+        lines.append(f"host, {on_host.name}: {_list(on_host.host, units)}")
     return "\n".join(lines)
 
 
-def _list(sizes: Mapping[str, int]) -> str:
-    shown = sorted(((size, name) for name, size in sizes.items() if size >= _SHOWN_BYTES), reverse=True)
-    return ", ".join(f"{name} {gib(size)}" for size, name in shown)
+def _list(sizes: Mapping[str, int], units: _Units) -> str:
+    shown = sorted(((size, name) for name, size in sizes.items() if units.shows(size)), reverse=True)
+    return ", ".join(f"{name} {units.size(size)}" for size, name in shown)
 
 
 def _placements(workload: Workload, choice: Choice) -> str:
@@ -163,14 +188,20 @@ def _state_line(workload: Workload, choice: Choice) -> str:
     return f"{line}; gradients added up on the host" if choice.gradients_on_host else line
 
 
-def _time(found: Answer) -> str:
-    prediction, base = found.shown.prediction, found.frontier.base.prediction
-    said = f"predicted step {prediction.step_s:.3f} s: the GPU computes {prediction.compute_s:.3f} s"
+def _time(found: Answer, units: _Units) -> str:
+    prediction, base = found.shown.prediction, found.frontier.base
+
+    def told(seconds: float) -> str:
+        return f"{units.seconds(seconds)} {units.time}"
+
+    said = f"predicted step {told(prediction.step_s)}: the GPU computes {told(prediction.compute_s)}"
     if found.offloads:
-        said += f", {prediction.exposed_s:.3f} s exposed"
-    if found.shown is not found.frontier.base:
-        ratio = prediction.step_s / base.step_s
-        said += f"; {ratio:.2f} times the step with everything on the device, {base.step_s:.3f} s"
+        said += f", {told(prediction.exposed_s)} exposed"
+    if found.shown is not base:
+        ratio = prediction.step_s / base.prediction.step_s
+        other = "nothing but what was asked for" if offloads(base.choice) else "everything on the device"
+        other = f"{other}, {told(base.prediction.step_s)}"
+        said += f"; {ratio:.2f} times the step with {other}"
     return "\n".join([said, *(f"  why: {reason}" for reason in found.why if found.offloads)])
 
 
@@ -211,18 +242,19 @@ def _unbeaten(found: Answer) -> list[Candidate]:
     return sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes)
 
 
-def _frontier(found: Answer) -> str:
-    rows = [["", "device GiB", "host GiB", "step s", "exposed s"]]
+def _frontier(found: Answer, units: _Units) -> str:
+    memory, seconds = units.memory, units.time
+    rows = [["", f"device {memory}", f"host {memory}", f"step {seconds}", f"exposed {seconds}"]]
     names = ["choice"]
     for candidate in _unbeaten(found):
         needs, prediction = candidate.needs, candidate.prediction
         rows.append(
             [
                 ">" if candidate is found.chosen else "",
-                gib(needs.device_peak_bytes),
-                gib(needs.host_bytes),
-                f"{prediction.step_s:.3f}",
-                f"{prediction.exposed_s:.3f}",
+                units.size(needs.device_peak_bytes),
+                units.size(needs.host_bytes),
+                units.seconds(prediction.step_s),
+                units.seconds(prediction.exposed_s),
             ]
         )
         names.append(label(found.question.workload, candidate.choice))

@@ -165,7 +165,9 @@ def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[st
 def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
     """Sentences that say what is exposed and why, and what would hide it."""
     if prediction.exposed_s < _HIDDEN * prediction.step_s:
-        return [f"all but {prediction.exposed_s:.2f} s of the offloading is hidden behind compute"]
+        exposed_s = prediction.exposed_s
+        exposed = f"{exposed_s:.2f} s" if exposed_s >= 0.005 else f"{1e3 * exposed_s:.3f} ms"
+        return [f"all but {exposed} of the offloading is hidden behind compute"]
     said = []
     host_s = prediction.busy_s[Queue.HOST]
     if prediction.waited_s.get(_NAMES["upload"], 0.0) >= 0.5 * prediction.exposed_s:

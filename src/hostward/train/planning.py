@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -71,33 +71,56 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
     return Keep.RECOMPUTE if whole else Keep.ELEMENTWISE if parts else Keep.KEEP
 
 
-def forced_by_hand(
-    workload: Workload, before: Forced, places: list[str], keeps: list[str], weights: int | None
-) -> Forced:
-    """`before`, changed by `--place PATTERN=PLACEMENT` and `--keep PATTERN=WHAT` (patterns of layer or bucket names, as
-    in shells) and by the number of first layers whose weights leave.
-
-    Raises ConfigError for a pattern that nothing matches, a word that is none, or more layers than there are.
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """What `--place PATTERN=PLACEMENT` and `--keep PATTERN=WHAT` say (patterns of layer or bucket names, as in shells),
+    and of how many first layers `--weights` lets the weights leave.
     """
+
+    places: tuple[tuple[str, Placement], ...]
+    keeps: tuple[tuple[str, Keep], ...]
+    weights: int | None
+
+
+def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, layers: int | None) -> ByHand:
+    """The texts of these options, judged before there is a model.
+
+    Args:
+        layers: how many the model has, where that is known already.
+
+    Raises:
+        ConfigError: a text without a pattern, a word that is none, or more layers than there are.
+    """
+    if layers is not None:
+        _require_fewer(weights, layers)
+    return ByHand(_words("--place", places, Placement), _words("--keep", keeps, Keep), weights)
+
+
+def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
+    """`before`, changed by hand. Raises ConfigError for a pattern that nothing matches, or too many layers."""
     placements, activations = dict(before.placements), dict(before.activations)
     buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
     layers = [(layer.name,) for layer in workload.repeated]
-    placements |= _matched("--place", places, Placement, buckets)
-    activations |= _matched("--keep", keeps, Keep, layers)
+    placements |= _matched("--place", hand.places, buckets)
+    activations |= _matched("--keep", hand.keeps, layers)
     chosen = before.offloaded_weights
-    if weights is not None:
-        if weights >= len(layers) and weights:
-            raise ConfigError(
-                f"--weights {weights}: the model has {len(layers)} layers",
-                why="the weights of the last layer are wanted by forward and backward in a row, so they stay",
-                fix=f"at most --weights {len(layers) - 1}",
-            )
-        chosen = frozenset(layer.name for layer in workload.repeated[:weights])
+    if hand.weights is not None:
+        _require_fewer(hand.weights, len(layers))
+        chosen = frozenset(layer.name for layer in workload.repeated[: hand.weights])
     return replace(before, placements=placements, activations=activations, offloaded_weights=chosen)
 
 
-def _matched(option: str, texts: list[str], cls: type[T], names: Sequence[tuple[str, ...]]) -> Mapping[int, T]:
-    found: dict[int, T] = {}
+def _require_fewer(weights: int | None, layers: int) -> None:
+    if weights and weights >= layers:
+        raise ConfigError(
+            f"--weights {weights}: the model has {layers} layers",
+            why="the weights of the last layer are wanted by forward and backward in a row, so they stay",
+            fix=f"at most --weights {layers - 1}",
+        )
+
+
+def _words(option: str, texts: Sequence[str], cls: type[T]) -> tuple[tuple[str, T], ...]:
+    found: list[tuple[str, T]] = []
     for text in texts:
         pattern, separator, word = text.rpartition("=")
         if not separator or word not in [known.value for known in cls]:
@@ -106,11 +129,19 @@ def _matched(option: str, texts: list[str], cls: type[T], names: Sequence[tuple[
                 why=f"WHAT is one of {', '.join(cls)}",
                 fix=f"{option} 'model.layers.0={next(iter(cls)).value}'",
             )
+        found.append((pattern, cls(word)))
+    return tuple(found)
+
+
+def _matched(option: str, asked: Sequence[tuple[str, T]], names: Sequence[tuple[str, ...]]) -> Mapping[int, T]:
+    found: dict[int, T] = {}
+    for pattern, word in asked:
         hit = [i for i, held in enumerate(names) if any(fnmatchcase(name, pattern) for name in held)]
         if not hit:
             raise ConfigError(
-                f"{option} {text}: nothing has a name like {pattern}",
+                f"{option} {pattern}={word.value}: nothing has a name like {pattern}",
                 why=f"names are like {names[0][-1]}" if names else "",
+                fix=f"{option} '*={word.value}' takes all",
             )
-        found |= dict.fromkeys(hit, cls(word))
+        found |= dict.fromkeys(hit, word)
     return found

@@ -213,7 +213,8 @@ class Visits:
             self._warned = True
             kept = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in self._sorter.kept_bytes.items())
             log.warning(
-                "the first forward has offloaded nothing; what was saved stays because: %s", kept or "nothing was"
+                "the first forward has offloaded nothing; what was saved stays because: %s (min_bytes: what is small)",
+                kept or "nothing was",
             )
 
     def mark(self, module: torch.nn.Module, leaves: bool) -> None:
