@@ -201,6 +201,7 @@ class Groups:
             _require_known(group)
         self._groups = list(found.values())
         self._removals: list[Callable[[], None]] = []
+        self._grad_dtype: torch.dtype | None = None
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -242,6 +243,15 @@ class Groups:
                     fix="fully_shard without offload_policy, and say offload_fraction= to hostward.AdamW",
                 )
 
+    def accumulate_in(self, dtype: torch.dtype) -> None:
+        """Let reduced gradients come in `dtype`, and be added up in it, whatever the dtype of the parameters. Takes
+        effect with `listen`.
+        """
+        for group in self._groups:
+            for p in group.fsdp_params:
+                p.sharded_param.grad_dtype = dtype
+        self._grad_dtype = dtype
+
     def listen(self, listener: Listener) -> None:
         """Tell it from now on, until `close`. Held weakly."""
         this = weakref.ref(listener)
@@ -249,7 +259,7 @@ class Groups:
             for method, told in (
                 ("unshard", _BeforeUnshard(this, group)),
                 ("wait_for_unshard", _BeforeWait(this, group)),
-                ("post_backward", _BeforeReduce(this, group)),
+                ("post_backward", _BeforeReduce(this, group, self._grad_dtype)),
             ):
                 self._removals.append(_announce(group, method, told))
 
@@ -310,7 +320,13 @@ class _BeforeWait(_Told):
 
 
 class _BeforeReduce(_Told):
+    def __init__(self, listener: weakref.ref[Listener], group: Any, grad_dtype: torch.dtype | None) -> None:
+        super().__init__(listener, group)
+        self._grad_dtype = grad_dtype
+
     def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+        if self._grad_dtype is not None:
+            group._orig_dtype = self._grad_dtype  # what FSDP2 casts a reduced gradient to; set by its lazy_init
         partly = isinstance(group.mesh_info, DDPMeshInfo) and not group.all_reduce_grads
         if group.reduce_grads and not partly:
             unused_too = getattr(group, "reduce_scatter_unused_params", False)

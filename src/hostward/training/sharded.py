@@ -9,7 +9,7 @@ import torch
 
 from hostward.engine.across import Across, Fragment
 from hostward.engine.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ModelError
 from hostward.inspect import Places, Tracked
 
 from .gradients import Handover
@@ -34,14 +34,8 @@ def require_sharding(places: Places, tracked: Sequence[Tracked], grad_dtype: tor
                 )
         return
     places.sharding.require_supported({t.name: t.parameter for t in tracked})
-    for t in tracked:
-        if grad_dtype not in (None, t.parameter.dtype):
-            raise ConfigError(
-                f"gradients of {t.parameter.dtype} parameter {t.name!r} accumulated in {grad_dtype}, under FSDP2",
-                why="FSDP2 writes reduced gradients in the parameter's own dtype",
-                fix="keep parameters in float32 with MixedPrecisionPolicy(param_dtype=torch.bfloat16), or accumulate "
-                "with set_requires_gradient_sync(False) and reduce_dtype=torch.float32",
-            )
+    if grad_dtype is not None:
+        places.sharding.accumulate_in(grad_dtype)
 
 
 def across_ranks(
