@@ -200,6 +200,13 @@ NOT_BUILT: Mapping[str, object] = {
     "ddp.overlap_param_gather": False,
 }
 
+# The same, with several processes.
+NOT_BUILT_FOR_RANKS: Mapping[str, object] = {
+    "model.cpu_offloading_weights": False,
+    "checkpoint.save": None,
+    "checkpoint.load": None,
+}
+
 # What Megatron refuses or does otherwise, and what happens here: shown in docs/options.md.
 DIFFERENCES: Mapping[str, str] = {
     "offload_optimizer_states can not be used with optimizer_cpu_offload.": (

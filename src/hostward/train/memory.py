@@ -13,7 +13,8 @@ from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
 from .models import parameter_count
-from .placing import accumulates_in_fp32, gradients_leave, shares
+from .placing import accumulates_in_fp32, gradients_leave, share_of, shares
+from .ranks import Ranks
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
@@ -41,12 +42,17 @@ def need(config: Config, parameters: int) -> Need:
     return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 
-def require_memory(config: Config, device: torch.device, vocab_size: int) -> None:
+def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks) -> None:
     """Raises MemoryLimitError for a model whose weights, gradients and optimizer state exceed the memory that is free.
 
-    On a GPU the offloaded share is asked of the host; on a CPU everything is.
+    On a GPU the offloaded share is asked of the host; on a CPU everything is. The ranks of a node ask it together.
     """
-    least = need(config, parameter_count(config, vocab_size))
+    count = parameter_count(config, vocab_size)
+    divided = ranks.size > 1 and config.ddp.use_distributed_optimizer
+    config = share_of(config, ranks.size)
+    least = need(config, -(-count // ranks.size) if divided else count)
+    # Divided weights are whole besides, from forward to backward.
+    whole_bytes = need(config, count).weight_bytes if divided else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share
@@ -54,13 +60,14 @@ def require_memory(config: Config, device: torch.device, vocab_size: int) -> Non
     leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
     on_gpu = device.type == "cuda"
     host = host_memory()
-    host_bytes = offloaded_bytes + landing_bytes if on_gpu else least.total_bytes
+    host_bytes = offloaded_bytes + landing_bytes if on_gpu else least.total_bytes + whole_bytes
+    host_bytes *= ranks.local_size
     if host_bytes > host.available_bytes:
         raise _too_large(least, host_bytes, "host", host.available_bytes, "shrink the model, as in model.num_layers=2")
     if on_gpu:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
-        device_bytes = least.total_bytes - offloaded_bytes - leaving_bytes
+        device_bytes = least.total_bytes + whole_bytes - offloaded_bytes - leaving_bytes
         if device_bytes > free_bytes:
             raise _too_large(least, device_bytes, "device", free_bytes, fix)
 

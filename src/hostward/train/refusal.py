@@ -13,10 +13,11 @@ from hostward.errors import MemoryLimitError, ModelError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype
-from hostward.memory_model import Needs, required
+from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile
+from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.run_report import Estimate
@@ -28,6 +29,7 @@ from hostward.workload import Workload
 from .memory import need
 from .models import empty_model, parameter_count, pretrained_config, transformers_config
 from .planning import asked_of
+from .ranks import Ranks
 from .workload import recipe_workload
 
 log = logging.getLogger("hostward")
@@ -38,9 +40,10 @@ _CURE = "hostward plan with the same options says what would fit; --force starts
 
 
 def require_fit(
-    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None
+    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None, ranks: Ranks
 ) -> Estimate | None:
-    """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model.
+    """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model. With
+    several ranks each weighs its part, and asks the host for its share of what is free.
     Seconds are the plan's, or those of the shipped profile of this GPU.
 
     Raises:
@@ -57,9 +60,11 @@ def require_fit(
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
         return None
+    if config.ddp.use_distributed_optimizer:
+        workload = sharded(workload, ranks.size)
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
-    needs = required(workload, choice)
-    refuse(needs, Budgets(free_bytes, host_memory().available_bytes))
+    needs = required_of(workload)(workload, choice)
+    refuse(needs, Budgets(free_bytes, host_memory().available_bytes // ranks.local_size))
     return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
 
 
