@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sharded_cases import digest
-from train_cases import LLAMA, MOE, SIZES, SMALL, small
+from train_cases import LLAMA, MOE, SIZES, SMALL, gradients, norm_of_given_gradients, small
 from world import World
 
 import hostward
@@ -80,6 +81,49 @@ def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
         assert expected["offloaded_bytes"] == 0
+
+
+# -------------------------------------------------------------------- experts divided over ranks
+
+TWO, FOUR = "model.expert_model_parallel_size=2", "model.expert_model_parallel_size=4"
+
+
+@pytest.mark.parametrize("experts", [TWO, FOUR])
+def test_experts_over_ranks_give_the_gradients_of_one_process(world: World, experts: str) -> None:
+    expected = gradients(small())
+    for found in world.run("train_cases.gradients_of", words=[experts]):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for name, gradient in expected["gradients"].items():
+            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_rank_whose_experts_get_no_tokens_takes_part(world: World) -> None:
+    words = ["model.seq_length=1", "model.num_moe_experts=16", "train.global_batch_size=4"]
+    expected = gradients(small(*words))
+    ranks = world.run("train_cases.gradients_of", words=[*words, FOUR])
+    assert not all(found["had_tokens"] for found in ranks)
+    for found in ranks:
+        for name, gradient in expected["gradients"].items():
+            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("experts", [TWO, FOUR])
+def test_the_norm_with_experts_over_ranks_is_that_of_one_process_in_every_bit(world: World, experts: str) -> None:
+    expected = norm_of_given_gradients(loop.prepare(MOE, small()))
+    assert world.run("train_cases.norm_of_given", words=[experts]) == [expected] * 4
+
+
+@pytest.mark.parametrize("experts", [TWO, FOUR])
+@pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
+@pytest.mark.parametrize("batch", [8, 4])
+def test_experts_over_ranks_have_the_same_bits_at_every_placement(
+    trained: Any, experts: str, placed: list[str], batch: int
+) -> None:
+    words = (experts, f"train.global_batch_size={batch}")
+    for found, expected in zip(trained(*words, *placed), trained(*words), strict=True):
+        assert found["told"] == expected["told"]
+        assert found["bits"] == expected["bits"]
+        assert found["offloaded_bytes"] > 0
 
 
 def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from sharded_cases import digest, snapshot, whole_of
+from sharded_cases import digest, gradient_of, snapshot, whole_of
 
 from hostward import recipes
+from hostward.adapters import experts, fsdp2
 from hostward.config import Config
 from hostward.errors import HostwardError, MemoryLimitError
 from hostward.overrides import apply_overrides
@@ -112,3 +114,48 @@ def one_fails() -> tuple[str, bool]:
     except HostwardError as error:
         return f"{type(error).__name__}: {error}", error.everywhere
     return "no error", False
+
+
+def gradients(config: Config, recipe: str = MOE) -> dict[str, Any]:
+    """The loss of the first step and its whole gradients, before clipping."""
+    run = loop.prepare(recipe, config)
+    loss = run.ranks.mean(loop.backward(run, taken=False))
+    found = {name: whole_of(p.grad).numpy() for name, p in run.model.named_parameters() if p.grad is not None}
+    return {"loss": float(loss), "gradients": found}
+
+
+def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
+    """The same on every rank, and whether its experts had tokens in every layer."""
+    launched()
+    had: list[bool] = []
+    exchanged = experts._exchanged
+
+    def watched(compute: Any, *rest: Any) -> torch.Tensor:
+        def computed(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            had.append(bool(tokens.any()))
+            found: torch.Tensor = compute(tokens, chosen)
+            return found
+
+        return exchanged(computed, *rest)
+
+    experts._exchanged = watched
+    try:
+        return {**gradients(small(*words, recipe=recipe), recipe), "had_tokens": all(had)}
+    finally:
+        experts._exchanged = exchanged
+
+
+def norm_of_given_gradients(run: loop.Run) -> str:
+    """The norm of the first step, in hexadecimal, if all whole gradients are those of `gradient_of`."""
+    for name, p in run.model.named_parameters():
+        whole = gradient_of(name, p.shape, 0)
+        sharded = run.ranks.size > 1
+        p.grad = fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p) if sharded else whole
+    run.optimizer.step()
+    return run.optimizer.grad_norm.hex()
+
+
+def norm_of_given(words: list[str], recipe: str = MOE) -> str:
+    """The same on every rank."""
+    launched()
+    return norm_of_given_gradients(loop.prepare(recipe, small(*words, recipe=recipe)))

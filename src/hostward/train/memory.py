@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
-from .models import parameter_count
+from .models import named_shapes
 from .placing import accumulates_in_fp32, gradients_leave, share_of, shares
 from .ranks import Ranks
 
@@ -47,12 +48,15 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
 
     On a GPU the offloaded share is asked of the host; on a CPU everything is. The ranks of a node ask it together.
     """
-    count = parameter_count(config, vocab_size)
+    shapes = named_shapes(config, vocab_size)
+    count = sum(map(math.prod, shapes.values()))
+    of_experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
     divided = ranks.size > 1 and config.ddp.use_distributed_optimizer
     config = share_of(config, ranks.size)
     least = need(config, -(-count // ranks.size) if divided else count)
     # Divided weights are whole besides, from forward to backward.
-    whole_bytes = need(config, count).weight_bytes if divided else 0
+    gathered = count - of_experts + of_experts // config.model.expert_model_parallel_size
+    whole_bytes = need(config, gathered).weight_bytes if divided else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share

@@ -16,8 +16,6 @@ from .drawn import Draws, noted
 from .models import empty_model, load_pretrained, transformers_config
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from hostward.config import Config
 
 
@@ -37,7 +35,7 @@ def build_in_parts(
     else:
         model = load_pretrained(config.model, path, dtype)
     model.config.use_cache = False
-    _divide(model, data_mesh(config, device))
+    _divide(model, config, device.type)
     if draws is not None:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -46,22 +44,28 @@ def build_in_parts(
     return trained
 
 
-def data_mesh(config: Config, device: torch.device) -> DeviceMesh:
-    """The mesh that parameters are divided on: all ranks, or copies on all ranks."""
+def _divide(model: Any, config: Config, device_type: str) -> None:
+    """Each layer is gathered for itself, and stays whole from its forward to its backward, as in Megatron. Layers of
+    experts are gathered for themselves, from the ranks that have the same experts.
+    """
     from torch.distributed import get_world_size
     from torch.distributed.device_mesh import init_device_mesh
-
-    size = get_world_size()
-    if config.ddp.use_distributed_optimizer:
-        return init_device_mesh(device.type, (size,), mesh_dim_names=("data",))
-    return init_device_mesh(device.type, (size, 1), mesh_dim_names=("copies", "data"))
-
-
-def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Each layer is gathered for itself, and stays whole from its forward to its backward, as in Megatron."""
     from torch.distributed.fsdp import fully_shard
 
-    for _, layer in find_layers(model):
+    from hostward.adapters.experts import divide_experts
+
+    size, of_experts = get_world_size(), config.model.expert_model_parallel_size
+    if config.ddp.use_distributed_optimizer:
+        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("data",))
+    else:
+        mesh = init_device_mesh(device_type, (size, 1), mesh_dim_names=("copies", "data"))
+    layers: list[Any] = [layer for _, layer in find_layers(model)]
+    if of_experts > 1:
+        grid = init_device_mesh(device_type, (size // of_experts, of_experts), mesh_dim_names=("data", "experts"))
+        for layer in layers:
+            divide_experts(layer.mlp.experts, grid["experts"])
+            fully_shard(layer.mlp.experts, mesh=grid["data"], reshard_after_forward=False)
+    for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 

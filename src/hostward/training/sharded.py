@@ -66,7 +66,16 @@ def across_ranks(
     def allocate(elements: int) -> Buffer:
         return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
 
-    return Across(fsdp2.MeshRanks.of(tracked[0].parameter), fragments, len(shared), allocate)
+    parameter = {t.name: t.parameter for t in tracked}
+    counted = [
+        int(fsdp2.counts(parameter[r.name]))
+        for state in states
+        for r in state.bucket.ranges
+        for _ in range(chunks_of(r.numel))
+    ]
+    device = tracked[0].local.device
+    ranks = fsdp2.MeshRanks(tracked[0].parameter)
+    return Across(ranks, fragments, len(shared), allocate, torch.tensor(counted, dtype=torch.int64, device=device))
 
 
 class EmptyParts:
