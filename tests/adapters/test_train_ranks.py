@@ -159,8 +159,11 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_torchrun_trains_and_the_first_rank_alone_reports(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    script = ["scripts/training/run_recipe.py", "--recipe", MOE]
-    done = torchrun(*script, *SMALL, *SIZES[MOE], *HOST, "logger.log_interval=1", "--json", str(report))
+    guide = (ROOT / "docs/training/scaling-out.md").read_text()
+    line = next(line for line in guide.splitlines() if line.startswith("    torchrun "))
+    words = line.split()[3:]
+    assert line.split()[:3] == ["torchrun", "--nproc-per-node", "2"]
+    done = torchrun(*words, *SMALL, *SIZES[MOE], *HOST, "logger.log_interval=1", "--json", str(report))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss, first and last") == 1
     assert "2 ranks, by node" in done.stdout
