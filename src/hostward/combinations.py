@@ -230,6 +230,45 @@ OPTIMIZER_RULES = (
     ),
 )
 
+EXPERTS = "model.expert_model_parallel_size"
+LAYOUT_RULES = (
+    Rule(
+        "experts-over-ranks",
+        PERMANENT,
+        (EXPERTS, "model.architecture", "model.hf_model_path", "model.num_moe_experts"),
+        lambda c, _: (
+            c.model.expert_model_parallel_size > 1
+            and (
+                c.model.architecture in DENSE
+                or (c.model.num_moe_experts or 0) % c.model.expert_model_parallel_size != 0
+            )
+        ),
+        lambda c, _: (
+            f"model.expert_model_parallel_size={c.model.expert_model_parallel_size} does not divide the experts of a"
+            f" layer ({0 if c.model.architecture in DENSE else c.model.num_moe_experts})"
+        ),
+        "set model.expert_model_parallel_size to a divisor of model.num_moe_experts",
+        documented="model.expert_model_parallel_size=... does not divide the experts of a layer (...)",
+    ),
+    Rule(
+        "ranks-for-experts",
+        PERMANENT,
+        (EXPERTS,),
+        lambda c, world_size: world_size % c.model.expert_model_parallel_size != 0,
+        "world size ({world_size}) is not divisible by model.expert_model_parallel_size"
+        " ({model.expert_model_parallel_size})",
+        "start as many processes as it says, or a multiple: torchrun --nproc-per-node",
+    ),
+    Rule(
+        "experts-distributed",
+        PERMANENT,
+        (EXPERTS, "ddp.use_distributed_optimizer"),
+        lambda c, _: c.model.expert_model_parallel_size > 1 and not c.ddp.use_distributed_optimizer,
+        "model.expert_model_parallel_size={model.expert_model_parallel_size} needs ddp.use_distributed_optimizer",
+        "set ddp.use_distributed_optimizer=true",
+    ),
+)
+
 RUN_RULES = (
     Rule(
         "batch",
@@ -302,4 +341,4 @@ RUN_RULES = (
     ),
 )
 
-COMBINATIONS: tuple[Rule, ...] = (*MODEL_RULES, *OFFLOADING_RULES, *OPTIMIZER_RULES, *RUN_RULES)
+COMBINATIONS: tuple[Rule, ...] = (*MODEL_RULES, *OFFLOADING_RULES, *OPTIMIZER_RULES, *LAYOUT_RULES, *RUN_RULES)

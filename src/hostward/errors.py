@@ -22,6 +22,8 @@ class HostwardError(Exception):
         self.what = what
         self.why = why
         self.fix = fix
+        self.everywhere = False
+        """Every rank of the run raises it, so that one of them need tell it."""
         super().__init__("\n".join(filter(None, (what, why and f"  why: {why}", fix and f"  fix: {fix}"))))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hostward.combinations import COMBINATIONS
 from hostward.config import NAMESPACES, OptionInfo, options
 from hostward.overrides import DROPPED
-from hostward.rule_table import DEPENDENT, DIFFERENCES, NOT_BUILT, RANGES, Kind, Rule
+from hostward.rule_table import DEPENDENT, DIFFERENCES, NOT_BUILT, NOT_BUILT_FOR_RANKS, RANGES, Kind, Rule
 from hostward.rules import shown
 
 HEAD = """# Options
@@ -72,7 +72,7 @@ def status(name: str) -> str:
     for switch, dependents in DEPENDENT.items():
         if name in dependents and switch in NOT_BUILT:
             return f"with `{switch.partition('.')[2]}`"
-    return "works"
+    return "works with one process" if name in NOT_BUILT_FOR_RANKS else "works"
 
 
 def rules_section() -> str:

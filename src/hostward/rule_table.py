@@ -189,7 +189,6 @@ NOT_BUILT: Mapping[str, object] = {
     "model.pipeline_model_parallel_size": 1,
     "model.virtual_pipeline_model_parallel_size": None,
     "model.context_parallel_size": 1,
-    "model.expert_model_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
     "model.sequence_parallel": False,
     "model.cuda_graph_impl": "none",
@@ -198,6 +197,13 @@ NOT_BUILT: Mapping[str, object] = {
     "ddp.grad_reduce_in_fp32": False,
     "ddp.overlap_grad_reduce": False,
     "ddp.overlap_param_gather": False,
+}
+
+# The same, with several processes.
+NOT_BUILT_FOR_RANKS: Mapping[str, object] = {
+    "model.cpu_offloading_weights": False,
+    "checkpoint.save": None,
+    "checkpoint.load": None,
 }
 
 # What Megatron refuses or does otherwise, and what happens here: shown in docs/options.md.

@@ -13,7 +13,7 @@ from typing import Any
 from hostward.combinations import COMBINATIONS
 from hostward.config import NAMESPACES, Config, OptionInfo, get_option, options
 from hostward.errors import ConfigError, NotBuiltError
-from hostward.rule_table import DEPENDENT, IDLE, NOT_BUILT, RANGES, Kind, Rule, Text
+from hostward.rule_table import DEPENDENT, IDLE, NOT_BUILT, NOT_BUILT_FOR_RANKS, RANGES, Kind, Rule, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,12 @@ def not_built_violations(config: Config, wrong: set[str], world_size: int) -> It
         if name not in wrong and value != built:
             message = f"{name}={shown(value)} is known, but not built yet"
             yield Violation(f"not-built:{name}", Kind.UNTIL_BUILT, message, f"set {name}={shown(built)}")
-    if world_size > 1:
-        message = f"training with {world_size} processes is known, but not built yet"
-        fix = "start one process (torchrun: --nproc-per-node 1)"
-        yield Violation("not-built:world-size", Kind.UNTIL_BUILT, message, fix)
+    for name, built in NOT_BUILT_FOR_RANKS.items() if world_size > 1 else ():
+        value = get_option(config, name)
+        if name not in wrong and value != built:
+            message = f"{name}={shown(value)} with {world_size} processes is known, but not built yet"
+            fix = f"set {name}={shown(built)}, or start one process (torchrun: --nproc-per-node 1)"
+            yield Violation(f"not-built:{name}", Kind.UNTIL_BUILT, message, fix)
 
 
 def rule_violation(rule: Rule, config: Config, world_size: int) -> Violation:

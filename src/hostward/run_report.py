@@ -152,6 +152,43 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRow:
+    """One process of a run of several. Bytes at its end; seconds per iteration, None where they were not measured."""
+
+    rank: int
+    node: str
+    device: str
+    host_bytes: int
+    pinned_bytes: int
+    device_peak_bytes: int | None
+    data_s: float
+    """Reading samples."""
+    host_step_s: float | None
+    transfer_s: float | None
+    """Both directions together."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """Sums over the ranks of one node."""
+
+    node: str
+    ranks: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RanksReport:
+    """What the ranks of a run say of themselves, in order."""
+
+    ranks: tuple[RankRow, ...]
+    nodes: tuple[NodeRow, ...]
+    stragglers: tuple[str, ...]
+    """Ranks that take much longer for something than the others, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepRow:
     """One iteration. Numbers that are not finite are None."""
 
@@ -259,6 +296,8 @@ class RunReport:
     host: Mapping[str, Any]
     """Facts about the host: system, CPUs of this process, bytes of memory and what limits them."""
     checkpoint: str | None
+    ranks: RanksReport | None = None
+    """Of a finished run of several processes; the rest of the report is that of rank 0."""
 
     @property
     def simulated(self) -> bool:

@@ -77,10 +77,6 @@ def _tensor_parallel_alone() -> None:
     adamw(model)
 
 
-def _gradients_in_float32() -> None:
-    adamw(sharded(dtype="bf16"), grad_dtype=torch.float32)
-
-
 def _clipped_after_they_left() -> None:
     model: Any = sharded()
     optimizer = adamw(model, "host")

@@ -127,6 +127,21 @@ def backward(
             (loss_of(model, 100 * step + i) / microbatches).backward()
 
 
+def add_by_hand(model: Net, step: int, microbatches: int) -> None:
+    """float32 sums of the reduced bf16 gradients, in order."""
+    sums: dict[str, torch.Tensor] = {}
+    for i in range(microbatches):
+        (loss_of(model, 100 * step + i) / microbatches).backward()
+        for name, p in model.named_parameters():
+            found = fsdp2.part_of(p.grad)  # type: ignore[arg-type]
+            part = found.to(torch.bfloat16).float()
+            assert torch.equal(part, found)  # reduced in bf16
+            sums[name] = sums[name] + part if name in sums else part
+            p.grad = None
+    for name, p in model.named_parameters():
+        p.grad = fsdp2.like(sums[name], p)
+
+
 def digest(tensor: torch.Tensor) -> str:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     raw = local.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()  # numpy locks the storage
@@ -158,6 +173,8 @@ def train(
     write: bool = False,
     network: Mapping[str, Any] | None = None,
     activations: bool = False,
+    sums_in_fp32: bool = False,
+    by_hand: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Weights, state, norms and losses after some steps, and where buckets were.
@@ -169,15 +186,21 @@ def train(
         clear: gradients are cleared before each step.
         evaluate: the model is evaluated between backward and step.
         write: somebody else writes into a part before each step.
+        by_hand: gradients are taken out of `.grad` after each microbatch, and added up here.
     """
     model = sharded(**(network or {}))
+    if sums_in_fp32:
+        options["grad_dtype"] = torch.float32
     optimizer = adamw(model, mix, order, **options)
     run = hostward.attach(model, optimizer, activations=EVERYTHING) if activations else None
     told: list[Any] = []
     for step in range(steps):
         if clear:
             optimizer.zero_grad()
-        backward(model, optimizer, step, microbatches, sync, context, always_last)
+        if by_hand:
+            add_by_hand(model, step, microbatches)
+        else:
+            backward(model, optimizer, step, microbatches, sync, context, always_last)
         if evaluate:
             with torch.no_grad():  # FSDP2 leaves the root's parameters whole after it
                 told.append(loss_of(model, 8).item().hex())

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients taken at the step": {"microbatches": 3, "context": False},
     "mixed precision": {"network": {"policy": True}, "microbatches": 2},
     "bf16 parameters": {"network": {"dtype": "bf16"}},
+    "bf16 parameters, sums in float32": {"network": {"dtype": "bf16"}, "microbatches": 3, "sums_in_fp32": True},
     "not resharded after forward": {"network": {"reshard_after_forward": False}},
     "resharded to two ranks": {"network": {"reshard_after_forward": 2}},
     "hybrid": {"network": {"mesh": "hybrid"}, "microbatches": 3},
@@ -87,6 +88,14 @@ def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
     expected = trained(world, "device", microbatches=3)
     found = trained(world, "host", order="late", microbatches=3, gradients="host")
     assert_same_bits(found, expected)
+
+
+def test_bf16_gradients_are_added_up_in_float32_where_asked_for(world: World) -> None:
+    options = {"network": {"dtype": "bf16"}, "microbatches": 3}
+    expected = trained(world, "device", sums_in_fp32=True, **options)
+    assert expected[0]["bits"] != trained(world, "device", **options)[0]["bits"]
+    assert_same_bits(trained(world, "device", by_hand=True, sums_in_fp32=True, **options), expected)
+    assert_same_bits(trained(world, "host", order="late", gradients="host", **options), expected)
 
 
 @pytest.mark.parametrize("network", [{}, {"reshard_after_forward": False}, {"mesh": "hybrid"}], ids=str)

@@ -18,7 +18,6 @@ REFUSED = {
     "two_meshes": "ModelError: parameters are sharded on several device meshes",
     "tensor_parallel": "ModelError: parameter 'blocks.0.up.weight' is placed as (_StridedShard",
     "tensor_parallel_alone": "ModelError: parameter 'blocks.0.up.weight' is a DTensor of no known FSDP2 module",
-    "gradients_in_float32": "ConfigError: gradients of torch.bfloat16 parameter 'scale' accumulated in torch.float32",
     "clipped_after_they_left": "ModelError: the gradient of parameter 'scale' is not in .grad any more",
     "state_of_another_mesh": "CheckpointError: the saved state of parameter 'scale' is divided over ranks in another",
     "weights_offloaded": "ModelError: weight 'blocks.0.three' is a DTensor",

@@ -246,15 +246,28 @@ def test_torchrun_with_one_process_trains(tmp_path: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "said"),
     [
-        ("2", "training with 2 processes is known, but not built yet"),
         ("0", "WORLD_SIZE='0' is not a positive number"),
         ("two", "WORLD_SIZE='two' is not a positive number"),
     ],
 )
-def test_more_than_one_process_is_refused(refused: Cli, monkeypatch: pytest.MonkeyPatch, size: str, said: str) -> None:
+def test_a_launcher_that_counts_wrong_is_refused(
+    refused: Cli, monkeypatch: pytest.MonkeyPatch, size: str, said: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", "0")
-    assert said in refused(*([] if size != "2" else ["ddp.use_distributed_optimizer=True"])).err
+    assert said in refused().err
+
+
+def test_processes_without_a_meeting_place_are_refused(refused: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 processes, and MASTER_ADDR and MASTER_PORT not set" in refused().err
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert "LOCAL_RANK=2 of LOCAL_WORLD_SIZE=1" in refused().err
+
+
+def test_verify_is_refused_for_several_processes(refused: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "verify with 2 processes is known, but not built yet" in refused(command="verify").err
 
 
 def test_all_words_that_cannot_be_taken_are_told_at_once(cli: Cli) -> None:

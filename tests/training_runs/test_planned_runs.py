@@ -285,3 +285,14 @@ def test_what_options_ask_for_is_weighed(small: Workload) -> None:
     plain = asked_choice(apply_overrides(recipes.load(TINY), [*SMALL, BF16]), small)
     assert set(plain.placements) == {Placement.DEVICE}
     assert set(plain.activations) == {Keep.KEEP}
+
+
+def test_a_plan_is_refused_for_several_processes(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, small: Workload, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    plan_file.save(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))), path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    outcome = cli("train", *SMALL, "train.micro_batch_size=1", "--plan", path)
+    assert outcome.code == 2
+    assert "--plan with 2 processes is known, but not built yet" in outcome.err

@@ -299,6 +299,24 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         16,
         "global batch size (8) is not divisible by micro batch size (1) times data parallel size (16)",
     ),
+    "experts-over-ranks": (
+        TINY,
+        "model.expert_model_parallel_size=3",
+        3,
+        "model.expert_model_parallel_size=3 does not divide the experts of a layer (8)",
+    ),
+    "ranks-for-experts": (
+        TINY,
+        "model.expert_model_parallel_size=4",
+        2,
+        "world size (2) is not divisible by model.expert_model_parallel_size (4)",
+    ),
+    "experts-distributed": (
+        TINY,
+        "model.expert_model_parallel_size=2 ddp.use_distributed_optimizer=false",
+        2,
+        "model.expert_model_parallel_size=2 needs ddp.use_distributed_optimizer",
+    ),
     "data-needs-path": (TINY, "dataset.format=jsonl", 1, "dataset.format=jsonl needs dataset.path"),
     "data-without-path": (
         TINY,

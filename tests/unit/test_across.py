@@ -60,7 +60,8 @@ def part(grad: torch.Tensor, start: int, stop: int, shared: dict[int, int], rank
                 values.append(grad[at:end])
             sums.append(int(s[0]))
             exponents.append(int(e[0]))
-    across = Across(ranks, fragments, len(shared), lambda n: device(torch.empty(n)))
+    counted = torch.ones(len(sums), dtype=torch.int64)
+    across = Across(ranks, fragments, len(shared), lambda n: device(torch.empty(n)), counted)
     for (_, kept), value in zip(across.of(0), values, strict=True):
         kept.data.copy_(value)
     return across, Partials(

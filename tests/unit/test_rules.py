@@ -14,7 +14,7 @@ from hostward.combinations import COMBINATIONS
 from hostward.config import NAMESPACES, Config, get_option, options
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.overrides import apply_overrides
-from hostward.rule_table import DEPENDENT, FROM_FOLDER, NOT_BUILT, RANGES, SIZES, Kind, Rule
+from hostward.rule_table import DEPENDENT, FROM_FOLDER, NOT_BUILT, NOT_BUILT_FOR_RANKS, RANGES, SIZES, Kind, Rule
 from hostward.rules import check, shown, violations
 
 
@@ -141,10 +141,19 @@ def test_known_options_that_are_not_built_are_refused(name: str) -> None:
     assert info.default == built
 
 
-def test_more_than_one_process_is_not_built() -> None:
+@pytest.mark.parametrize("name", NOT_BUILT_FOR_RANKS)
+def test_what_is_not_built_for_several_processes_is_refused_there_alone(name: str) -> None:
+    switches = ""
+    if "weights" in name:
+        switches = "model.cpu_offloading=true model.cpu_offloading_num_layers=1 optimizer.optimizer_cpu_offload=true "
+        switches += "optimizer.optimizer_offload_fraction=1.0 "
+    config = tiny(f"train.micro_batch_size=1 {switches}{name}={'true' if switches else 'folder'}")
+    check(config)
     with pytest.raises(NotBuiltError) as caught:
-        check(tiny("train.micro_batch_size=1"), world_size=2)
-    assert caught.value.what == "training with 2 processes is known, but not built yet"
+        check(config, world_size=2)
+    value = shown(get_option(config, name))
+    assert caught.value.what == f"{name}={value} with 2 processes is known, but not built yet"
+    check(tiny("train.micro_batch_size=1"), world_size=2)
 
 
 @pytest.mark.parametrize(("switch", "name"), [(s, name) for s, names in DEPENDENT.items() for name in names])

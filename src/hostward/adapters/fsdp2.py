@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.inventory import SPLIT_ELEMENTS
@@ -72,72 +73,108 @@ def part_of_saved(name: str, saved: torch.Tensor, parameter: torch.Tensor) -> to
             why=f"{tuple(_placements(saved))} against {tuple(_placements(parameter))}",
             fix="load with torch.distributed.checkpoint into what optimizer.state_dict() returns",
         )
-    layout = Layout.of(name, parameter)
-    if layout.dim is None:
-        return saved
-    first, rows = layout.rows
-    return saved.narrow(layout.dim, first, rows)
+    return Layout.of(name, parameter).part(saved)
+
+
+def counts(parameter: torch.Tensor) -> bool:
+    """Whether this rank's part counts in sums over ranks: of copies of one part the first does."""
+    coordinate = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    return all(coordinate[i] == 0 for i, p in enumerate(_placements(parameter)) if isinstance(p, Replicate))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A range of rows along dimension `dim` is divided in `n_parts`, of which this rank has part `index`."""
+
+    dim: int
+    n_parts: int
+    index: int
+
+    def cut(self, first: int, rows: int, index: int) -> tuple[int, int]:
+        """First row and number of rows of a part."""
+        each = -(-rows // self.n_parts)
+        start, stop = min(index * each, rows), min((index + 1) * each, rows)
+        return first + start, stop - start
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a parameter is divided: in `n_parts` along dimension `dim`, in rows of which this rank has part `index`; in
-    one part on every rank where `dim` is None.
-    """
+    """How a parameter is divided: by all `splits`, one within the other. None: in one part on every rank."""
 
     shape: tuple[int, ...]
-    dim: int | None
-    n_parts: int
-    index: int
+    splits: tuple[Split, ...]
 
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor) -> Layout:
-        """Raises ModelError for a division that is not FSDP2's own."""
+        """Raises ModelError for a division that is not FSDP2's own, over plain parameters or over DTensors."""
         mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
-        dims = [i for i, p in enumerate(placements) if not isinstance(p, Replicate)]
-        shards = [p for p in placements if type(p) is Shard]
-        if len(dims) > 1 or len(shards) != len(dims):
-            raise ModelError(
-                f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
-                why="parameters divided along one dimension of the mesh are supported, with copies along another one",
-                fix="fully_shard without tensor parallelism",
-            )
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ModelError(
                 f"this rank is not part of the mesh of parameter {name!r}", fix="train on ranks of the mesh"
             )
-        if not dims:
-            return cls(tuple(parameter.shape), None, 1, 0)
-        return cls(tuple(parameter.shape), shards[0].dim, mesh.size(dims[0]), coordinate[dims[0]])
+        plain, strided = [], []
+        for i, placement in enumerate(placements):
+            if type(placement) is Shard:
+                plain.append(Split(placement.dim, mesh.size(i), coordinate[i]))
+            elif type(placement) is _StridedShard and _is_innermost(mesh, placements, i):
+                strided.append(Split(placement.dim, mesh.size(i), coordinate[i]))
+            elif not isinstance(placement, Replicate):
+                plain.append(Split(-1, 1, 0))
+        if len(strided) > 1 or any(split.dim < 0 for split in plain):
+            raise ModelError(
+                f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
+                why="supported are parameters that FSDP2 divides along a dimension, and DTensors that it divides again",
+                fix="distribute parameters with Shard or Replicate, then fully_shard",
+            )
+        return cls(tuple(parameter.shape), (*plain, *strided))
 
-    def _rows_before(self, index: int) -> int:
-        length = self.shape[self.dim or 0]
-        return min(index * -(-length // self.n_parts), length)
+    def rows(self, dim: int) -> tuple[int, int]:
+        """First row of this rank's part along a dimension, and how many it has."""
+        first, rows = 0, self.shape[dim]
+        for split in self.splits:
+            if split.dim == dim:
+                first, rows = split.cut(first, rows, split.index)
+        return first, rows
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of what this rank has of a whole tensor."""
+        for dim in dict.fromkeys(split.dim for split in self.splits):
+            whole = whole.narrow(dim, *self.rows(dim))
+        return whole
 
     @property
-    def rows(self) -> tuple[int, int]:
-        """First row of this rank's part, and how many it has."""
-        first = self._rows_before(self.index)
-        return first, self._rows_before(self.index + 1) - first
+    def is_run(self) -> bool:
+        """Whether the part is one run of the flattened parameter."""
+        return all(split.dim == 0 for split in self.splits)
 
     @property
     def first(self) -> int:
         """Where the part begins in the flattened parameter. 0 for parts that are not one run of it: their chunks are
         counted in the part.
         """
-        return self._begins(self.index) if self.dim == 0 else 0
-
-    def _begins(self, index: int) -> int:
-        return self._rows_before(index) * math.prod(self.shape[1:])
+        return self.rows(0)[0] * math.prod(self.shape[1:]) if self.shape and self.is_run else 0
 
     def shared_chunks(self) -> list[int]:
         """Chunks of the norm that lie in several ranks' parts: their indices in the parameter, rising."""
-        if self.dim != 0:
+        if not self.is_run or not self.splits:
             return []
-        numel = math.prod(self.shape)
-        borders = {self._begins(i) for i in range(1, self.n_parts)}
+        parts = [(0, self.shape[0])]
+        for split in self.splits:
+            parts = [split.cut(*part, index) for part in parts for index in range(split.n_parts)]
+        numel, row = math.prod(self.shape), math.prod(self.shape[1:])
+        borders = {first * row for first, _ in parts}
         return sorted({b // SPLIT_ELEMENTS for b in borders if b % SPLIT_ELEMENTS and b < numel})
+
+
+def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:
+    """Whether a strided placement divides what all later dimensions of the mesh have divided before."""
+    before = [mesh.size(i) for i in range(index + 1, mesh.ndim) if _dim_of(placements[i]) == placements[index].dim]
+    return bool(placements[index].split_factor == math.prod(before))
+
+
+def _dim_of(placement: Any) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _placements(tensor: torch.Tensor) -> Sequence[Any]:
@@ -148,29 +185,17 @@ def _placements(tensor: torch.Tensor) -> Sequence[Any]:
 class MeshRanks:
     """The ranks of a device mesh. Collectives run on the current stream, in the mesh's own process groups: with NCCL
     nothing waits on the host.
-
-    Args:
-        counts: this rank's parts count; those of ranks with copies of them do not.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], *, counts: bool) -> None:
-        self._groups = tuple(groups)
-        self._counts = counts
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> MeshRanks:
+    def __init__(self, parameter: torch.Tensor) -> None:
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        copies = [i for i, p in enumerate(_placements(parameter)) if isinstance(p, Replicate)]
-        groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-        return cls(groups, counts=all(mesh.get_coordinate()[i] == 0 for i in copies))
+        self._groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
     def largest(self, values: torch.Tensor) -> None:
         for group in self._groups:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
 
     def total(self, values: torch.Tensor) -> None:
-        if not self._counts:
-            values.zero_()
         for group in self._groups:
             dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
 
@@ -202,6 +227,7 @@ class Groups:
             _require_known(group)
         self._groups = list(found.values())
         self._removals: list[Callable[[], None]] = []
+        self._grad_dtype: torch.dtype | None = None
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -229,11 +255,11 @@ class Groups:
                 )
             Layout.of(name, parameter)
             meshes.append(parameter.device_mesh)  # type: ignore[attr-defined]
-        if any(mesh != meshes[0] for mesh in meshes):
+        if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)}) > 1:
             raise ModelError(
-                "parameters are sharded on several device meshes",
-                why="the norm over all of them would need to know how the meshes lie to one another",
-                fix="fully_shard all modules on one mesh",
+                "parameters are sharded on several device meshes, of different ranks",
+                why="the norm over all of them is a sum over ranks that each know all",
+                fix="fully_shard all modules on meshes of the same ranks",
             )
         for group in self._groups:
             if isinstance(group.offload_policy, CPUOffloadPolicy):
@@ -243,6 +269,15 @@ class Groups:
                     fix="fully_shard without offload_policy, and say offload_fraction= to hostward.AdamW",
                 )
 
+    def accumulate_in(self, dtype: torch.dtype) -> None:
+        """Let reduced gradients come in `dtype`, and be added up in it, whatever the dtype of the parameters. Takes
+        effect with `listen`.
+        """
+        for group in self._groups:
+            for p in group.fsdp_params:
+                p.sharded_param.grad_dtype = dtype
+        self._grad_dtype = dtype
+
     def listen(self, listener: Listener) -> None:
         """Tell it from now on, until `close`. Held weakly."""
         this = weakref.ref(listener)
@@ -250,7 +285,7 @@ class Groups:
             for method, told in (
                 ("unshard", _BeforeUnshard(this, group)),
                 ("wait_for_unshard", _BeforeWait(this, group)),
-                ("post_backward", _BeforeReduce(this, group)),
+                ("post_backward", _BeforeReduce(this, group, self._grad_dtype)),
             ):
                 self._removals.append(_announce(group, method, told))
 
@@ -312,7 +347,13 @@ class _BeforeWait(_Told):
 
 
 class _BeforeReduce(_Told):
+    def __init__(self, listener: weakref.ref[Listener], group: Any, grad_dtype: torch.dtype | None) -> None:
+        super().__init__(listener, group)
+        self._grad_dtype = grad_dtype
+
     def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+        if self._grad_dtype is not None:
+            group._orig_dtype = self._grad_dtype  # what FSDP2 casts a reduced gradient to; set by its lazy_init
         partly = isinstance(group.mesh_info, DDPMeshInfo) and not group.all_reduce_grads
         if group.reduce_grads and not partly:
             unused_too = getattr(group, "reduce_scatter_unused_params", False)

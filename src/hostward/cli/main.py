@@ -20,7 +20,7 @@ import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 
-from . import machine, plan, progress, report_command, run_files
+from . import machine, plan, progress, ranks, report_command, run_files
 from .output import (
     circumstances,
     command_words,
@@ -103,7 +103,7 @@ def train(
     from hostward.train import loop, scalars
     from hostward.train.report import render
 
-    first_rank, tensorboard_dir = _is_first_rank(), config.logger.tensorboard_dir
+    first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
     if first_rank:
         if run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
@@ -123,6 +123,7 @@ def train(
             tell.append(stack.enter_context(scalars.Scalars(scalars.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_tell, tell), metered=metered)
+    run.ranks.leave()
     report = files.report
     if not first_rank or report is None:
         return
@@ -210,7 +211,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [w for w in words if w != "--debug"]
     command_words.set(words)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = logging.INFO if ranks.is_first() else logging.WARNING
+    logging.basicConfig(level=level, format=f"{ranks.prefix()}%(message)s", stream=sys.stderr)
+    try:
+        code = _run(words, debug)
+    except BaseException:
+        if ranks.met():
+            sys.excepthook(*sys.exc_info())
+            ranks.end_at_once(1)
+        raise
+    if code and ranks.met():
+        ranks.end_at_once(code)
+    return code
+
+
+def _run(words: list[str], debug: bool) -> int:
     try:
         chosen = app(words, standalone_mode=False, prog_name="hostward")
         if isinstance(chosen, int):  # --help
@@ -236,12 +251,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HostwardError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        if ranks.is_first() or not error.everywhere:
+            print(f"{ranks.prefix()}error: {error}", file=sys.stderr)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):
             raise
-        print(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}", file=sys.stderr)
+        print(
+            f"{ranks.prefix()}error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}",
+            file=sys.stderr,
+        )
         return MemoryLimitError.exit_code
     except _usage_errors() as error:
         error.show()
@@ -270,7 +289,3 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text} is no number", fix=f"write, for example, {option} 0.5") from error
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"

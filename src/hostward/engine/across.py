@@ -30,7 +30,7 @@ class Ranks(Protocol):
         """Of every element the largest one of all ranks."""
 
     def total(self, values: torch.Tensor) -> None:
-        """Of every element the sum over all ranks; copies of one part of the parameters count once."""
+        """Of every element the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,19 @@ class Across:
         fragments: those of this process.
         n_shared: shared chunks of the model.
         allocate: makes the place where elements of fragments are kept: float32 [elements].
+        counted: int64 [partial sums], 0 for those of parts that other ranks have as well, and count; else 1.
     """
 
     def __init__(
-        self, ranks: Ranks, fragments: Sequence[Fragment], n_shared: int, allocate: Callable[[int], Buffer]
+        self,
+        ranks: Ranks,
+        fragments: Sequence[Fragment],
+        n_shared: int,
+        allocate: Callable[[int], Buffer],
+        counted: torch.Tensor,
     ) -> None:
         self.ranks = ranks
+        self._counted = counted
         self.n_shared = n_shared
         sizes = [f.stop - f.start for f in fragments]
         self._kept = allocate(sum(sizes)) if fragments else None
@@ -110,7 +117,7 @@ class Across:
             sums = sums.index_fill(0, self._chunks, 0)
             own = self._fragment_sums(self._kept.data, shared.index_select(0, self._shared))
             totals[2:].index_copy_(0, self._shared, own)
-        totals[:2] = _limbs(sums, exponents, top)
+        totals[:2] = _limbs(sums * self._counted, exponents, top)
         self.ranks.total(totals)
         totals[:2] += _limbs(totals[2:], shared, top)
         return totals[:2], top, largest[1:2].gt(0).to(torch.float32)
@@ -123,7 +130,7 @@ class Across:
         scaled = values.to(torch.float64) * scales.index_select(0, self._owners)
         squares = torch.where(ordinary.index_select(0, self._owners), scaled * scaled * _FIXED_POINT, 0.0)
         made = torch.zeros(len(exponents), dtype=torch.int64, device=exponents.device)
-        return made.index_add_(0, self._owners, squares.to(torch.int64))
+        return made.index_add_(0, self._owners, squares.to(torch.int64)) * self._counted.index_select(0, self._chunks)
 
 
 def _limbs(sums: torch.Tensor, exponents: torch.Tensor, top: torch.Tensor) -> torch.Tensor:

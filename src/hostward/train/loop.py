@@ -1,4 +1,4 @@
-"""The training loop behind `hostward train`: one process, one device."""
+"""The training loop behind `hostward train`: each process has one device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torch
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
-from hostward.errors import ConfigError, DataError, DeviceError
+from hostward.errors import DataError, DeviceError, NotBuiltError
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
 from hostward.rules import check, idle_switches
-from hostward.run_report import Estimate, FrontierPoint, OffloadReport
+from hostward.run_report import Estimate, FrontierPoint, OffloadReport, RanksReport
 from hostward.training.attachment import Attachment
 from hostward.training.optimizer import AdamW
 
@@ -32,7 +32,10 @@ from .activations import attach_activations, recompute_layers
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import build_model, training_loss
-from .placing import make_optimizer, staying_gradients, with_plan
+from .parts import build_in_parts, synchronise_gradients
+from .placing import make_optimizer, share_of, staying_gradients, with_plan
+from .ranks import Ranks
+from .ranks_report import ranks_report
 from .readback import Readback
 from .refusal import require_fit, require_same_model
 from .report import SLOTS, measured
@@ -83,6 +86,13 @@ class Run:
     frontier: tuple[FrontierPoint, ...] = ()
     """Of the plan that the run was started with."""
     watermark: Watermark = field(default_factory=Watermark)
+    ranks: Ranks = field(default_factory=Ranks)
+    data_s: float = 0.0
+    """Seconds that this process has spent on reading samples."""
+    of_ranks: RanksReport | None = None
+    """Of a run of several ranks, once it is over."""
+    share: Config = field(init=False)
+    """`config` as this process sees it: its share of the global batch."""
     sampler: MemorySampler = field(init=False)
     readback: Readback = field(init=False)
     clock_s: float = 0.0
@@ -90,6 +100,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.readback = Readback(self.device)
+        self.share = share_of(self.config, self.ranks.size)
         self.begin_at(self.iteration)
 
     def begin_at(self, iteration: int) -> None:
@@ -99,44 +110,35 @@ class Run:
             self.device,
             self.optimizer.backend.ledger,
             self.model.parameters(),
-            staying=staying_gradients(self.config, self.optimizer.inventory, self.optimizer.plan),
+            staying=staying_gradients(self.share, self.optimizer.inventory, self.optimizer.plan),
             first=iteration,
             until=self.config.train.train_iters,
         )
 
     @property
     def microbatches(self) -> int:
-        return self.config.train.global_batch_size // self.config.train.micro_batch_size
+        """Of one step, in this process."""
+        return self.share.train.global_batch_size // self.share.train.micro_batch_size
 
     @property
     def tokens_per_iteration(self) -> int:
         return self.config.train.global_batch_size * self.dataset.seq_length
 
 
-def world_size() -> int:
-    """Processes of this run, as torchrun says; 1 without it. Raises ConfigError for what is no number."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE={text!r} is not a positive number", fix="start with torchrun, or unset it")
-    return int(text)
-
-
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto`: cuda where there is one. Raises DeviceError for a device that this machine lacks."""
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("train.device=cuda, and no CUDA device is there", fix="train.device=cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    text = os.environ.get("LOCAL_RANK", "0")
-    if not text.isdecimal() or int(text) >= torch.cuda.device_count():
+    if local_rank >= torch.cuda.device_count():
         raise DeviceError(
-            f"LOCAL_RANK={text!r} names no CUDA device",
+            f"LOCAL_RANK={local_rank} names no CUDA device",
             why=f"this process sees {torch.cuda.device_count()} of them",
             fix="start one process per device with torchrun, or unset it",
         )
-    index = int(text)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 @contextmanager
@@ -163,42 +165,70 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
         HostwardError: of the kind that names the cause; everything that can be refused before the weights are
             allocated is.
     """
-    check(config, world_size=world_size())
-    for told in idle_switches(config):
+    ranks = Ranks.of(os.environ)
+    check(config, world_size=ranks.size)
+    if ranks.size > 1 and plan is not None:
+        raise NotBuiltError(
+            f"--plan with {ranks.size} processes is known, but not built yet",
+            fix="leave --plan out, and say what is to be offloaded by options",
+        )
+    for told in idle_switches(config) if ranks.first else ():
         log.warning("%s", told)
-    device = choose_device(config.train.device)
+    device = choose_device(config.train.device, ranks.local_rank)
     if plan is not None:
         config = with_plan(config, plan)
         if device.type == "cuda" and not force:
             plan.require_machine(torch.cuda.get_device_name(device))
+    ranks.join(device)
     resume_from = resume.checkpoint_to_load(config)
-    dataset = _dataset(config)
-    if resume_from is not None and not config.checkpoint.finetune:
-        resume.require_same_samples(config, dataset, resume_from)
-    least = require_memory(config, device, dataset.vocab_size)
-    if plan is not None:
-        require_same_model(plan, config, dataset.vocab_size)
-    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least)
-    resume.require_writable(config)
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
+    dataset, predicted = ranks.agreed(lambda: _weighed(recipe, config, device, plan, resume_from, ranks, force=force))
+    threads = config.train.num_threads or ranks.torch_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     seed = config.rng.seed
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    model = build_model(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
+    build = build_model if ranks.size == 1 else build_in_parts
+    model = build(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
     _require_vocabulary(model, dataset)
-    optimizer = make_optimizer(model, config, plan)
+    # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
+    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.size), plan))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config, plan)
     frontier = () if plan is None else plan.frontier
-    run = Run(recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier)
+    run = Run(
+        recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier, ranks=ranks
+    )
     if resume_from is not None:
         resume.load(run, resume_from)
-    run.attachment = attach_activations(model, optimizer, config, plan)  # it takes weights over as they are
+    # It takes weights over as they are.
+    run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan))
     run.begin_at(run.iteration)
     return run
+
+
+def _weighed(
+    recipe: str,
+    config: Config,
+    device: torch.device,
+    plan: PlanFile | None,
+    resume_from: Path | None,
+    ranks: Ranks,
+    *,
+    force: bool,
+) -> tuple[TokenDataset, Estimate | None]:
+    """The data, and what is predicted of the run. Raises for all that can be refused before weights are allocated."""
+    dataset = _dataset(config)
+    if resume_from is not None and not config.checkpoint.finetune:
+        resume.require_same_samples(config, dataset, resume_from)
+    least = require_memory(config, device, dataset.vocab_size, ranks)
+    if plan is not None:
+        require_same_model(plan, config, dataset.vocab_size)
+    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
+    resume.require_writable(config)
+    return dataset, predicted
 
 
 def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: int = 0) -> None:
@@ -227,6 +257,7 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
                 run.trace, run.offload = trace, measured(trace, run.iteration, end - first)
         run.optimizer.wait()
         collect(run, progress, everything=True)
+    run.of_ranks = ranks_report(run)
     if run.config.checkpoint.save is not None:
         run.saved = resume.save(run)
 
@@ -264,20 +295,32 @@ def backward(run: Run, *, taken: bool = True) -> torch.Tensor:
     Args:
         taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
     """
-    config = run.config
-    size = config.train.micro_batch_size
-    first = run.iteration * config.train.global_batch_size
     total = torch.zeros((), dtype=torch.float32, device=run.device)
     for microbatch in range(run.microbatches):
-        inputs, labels = (_to_device(a, run.device) for a in run.dataset.batch(first + microbatch * size, size))
-        with run.optimizer.accumulate(last=taken and microbatch == run.microbatches - 1):
-            share = training_loss(run.model, inputs, labels) / run.microbatches
-            total += share.detach().float()
-            if microbatch == run.microbatches - 1:
+        last = microbatch == run.microbatches - 1
+        inputs, labels = _samples(run, microbatch)
+        if run.ranks.size > 1:
+            synchronise_gradients(run.model, last=last)
+        with run.optimizer.accumulate(last=taken and last):
+            mean = training_loss(run.model, inputs, labels) / run.microbatches
+            total += mean.detach().float()
+            if last:
                 run.sampler.sample(run.iteration, FORWARD)
-            (share if run.scaler is None else run.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
+            (mean if run.scaler is None else run.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
     run.sampler.sample(run.iteration, BACKWARD)
     return total
+
+
+def _samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of one of this process's microbatches. As in Megatron, the samples of a step go to the ranks in
+    turns of a microbatch, so that together they see the batch that one process would see.
+    """
+    began_s = time.perf_counter()
+    size, ranks = run.config.train.micro_batch_size, run.ranks
+    first = run.iteration * run.config.train.global_batch_size + (microbatch * ranks.size + ranks.rank) * size
+    inputs, labels = (_to_device(a, run.device) for a in run.dataset.batch(first, size))
+    run.data_s += time.perf_counter() - began_s
+    return inputs, labels
 
 
 def step(run: Run, loss: torch.Tensor) -> None:
@@ -294,7 +337,7 @@ def step(run: Run, loss: torch.Tensor) -> None:
     run.slot_bytes = max(run.slot_bytes, optimizer.backend.ledger.by_owner(Tier.DEVICE).get(SLOTS, 0))
     run.sampler.issued(run.iteration)
     run.learning_rates.append(lr)
-    run.readback.send(run.iteration, loss, *optimizer.step_scalars())
+    run.readback.send(run.iteration, run.ranks.mean(loss), *optimizer.step_scalars())
     run.iteration += 1
 
 

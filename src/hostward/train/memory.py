@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
-from .models import parameter_count
-from .placing import accumulates_in_fp32, gradients_leave, shares
+from .models import named_shapes
+from .placing import accumulates_in_fp32, gradients_leave, share_of, shares
+from .ranks import Ranks
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
@@ -41,13 +43,22 @@ def need(config: Config, parameters: int) -> Need:
     return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 
-def require_memory(config: Config, device: torch.device, vocab_size: int) -> Need:
-    """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is.
+def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks) -> Need:
+    """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is. The
+    ranks of a node ask it together.
 
     Raises:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
     """
-    least = need(config, parameter_count(config, vocab_size))
+    shapes = named_shapes(config, vocab_size)
+    count = sum(map(math.prod, shapes.values()))
+    of_experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    divided = ranks.size > 1 and config.ddp.use_distributed_optimizer
+    config = share_of(config, ranks.size)
+    least = need(config, -(-count // ranks.size) if divided else count)
+    # Divided weights are whole besides, from forward to backward.
+    gathered = count - of_experts + of_experts // config.model.expert_model_parallel_size
+    whole_bytes = need(config, gathered).weight_bytes if divided else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share
@@ -55,13 +66,14 @@ def require_memory(config: Config, device: torch.device, vocab_size: int) -> Nee
     leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
     on_gpu = device.type == "cuda"
     host = host_memory()
-    host_bytes = offloaded_bytes + landing_bytes if on_gpu else least.total_bytes
+    host_bytes = offloaded_bytes + landing_bytes if on_gpu else least.total_bytes + whole_bytes
+    host_bytes *= ranks.local_size
     if host_bytes > host.available_bytes:
         raise _too_large(least, host_bytes, "host", host.available_bytes, "shrink the model, as in model.num_layers=2")
     if on_gpu:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
-        device_bytes = least.total_bytes - offloaded_bytes - leaving_bytes
+        device_bytes = least.total_bytes + whole_bytes - offloaded_bytes - leaving_bytes
         if device_bytes > free_bytes:
             raise _too_large(least, device_bytes, "device", free_bytes, fix)
     return least

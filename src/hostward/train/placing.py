@@ -52,6 +52,13 @@ def shares(config: Config) -> Shares:
     return Shares(total, min(1.0, streamed / total) if total else 0.0)
 
 
+def share_of(config: Config, data_ranks: int) -> Config:
+    """The options as one of so many ranks sees them, each of which trains on its share of the global batch."""
+    found = copy.deepcopy(config)
+    found.train.global_batch_size //= data_ranks
+    return found
+
+
 def accumulates(config: Config) -> bool:
     """Whether several microbatches add to the gradients of one step."""
     return config.train.global_batch_size > config.train.micro_batch_size

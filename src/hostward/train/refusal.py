@@ -13,10 +13,11 @@ from hostward.errors import ModelError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype
-from hostward.memory_model import Needs, required
+from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.planning.needs import Budgets, refuse
 from hostward.planning.plan_file import PlanFile
+from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.run_report import Estimate
@@ -29,6 +30,7 @@ from .memory import Need
 from .models import meta_model
 from .placing import sums_on_host
 from .planning import asked_of, phases_of
+from .ranks import Ranks
 from .workload import recipe_workload
 
 log = logging.getLogger("hostward")
@@ -39,9 +41,17 @@ CURE = "hostward plan with the same options says what would fit; --force starts 
 
 
 def require_fit(
-    recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None, least: Need
+    recipe: str,
+    config: Config,
+    device: torch.device,
+    vocab_size: int,
+    plan: PlanFile | None,
+    least: Need,
+    ranks: Ranks,
 ) -> Estimate | None:
-    """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, or a small model.
+    """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, a small model,
+    or experts divided over ranks. With
+    several ranks each weighs its part, and asks the host for its share of what is free.
     Seconds are the plan's, or those of the shipped profile of this GPU.
 
     Args:
@@ -51,7 +61,7 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or config.model.expert_model_parallel_size > 1:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if least.total_bytes < SMALL_SHARE * free_bytes:
@@ -61,9 +71,12 @@ def require_fit(
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
         return None
+    if config.ddp.use_distributed_optimizer:
+        workload = sharded(workload, ranks.size)
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
-    needs = required(workload, choice)
-    refuse(needs, Budgets(free_bytes, host_memory().available_bytes, phases=phases_of(config)), CURE)
+    needs = required_of(workload)(workload, choice)
+    budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
+    refuse(needs, budgets, CURE)
     return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
 
 

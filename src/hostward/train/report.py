@@ -24,6 +24,7 @@ from hostward.run_report import (
     Estimate,
     MemoryReport,
     OffloadReport,
+    RanksReport,
     RunReport,
     StepRow,
     step_row,
@@ -125,6 +126,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         machine={**run.optimizer.backend.describe(), "torch": torch.__version__, **_device_facts(run.device)},
         host=_host_facts(),
         checkpoint=None if run.saved is None else str(run.saved),
+        ranks=run.of_ranks,
     )
 
 
@@ -143,7 +145,7 @@ def _activations(run: Run) -> dict[str, Any] | None:
 
 def _memory(run: Run) -> MemoryReport:
     ledger, cuda = run.optimizer.backend.ledger, run.device.type == "cuda"
-    at_most = {"gradients": gradient_bytes(run.config, run.optimizer.inventory, run.optimizer.plan)}
+    at_most = {"gradients": gradient_bytes(run.share, run.optimizer.inventory, run.optimizer.plan)}
     at_most |= {SLOTS: run.slot_bytes} if run.slot_bytes else {}
     return MemoryReport(
         device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
@@ -207,11 +209,19 @@ def render(report: RunReport) -> list[Table]:
         span = f"iterations {report.offload.first_iteration} to {report.offload.last_iteration}"
         notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
         rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
+    if report.ranks is not None:
+        rows |= _rank_rows(report.ranks)
     if report.checkpoint:
         rows["checkpoint"] = report.checkpoint
     for name, value in rows.items():
         run.add_row(name, value)
     return [run, _memory_table(report.memory, simulated=simulated)]
+
+
+def _rank_rows(ranks: RanksReport) -> dict[str, str]:
+    nodes = [f"{n.node}: {n.ranks} ranks, host {n.host_bytes:,}, pinned {n.pinned_bytes:,} bytes" for n in ranks.nodes]
+    rows = {f"{len(ranks.ranks)} ranks, by node": "\n".join(nodes)}
+    return rows | ({"stragglers": "\n".join(ranks.stragglers)} if ranks.stragglers else {})
 
 
 def _first_and_last(losses: Sequence[float | None]) -> str:

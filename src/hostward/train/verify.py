@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, NotBuiltError
 from hostward.inventory import Dtype
 from hostward.plan import Placement
 from hostward.rules import check
@@ -27,6 +28,7 @@ from . import loop
 from .cases import Case, without_offloading
 from .claims import Claim, Outcome, claims
 from .definition import differing_role
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -89,7 +91,13 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
         ConfigError: a case whose plan would prove nothing, no iteration to run, or options under which equal bits are
             not claimed.
     """
-    check(config, world_size=loop.world_size())
+    ranks = Ranks.of(os.environ)
+    if ranks.size > 1:
+        raise NotBuiltError(
+            f"verify with {ranks.size} processes is known, but not built yet",
+            fix="start one process (torchrun: --nproc-per-node 1)",
+        )
+    check(config, world_size=ranks.size)
     if config.checkpoint.save is not None:
         raise ConfigError("verify saves no checkpoint", fix="leave checkpoint.save out")
     if config.optimizer.use_torch_optimizer_for_cpu_offload:

@@ -9,7 +9,7 @@ import torch
 
 from hostward.engine.across import Across, Fragment
 from hostward.engine.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ModelError
 from hostward.inspect import Places, Tracked
 
 from .gradients import Handover
@@ -34,14 +34,8 @@ def require_sharding(places: Places, tracked: Sequence[Tracked], grad_dtype: tor
                 )
         return
     places.sharding.require_supported({t.name: t.parameter for t in tracked})
-    for t in tracked:
-        if grad_dtype not in (None, t.parameter.dtype):
-            raise ConfigError(
-                f"gradients of {t.parameter.dtype} parameter {t.name!r} accumulated in {grad_dtype}, under FSDP2",
-                why="FSDP2 writes reduced gradients in the parameter's own dtype",
-                fix="keep parameters in float32 with MixedPrecisionPolicy(param_dtype=torch.bfloat16), or accumulate "
-                "with set_requires_gradient_sync(False) and reduce_dtype=torch.float32",
-            )
+    if grad_dtype is not None:
+        places.sharding.accumulate_in(grad_dtype)
 
 
 def across_ranks(
@@ -72,7 +66,16 @@ def across_ranks(
     def allocate(elements: int) -> Buffer:
         return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
 
-    return Across(fsdp2.MeshRanks.of(tracked[0].parameter), fragments, len(shared), allocate)
+    parameter = {t.name: t.parameter for t in tracked}
+    counted = [
+        int(fsdp2.counts(parameter[r.name]))
+        for state in states
+        for r in state.bucket.ranges
+        for _ in range(chunks_of(r.numel))
+    ]
+    device = tracked[0].local.device
+    ranks = fsdp2.MeshRanks(tracked[0].parameter)
+    return Across(ranks, fragments, len(shared), allocate, torch.tensor(counted, dtype=torch.int64, device=device))
 
 
 class EmptyParts:

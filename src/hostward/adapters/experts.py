@@ -1,0 +1,132 @@
+"""Experts of a mixture divided over ranks: each has some of them, and tokens go to the ranks of their experts and back.
+
+For modules that hold the weights of all experts in stacked parameters [experts, ...] and are called with hidden states
+[tokens, width], the experts chosen for each token [tokens, k] and their weights [tokens, k], as transformers' are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hostward.errors import ModelError
+
+
+def divide_experts(experts: Any, mesh: DeviceMesh) -> None:
+    """Keep this rank's experts, as DTensors over `mesh`, and let forward exchange tokens. Before `fully_shard`.
+
+    Args:
+        mesh: of one dimension. Every rank of it calls the module equally often, and each with tokens of its own; a loss
+            that is a mean over them gives gradients of that mean.
+
+    Raises:
+        ModelError: the experts cannot be divided equally.
+    """
+    if experts.num_experts % mesh.size():
+        raise ModelError(
+            f"{experts.num_experts} experts cannot be divided equally among {mesh.size()} ranks",
+            fix="choose model.expert_model_parallel_size so that it divides the number of experts",
+        )
+    experts.num_experts //= mesh.size()
+    for name, whole in list(experts.named_parameters(recurse=False)):
+        mine = whole.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        divided = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, torch.nn.Parameter(divided, requires_grad=whole.requires_grad))
+    experts.group_of_experts = mesh.get_group()
+    of_all: Any = type(experts)
+    experts.__class__ = _divided(of_all)
+
+
+@functools.cache
+def _divided(cls: Hashable) -> type[Any]:
+    """A class of experts whose forward sends tokens to where their experts are."""
+    whole: Any = cls
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        def compute(tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = whole.forward(
+                _WithOwnWeights(self), tokens, experts[:, None], tokens.new_ones(len(tokens), 1)
+            )
+            return found
+
+        return _exchanged(compute, self.group_of_experts, self.num_experts, hidden_states, top_k_index, top_k_weights)
+
+    return type(f"Divided{whole.__name__}", (whole,), {"forward": forward})
+
+
+class _WithOwnWeights:
+    """Stands for a module of experts while it computes: its parameters are plain tensors, of this rank's experts.
+
+    Their gradients are sums over the tokens of all ranks, each of which takes the mean over its own.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+        share = 1 / dist.get_world_size(experts.group_of_experts)
+        self._weights: Mapping[str, torch.Tensor] = {
+            name: _GradientTimes.apply(parameter.to_local(), share)  # type: ignore[no-untyped-call]
+            for name, parameter in experts.named_parameters(recurse=False)
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return self._weights[name] if name in self._weights else getattr(self._experts, name)
+
+
+class _GradientTimes(torch.autograd.Function):
+    """The tensor itself; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _exchanged(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    group: dist.ProcessGroup,
+    n_own: int,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """What all experts make of the tokens of this rank [tokens, width].
+
+    Args:
+        compute: what this rank's experts make of tokens [n, width], whose experts among these are [n].
+        n_own: experts of this rank.
+    """
+    k, ranks = top_k_index.size(-1), dist.get_world_size(group)
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    borders = torch.searchsorted(chosen, torch.arange(n_own * ranks + 1, device=chosen.device))
+    sent = borders.diff()  # by expert
+    received = torch.empty_like(sent)  # by rank they come from, and own expert
+    dist.all_to_all_single(received, sent, group=group)
+    # The host waits here: sizes of messages are numbers that it must know.
+    n_sent, n_received = torch.stack([sent, received]).view(2, ranks, n_own).sum(-1).tolist()
+    tokens = all_to_all_single_autograd(hidden_states[order // k], n_received, n_sent, group)
+    experts = (
+        torch.arange(n_own, device=chosen.device).repeat(ranks).repeat_interleave(received, output_size=sum(n_received))
+    )
+    if not len(experts):
+        # Weights that nothing is computed with would have no gradient, and other ranks would wait for it.
+        made = compute(tokens.new_zeros(1, tokens.size(1)), experts.new_zeros(1))[:0] + tokens
+    else:
+        made = compute(tokens, experts)
+    back = all_to_all_single_autograd(made, n_sent, n_received, group)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    weighted = back[place].view(*top_k_weights.shape, -1) * top_k_weights[..., None]
+    return weighted.sum(1).to(hidden_states.dtype)

@@ -1,0 +1,117 @@
+"""Initial weights drawn later: a model is built without memory, and every draw that its making asks for is noted.
+
+Carried out afterwards, in order and whole, the draws give the weights of a model that was built with memory, bit for
+bit; of each tensor as much is kept as the caller wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hostward.errors import ModelError
+
+_DRAWS = {"uniform_", "normal_", "fill_", "zero_"}
+_FACTORIES = {torch.empty, torch.ones, torch.zeros}
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """An operation that fills a tensor in place: its name, its arguments, and which tensor."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    tensor: int
+
+
+@dataclass(slots=True)
+class Draws:
+    """Draws in order, and their tensors."""
+
+    made: list[Draw] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Kept, so that no two have one id."""
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    def note(self, name: str, tensor: torch.Tensor, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        number = self.numbers.setdefault(id(tensor), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        self.made.append(Draw(name, arguments, options, number))
+
+    def carry_out(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        device: torch.device,
+        keep: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        """Make every draw on `device`, from torch's default generator there, one whole tensor at a time.
+
+        Args:
+            named: the parameters of the model as it was built, by name.
+            keep: gets each of them, whole, when its last draw is made.
+
+        Raises:
+            ModelError: a parameter that nothing was drawn for.
+        """
+        names = {self.numbers[id(tensor)]: name for name, tensor in named if id(tensor) in self.numbers}
+        missing = [name for name, tensor in named if id(tensor) not in self.numbers]
+        if missing:
+            raise ModelError(
+                f"nothing says what weight {missing[0]!r} begins with",
+                why="a model that is built in parts on several ranks is filled by the draws that its class makes",
+                fix="train it with one process, or from a folder: model.hf_model_path",
+            )
+        last = {draw.tensor: i for i, draw in enumerate(self.made)}
+        for i, draw in enumerate(self.made):
+            like = self.tensors[draw.tensor]
+            whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+            getattr(whole, draw.name)(*draw.arguments, **draw.options)
+            if last[draw.tensor] == i and draw.tensor in names:
+                keep(names[draw.tensor], whole)
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes draws into tensors without memory."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _DRAWS and args[0].is_meta:
+            options = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
+            self._draws.note(name, args[0], args[1:], options)
+        return func(*args, **(kwargs or {}))
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """What weights are made by makes them on the meta device. Only that: buffers are computed, and classes that ask for
+    the current device, to leave out draws where there is no memory, are told the real one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _FACTORIES:
+            options["device"] = "meta"
+        return func(*args, **options)
+
+
+@contextmanager
+def noted(device: torch.device) -> Iterator[Draws]:
+    """A context in which a model is built for `device`: its weights have no memory, and draws into them are noted."""
+    draws = Draws()
+    with device, _WithoutMemory(), _Noting(draws):
+        yield draws

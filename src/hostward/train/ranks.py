@@ -1,0 +1,143 @@
+"""The processes of a run, as torchrun starts them: who they are, what they agree on, what they tell each other.
+
+Callers never ask whether there are several: with one process every verb here is that process's own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hostward import errors
+from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.host.threads import CpuFacts, read_cpu_facts
+
+T = TypeVar("T")
+_Told = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One process among those of a run.
+
+    Args:
+        rank, size: of all; local_rank, local_size: of those on this node.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Ranks:
+        """As torchrun's variables say. Raises ConfigError for what is no number, or no rank."""
+        size, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
+        local_size, local_rank = _number(environ, "LOCAL_WORLD_SIZE", 1), _number(environ, "LOCAL_RANK", 0)
+        if rank >= size or local_rank >= local_size:
+            raise ConfigError(
+                f"RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}",
+                why="ranks count from 0, so they are below the number of processes",
+                fix="start with torchrun, or unset these variables",
+            )
+        return cls(rank, size, local_rank, local_size)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {platform.node()}"
+
+    def join(self, device: torch.device) -> None:
+        """Meet the other processes. Nothing to do for one, or where the caller has made them meet.
+
+        Raises ConfigError where the launcher has not said where.
+        """
+        if self.size == 1 or dist.is_initialized():
+            return
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{self.size} processes, and {' and '.join(missing)} not set",
+                why="processes meet there",
+                fix="start with torchrun --nproc-per-node",
+            )
+        # Errors and names go by way of the host on either device.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+
+    def leave(self) -> None:
+        """The run is over on every rank."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def agreed(self, check: Callable[[], T]) -> T:
+        """What `check` returns here, if it raises on no rank; else every rank raises the error of the first that did,
+        which is named.
+        """
+        if self.size == 1:
+            return check()
+        error: HostwardError | None = None
+        try:
+            found = check()
+        except HostwardError as raised:
+            error = raised
+        except torch.OutOfMemoryError as raised:
+            error = MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0])
+        told = None if error is None else (type(error).__name__, error.what, error.why, error.fix)
+        of_all = self.gather((self.name, told))
+        failed = [(name, others) for name, others in of_all if others is not None]
+        if failed:
+            raise _common(failed) from error
+        return found
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, on every rank. Waits for all."""
+        if self.size == 1:
+            return [value]
+        found: list[T | None] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks of a tensor on the run's device, for reports. With NCCL nothing waits on the host."""
+        if self.size > 1:
+            dist.all_reduce(value)
+            value /= self.size
+        return value
+
+    def torch_threads(self, facts: CpuFacts | None = None) -> int | None:
+        """CPU threads of torch in this process: those of this node in equal shares; None: torch's own default."""
+        if self.local_size == 1:
+            return None
+        facts = facts or read_cpu_facts()
+        cpus = facts.affinity_cpus if facts.quota_cpus is None else min(facts.affinity_cpus, facts.quota_cpus)
+        return max(1, int(cpus // self.local_size))
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < default:
+        kind = "a positive number" if default else "a number"
+        raise ConfigError(f"{name}={text!r} is not {kind}", fix="start with torchrun, or unset it")
+    return int(text)
+
+
+def _common(failed: Sequence[tuple[str, _Told]]) -> HostwardError:
+    """One error for all ranks, of the first that failed."""
+    name, told = failed[0]
+    kind, what, why, fix = told
+    known: type[HostwardError] = getattr(errors, kind, HostwardError)
+    if len(failed) > 1:
+        name += f" and {len(failed) - 1} more"
+    made = known(f"{name}: {what}", why=why, fix=fix)
+    made.everywhere = True
+    return made

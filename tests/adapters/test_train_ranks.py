@@ -1,0 +1,184 @@
+"""`hostward train` on several ranks: the batch, the weights and the bits are those of one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sharded_cases import digest
+from train_cases import LLAMA, MOE, SIZES, SMALL, gradients, norm_of_given_gradients, small
+from world import World
+
+import hostward
+from hostward.config import Config
+from hostward.train import loop
+
+HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+STREAMED = ["optimizer.offload_optimizer_states=True"]
+BF16 = ["model.params_dtype=bf16"]
+
+
+@pytest.fixture(scope="module")
+def trained(world: World) -> Any:
+    """Runs on four ranks, by their words."""
+    return functools.cache(lambda *words: world.run("train_cases.train", words=list(words)))
+
+
+def alone(config: Config, recipe: str = MOE) -> loop.Run:
+    run = loop.prepare(recipe, config)
+    loop.train(run)
+    return run
+
+
+@pytest.mark.parametrize("words", [(), ("ddp.use_distributed_optimizer=False",)], ids=["divided", "copies"])
+def test_four_ranks_train_on_the_batch_of_one(trained: Any, words: tuple[str, ...]) -> None:
+    run = alone(small())
+    for rank in trained(*words):
+        losses, norms, skipped = rank["told"]
+        assert losses == pytest.approx(run.losses, rel=1e-5)
+        assert norms == pytest.approx(run.grad_norms, rel=1e-4)
+        assert not skipped
+        assert rank["microbatches"] == 2
+        assert rank["told"] == trained(*words)[0]["told"]
+
+
+@pytest.mark.parametrize("recipe", [MOE, LLAMA])
+def test_weights_begin_with_the_bits_of_one_process(world: World, recipe: str) -> None:
+    run = loop.prepare(recipe, small(*BF16, recipe=recipe))
+    expected = {name: digest(p) for name, p in run.model.named_parameters()}
+    for found in world.run("train_cases.initial", words=BF16, recipe=recipe):
+        assert found == expected
+
+
+CASES = {
+    "on the host": ((), tuple(HOST)),
+    "half on the host": ((), (HOST[0], "optimizer.optimizer_offload_fraction=0.5")),
+    "streamed": ((), tuple(STREAMED)),
+    "one microbatch": (("train.global_batch_size=4",), tuple(HOST)),
+    "bf16, sums in float32": (tuple(BF16), tuple(HOST)),
+    "bf16, sums on the host": (tuple(BF16), (*HOST, "optimizer.gradients=host")),
+    "copies": (("ddp.use_distributed_optimizer=False",), tuple(STREAMED)),
+    "activations leave": (
+        ("train.global_batch_size=4",),
+        (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
+    words, placed = CASES[case]
+    for found, expected in zip(trained(*words, *placed), trained(*words), strict=True):
+        assert found["told"] == expected["told"]
+        assert found["bits"] == expected["bits"]
+        assert found["offloaded_bytes"] > 0
+        assert expected["offloaded_bytes"] == 0
+
+
+# -------------------------------------------------------------------- experts divided over ranks
+
+TWO, FOUR = "model.expert_model_parallel_size=2", "model.expert_model_parallel_size=4"
+
+
+@pytest.mark.parametrize("experts", [TWO, FOUR])
+def test_experts_over_ranks_give_the_gradients_of_one_process(world: World, experts: str) -> None:
+    expected = gradients(small())
+    for found in world.run("train_cases.gradients_of", words=[experts]):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for name, gradient in expected["gradients"].items():
+            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_rank_whose_experts_get_no_tokens_takes_part(world: World) -> None:
+    words = ["model.seq_length=1", "model.num_moe_experts=16", "train.global_batch_size=4"]
+    expected = gradients(small(*words))
+    ranks = world.run("train_cases.gradients_of", words=[*words, FOUR])
+    assert not all(found["had_tokens"] for found in ranks)
+    for found in ranks:
+        for name, gradient in expected["gradients"].items():
+            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("experts", [TWO, FOUR])
+def test_the_norm_with_experts_over_ranks_is_that_of_one_process_in_every_bit(world: World, experts: str) -> None:
+    expected = norm_of_given_gradients(loop.prepare(MOE, small()))
+    assert world.run("train_cases.norm_of_given", words=[experts]) == [expected] * 4
+
+
+@pytest.mark.parametrize("experts", [TWO, FOUR])
+@pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
+@pytest.mark.parametrize("batch", [8, 4])
+def test_experts_over_ranks_have_the_same_bits_at_every_placement(
+    trained: Any, experts: str, placed: list[str], batch: int
+) -> None:
+    words = (experts, f"train.global_batch_size={batch}")
+    for found, expected in zip(trained(*words, *placed), trained(*words), strict=True):
+        assert found["told"] == expected["told"]
+        assert found["bits"] == expected["bits"]
+        assert found["offloaded_bytes"] > 0
+
+
+def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None:
+    for rank in world.run("train_cases.train", words=["train.train_iters=2", *HOST], slow=2):
+        report = rank["ranks"]
+        (node,) = report.nodes
+        assert node.ranks == 4
+        assert node.host_bytes == sum(row.host_bytes for row in report.ranks) > 0
+        assert node.pinned_bytes == sum(row.pinned_bytes for row in report.ranks) > 0
+        assert [row.rank for row in report.ranks] == [0, 1, 2, 3]
+        (told,) = [text for text in report.stragglers if "reading samples" in text]
+        assert told.startswith("rank 2 on ")
+
+
+def test_every_rank_raises_the_error_of_the_one_that_fails(world: World) -> None:
+    for told, everywhere in world.run("train_cases.one_fails"):
+        assert told.startswith("MemoryLimitError: rank 2 on ")
+        assert "no page can be locked\n  why: the limit is 0\n  fix: ulimit -l unlimited" in told
+        assert everywhere
+
+
+# -------------------------------------------------------------------- torchrun
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    kept |= {"PYTHONPATH": str(Path(hostward.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    return subprocess.run(command, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_torchrun_trains_and_the_first_rank_alone_reports(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    guide = (ROOT / "docs/training/scaling-out.md").read_text()
+    line = next(line for line in guide.splitlines() if line.startswith("    torchrun "))
+    words = line.split()[3:]
+    assert line.split()[:3] == ["torchrun", "--nproc-per-node", "2"]
+    done = torchrun(*words, *SMALL, *SIZES[MOE], *HOST, "logger.log_interval=1", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss, first and last") == 1
+    assert "2 ranks, by node" in done.stdout
+    content = json.loads(report.read_text())
+    assert len(content["ranks"]["ranks"]) == 2
+    assert content["losses"] == pytest.approx(alone(small(*HOST)).losses, rel=1e-5)
+
+
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    done = torchrun(
+        "tests/adapters/failing_rank.py", "train", "--recipe", MOE, *SMALL, *SIZES[MOE], "train.train_iters=1000000"
+    )
+    assert time.monotonic() - began_s < 60
+    assert done.returncode != 0
+    assert "rank 1: error: the disk of this rank is gone" in done.stderr
+    assert "rank 0: error" not in done.stderr
+    assert "exitcode  : 2" in done.stderr

@@ -1,0 +1,161 @@
+"""What each rank does: recipes trained by the loop of `hostward train`. Results are digests of bits."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_cases import digest, gradient_of, snapshot, whole_of
+
+from hostward import recipes
+from hostward.adapters import experts, fsdp2
+from hostward.config import Config
+from hostward.errors import HostwardError, MemoryLimitError
+from hostward.overrides import apply_overrides
+from hostward.train import loop
+from hostward.train.ranks import Ranks
+
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.seq_length=16",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "train.train_iters=2",
+    "train.device=cpu",
+    "train.num_threads=1",
+    "dataset.format=mock",
+    "optimizer.clip_grad=0.5",
+    "optimizer.lr=1e-2",
+)
+"""Norms of its gradients are above the limit. Two microbatches on each of four ranks."""
+
+
+MOE, LLAMA = "qwen3_moe_tiny_pretrain_config", "llama32_1b_pretrain_config"
+SIZES = {
+    MOE: ["model.moe_ffn_hidden_size=32", "model.num_moe_experts=4"],
+    LLAMA: [
+        "model.ffn_hidden_size=96",
+        "model.num_attention_heads=4",
+        "model.num_query_groups=2",
+        "model.kv_channels=16",
+        "model.vocab_size=320",
+        "model.params_dtype=fp32",
+    ],
+}
+
+
+def small(*words: str, recipe: str = MOE) -> Config:
+    return apply_overrides(recipes.load(recipe), [*SMALL, *SIZES[recipe], *words])
+
+
+def launched() -> None:
+    """As torchrun would have set it."""
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+
+
+def train(words: list[str], recipe: str = MOE, *, slow: int | None = None) -> Any:
+    """Losses, norms and bits of a run, and what its ranks say of themselves.
+
+    Args:
+        slow: the rank whose samples come late.
+    """
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    if slow == dist.get_rank():
+        run.dataset = _LateSamples(run.dataset)  # type: ignore[assignment]
+    loop.train(run, metered=1)
+    moved = run.optimizer.plan.offloaded_bytes
+    return {
+        "told": (run.losses, run.grad_norms, run.skipped),
+        "bits": snapshot(run.model, run.optimizer),
+        "offloaded_bytes": moved,
+        "ranks": run.of_ranks,
+        "microbatches": run.microbatches,
+    }
+
+
+class _LateSamples:
+    """Samples of another dataset, half a second late."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.seq_length = dataset.seq_length
+
+    def batch(self, first: int, count: int) -> Any:
+        import time
+
+        time.sleep(0.5)
+        return self._dataset.batch(first, count)
+
+
+def initial(words: list[str], recipe: str) -> dict[str, str]:
+    """Digests of the whole weights that a run begins with."""
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    return {name: digest(whole_of(p)) for name, p in run.model.named_parameters()}
+
+
+def one_fails() -> tuple[str, bool]:
+    """What every rank is told when the third may lock no pages."""
+    launched()
+    ranks = Ranks.of(os.environ)
+
+    def check() -> int:
+        if ranks.rank == 2:
+            raise MemoryLimitError("no page can be locked", why="the limit is 0", fix="ulimit -l unlimited")
+        return ranks.rank
+
+    try:
+        ranks.agreed(check)
+    except HostwardError as error:
+        return f"{type(error).__name__}: {error}", error.everywhere
+    return "no error", False
+
+
+def gradients(config: Config, recipe: str = MOE) -> dict[str, Any]:
+    """The loss of the first step and its whole gradients, before clipping."""
+    run = loop.prepare(recipe, config)
+    loss = run.ranks.mean(loop.backward(run, taken=False))
+    found = {name: whole_of(p.grad).numpy() for name, p in run.model.named_parameters() if p.grad is not None}
+    return {"loss": float(loss), "gradients": found}
+
+
+def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
+    """The same on every rank, and whether its experts had tokens in every layer."""
+    launched()
+    had: list[bool] = []
+    exchanged = experts._exchanged
+
+    def watched(compute: Any, *rest: Any) -> torch.Tensor:
+        def computed(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            had.append(bool(tokens.any()))
+            found: torch.Tensor = compute(tokens, chosen)
+            return found
+
+        return exchanged(computed, *rest)
+
+    experts._exchanged = watched
+    try:
+        return {**gradients(small(*words, recipe=recipe), recipe), "had_tokens": all(had)}
+    finally:
+        experts._exchanged = exchanged
+
+
+def norm_of_given_gradients(run: loop.Run) -> str:
+    """The norm of the first step, in hexadecimal, if all whole gradients are those of `gradient_of`."""
+    for name, p in run.model.named_parameters():
+        whole = gradient_of(name, p.shape, 0)
+        sharded = run.ranks.size > 1
+        p.grad = fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p) if sharded else whole
+    run.optimizer.step()
+    return run.optimizer.grad_norm.hex()
+
+
+def norm_of_given(words: list[str], recipe: str = MOE) -> str:
+    """The same on every rank."""
+    launched()
+    return norm_of_given_gradients(loop.prepare(recipe, small(*words, recipe=recipe)))

@@ -1,0 +1,42 @@
+"""Weights that are drawn later have the bits of those that are drawn at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hostward import recipes
+from hostward.errors import ModelError
+from hostward.overrides import apply_overrides
+from hostward.train.drawn import noted
+from hostward.train.models import build_model, empty_model, transformers_config
+
+WORDS = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=50"]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "recipe", ["qwen3_moe_tiny_pretrain_config", "qwen3_8b_pretrain_config", "llama32_1b_pretrain_config"]
+)
+def test_drawn_later_weights_have_the_same_bits(recipe: str, dtype: torch.dtype) -> None:
+    config = apply_overrides(recipes.load(recipe), WORDS)
+    expected = build_model(config, vocab_size=None, device=CPU, dtype=dtype, seed=5)
+    with noted(CPU) as draws:
+        model = empty_model(transformers_config(config.model, vocab_size=None), dtype)
+    assert all(p.is_meta for p in model.parameters())
+    found: dict[str, torch.Tensor] = {}
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        draws.carry_out(list(model.named_parameters()), CPU, found.__setitem__)
+    assert found.keys() == dict(expected.named_parameters()).keys()
+    assert [name for name, p in expected.named_parameters() if not torch.equal(p, found[name])] == []
+    for (name, buffer), (_, other) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+def test_a_weight_that_nothing_is_drawn_for_is_an_error() -> None:
+    with noted(CPU) as draws:
+        parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ModelError, match="nothing says what weight 'scale' begins with"):
+        draws.carry_out([("scale", parameter)], CPU, lambda name, whole: None)

@@ -1,0 +1,76 @@
+"""Who is who among the ranks of a run, and what they make of each other's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hostward.errors import ConfigError, DataError, HostwardError, MemoryLimitError
+from hostward.host.threads import CpuFacts
+from hostward.run_report import NodeRow, RankRow
+from hostward.train.ranks import Ranks, _common
+from hostward.train.ranks_report import nodes, stragglers
+
+ROW = RankRow(0, "a", "cpu", 100, 60, None, data_s=0.001, host_step_s=0.1, transfer_s=0.05)
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    assert Ranks.of({}) == Ranks(0, 1, 0, 1)
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert Ranks.of(variables) == Ranks(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "1"}, {"WORLD_SIZE": "0"}, {"RANK": "-1"}, {"LOCAL_RANK": "one"}])
+def test_what_is_no_rank_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Ranks.of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("local_size", "cpus", "quota", "threads"),
+    [(1, 16, None, None), (4, 16, None, 4), (4, 16, 6.5, 1), (8, 4, None, 1)],
+)
+def test_threads_are_shared_by_the_ranks_of_a_node(
+    local_size: int, cpus: int, quota: float | None, threads: int | None
+) -> None:
+    assert Ranks(local_size=local_size).torch_threads(CpuFacts(cpus, quota)) == threads
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert Ranks().agreed(lambda: 3) == 3
+    with pytest.raises(DataError) as caught:
+        Ranks().agreed(_fails)
+    assert not caught.value.everywhere
+
+
+def _fails() -> int:
+    raise DataError("no data")
+
+
+def test_the_first_error_is_told_and_the_others_counted() -> None:
+    told: list[Any] = [
+        ("rank 1 on a", ("MemoryLimitError", "full", "why", "fix")),
+        ("rank 3 on b", ("DataError", "", "", "")),
+    ]
+    error: HostwardError = _common(told)
+    assert isinstance(error, MemoryLimitError)
+    assert error.what == "rank 1 on a and 1 more: full"
+    assert (error.why, error.fix, error.everywhere) == ("why", "fix", True)
+
+
+def test_sums_by_node() -> None:
+    rows = [ROW, replace(ROW, rank=1, node="b", host_bytes=7), replace(ROW, rank=2, pinned_bytes=1)]
+    assert nodes(rows) == (NodeRow("a", 2, 200, 61), NodeRow("b", 1, 7, 60))
+
+
+def test_who_takes_much_longer_than_the_median_is_named() -> None:
+    rows = [replace(ROW, rank=i) for i in range(4)]
+    assert stragglers(rows, iteration_s=1.0) == ()
+    slow = [*rows[:3], replace(ROW, rank=3, node="b", host_step_s=0.2)]
+    (told,) = stragglers(slow, iteration_s=1.0)
+    assert told == "rank 3 on b: its host step takes 0.2 s per iteration, 0.1 s on the median rank"
+    assert stragglers([*rows[:3], replace(ROW, host_step_s=0.12)], iteration_s=1.0) == ()  # not much longer
+    assert stragglers(slow, iteration_s=10.0) == ()  # not long enough to matter
+    assert stragglers([replace(ROW, host_step_s=None, transfer_s=None)], iteration_s=1.0) == ()
