@@ -153,7 +153,8 @@ def test_an_option_without_its_switch_is_refused(switch: str, name: str) -> None
     values: dict[type, object] = {bool: not info.default, int: 2, float: 0.5, str: "uniform", list: ["core_attn"]}
     config = tiny()
     namespace, _, option = name.partition(".")
-    value = values[info.kind] if name != "optimizer.gradients" else "host"
+    others = {"optimizer.gradients": "host", "checkpoint.async_save_mode": "snapshot"}
+    value = others.get(name, values[info.kind])
     setattr(getattr(config, namespace), option, value)
     off = shown(get_option(config, switch))
     expected = f"{name}={shown(value)} has no effect while {switch}={off}"

@@ -38,6 +38,7 @@ from .placeholder import Where
 from .saving import Saving
 from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
 from .slots import CudaGauge, Slots
+from .sources import Readers
 from .state import (
     BucketState,
     allocate_gradients,
@@ -146,6 +147,7 @@ class AdamW(Saving):
         self._placements: list[PlacedBucket] = []
         self._pending: list[Tracked] = []
         self._watch = WeightWatch([])
+        self._readers = Readers()
         self._memory: Memory
         self._arrivals: Arrivals | None = None
         self._handover: Handover
@@ -172,6 +174,7 @@ class AdamW(Saving):
             self._places = Places(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
             self._issuer.require_weights_here()
+            self._readers.wait()
             self.wait()
             self._follow_weights()
         super().add_param_group(param_group)
@@ -337,6 +340,7 @@ class AdamW(Saving):
             with torch.enable_grad():
                 loss = closure()
         check_members(self.param_groups, self._tracked)
+        self._readers.wait()
         self._follow_weights()
         self._watch.require_no_newcomers()
         for group in self.param_groups:
