@@ -88,7 +88,8 @@ class PiecePlanner(DefaultSavePlanner):
 
 def item_bytes(item: WriteItem) -> int:
     """Bytes of its elements."""
-    return item.tensor_storage_size() or 0
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def boxes_of(sizes: Sequence[int], most_elements: int) -> Iterator[tuple[list[int], list[int]]]:
