@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def recipe_workload(config: Config, *, name: str = "", vocab_size: int | None = 
         described = transformers_config(model, vocab_size=vocab_size)
     else:
         described = pretrained_config(model, model.hf_model_path)
-    return _of(
+    made = _of(
         described,
         Dtype(model.params_dtype),
         name=name or model.architecture,
@@ -46,6 +47,8 @@ def recipe_workload(config: Config, *, name: str = "", vocab_size: int | None = 
         microbatches=max(1, train.global_batch_size // train.micro_batch_size),
         split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
     )
+    options = config.checkpoint
+    return replace(made, snapshot=options.async_save and options.async_save_mode == "snapshot")
 
 
 def config_workload(
