@@ -2,7 +2,14 @@
 
 DCP is neither. It writes into the final folder, so a killed save can leave one that loads, and it checks nothing. Here
 each save goes to a hidden folder, which gets a manifest with a checksum per chunk, is made durable, is renamed, and is
-then named by `DIR/latest`. `checkpoint_files` holds the layout and these steps; this module holds what touches tensors.
+then named by `DIR/latest`. Plans, file format and table of contents are DCP's: it reads these folders too.
+
+    checkpoint_files, checkpoint_manifest   the folder and its manifest (no torch)
+    checkpoint_request                      what may be saved
+    checkpoint_plan, checkpoint_writer      pieces of tensors, and the files that they are written to
+    checkpoint_ranks                        processes that save together
+    checkpoint_save, checkpoint_saver       one save; the saves of a run, waited for or beside training
+    checkpoint_state                        the state of a model and its optimizer, by name
 
 Trust: DCP keeps its table of contents as a pickle. It is read only after its checksum agreed, with an unpickler that
 knows nothing but DCP's own data classes, and tensors are read with torch's `weights_only`. So loading runs no code from
@@ -15,30 +22,35 @@ import io
 import json
 import os
 import pickle
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from hostward import checkpoint_files as files
+from hostward.checkpoint_plan import Value
+from hostward.checkpoint_ranks import Ranks, Stop
+from hostward.checkpoint_request import JSON
+from hostward.checkpoint_save import PLAIN, RANKS, typed_failures
+from hostward.checkpoint_saver import MODES as MODES
+from hostward.checkpoint_saver import Mode as Mode
+from hostward.checkpoint_saver import Saver as Saver
+from hostward.checkpoint_state import empty_optimizer_tensors as empty_optimizer_tensors
+from hostward.checkpoint_state import optimizer_state as optimizer_state
+from hostward.checkpoint_state import parts_of as parts_of
+from hostward.checkpoint_writer import in_threads
 from hostward.errors import CheckpointError
-from hostward.inspect import local_of
-from hostward.names import by_plain_name, matched
+from hostward.names import matched
+from hostward.save_buffers import writer_count
 
-JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
-
-PLAIN = "plain.json"
 METADATA = ".metadata"
 _SHOWN_NAMES = 3
 
@@ -60,177 +72,28 @@ def save(
     directory: Path,
     iteration: int,
     *,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Value],
     plain: Mapping[str, JSON],
     most_recent_k: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a checkpoint as `directory/iter_NNNNNNN` and point `directory/latest` at it.
+    """Save one checkpoint and wait for it: `Saver(directory, ...).save(...)`, which says all about it.
 
-    A save that fails, is interrupted or is killed leaves the earlier checkpoints and the pointer as they were, and
-    nothing that loads; what a killed save left on disk, the next save removes. An existing checkpoint of the same
-    iteration is replaced, with one complete at every instant. The tensors must not change until this returns. Besides
-    them, host memory holds a copy of one tensor at a time (device tensors and views of larger storages), never of all.
-
-    Args:
-        directory: created if missing; one process at a time saves into it.
-        iteration: number of finished training steps, at least 0.
-        tensors: by unique name; any shape, dtype and device. A view is saved without the rest of its storage. What
-            torch.compile puts into names (`_orig_mod.`) is left out.
-        plain: numbers, strings, lists and mappings. Tuples come back as lists.
-        most_recent_k: afterwards keep the newest k checkpoints up to this iteration (at least 1); None keeps all.
+    The tensors must not change until this returns. Besides them, host memory holds copies of a few pieces at a time (of
+    device tensors and views that are not contiguous), never of all.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: a value that cannot be saved, names that become equal, no permission, disk full, another
-            process saving there.
+        CheckpointError, MemoryLimitError: as `Saver.save`.
     """
-    directory = Path(directory)
-    _check_request(iteration, tensors, most_recent_k)
-    tensors = {plain: tensors[name] for plain, name in by_plain_name(tensors).items()}
-    plain_text = _plain_to_bytes(plain)
-    what = f"cannot save checkpoint {directory / files.folder_name(iteration)}"
-    with files.system_errors(what):
-        directory.mkdir(parents=True, exist_ok=True)
-        with files.locked(directory):
-            files.clear_leftovers(directory)
-            partial = files.hidden_path(directory, files.folder_name(iteration), "partial")
-            try:
-                partial.mkdir()
-                with _typed_failures(what):
-                    _save_tensors(partial, tensors)
-                (partial / PLAIN).write_bytes(plain_text)
-                files.seal(partial, iteration)
-                final = files.publish(directory, partial, iteration)
-            except BaseException:
-                files.clear_leftovers(directory)
-                raise
-            with files.system_errors(f"checkpoint {final} is saved, but older ones cannot be removed"):
-                if most_recent_k is not None:
-                    files.discard_older(directory, iteration, most_recent_k)
-                files.clear_leftovers(directory)
-    return final
-
-
-def _check_request(iteration: int, tensors: Mapping[str, torch.Tensor], most_recent_k: int | None) -> None:
-    if iteration < 0:
-        raise CheckpointError(f"cannot save iteration {iteration}", why="iterations count from 0")
-    if most_recent_k is not None and most_recent_k < 1:
-        raise CheckpointError(
-            f"checkpoint.most_recent_k is {most_recent_k}",
-            why="the checkpoint just saved must stay",
-            fix="use 1 or more, or leave it out to keep all",
-        )
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(
-                f"cannot save {name!r} as a tensor",
-                why=f"it is a {type(tensor).__name__}",
-                fix="put numbers, strings, lists and mappings into `plain`",
-            )
-        if local_of(tensor) is not tensor:
-            raise CheckpointError(
-                f"cannot save {name!r}",
-                why="it is sharded, and this checkpoint is written by one process",
-                fix="torch.distributed.checkpoint.save of model.state_dict() and optimizer.state_dict(), on all ranks",
-            )
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise CheckpointError(f"cannot save {name!r}", why="only dense tensors that hold data can be saved")
-        # Offloaded weights keep their tensor while the storage is empty; reading one would end the process.
-        plain_kind = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if plain_kind and tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"cannot save {name!r}", why="its storage is empty: the weight is offloaded", fix="save its host copy"
-            )
-
-
-def _plain_to_bytes(plain: Mapping[str, JSON]) -> bytes:
-    _check_plain(plain, "plain")
-    return json.dumps(plain, separators=(",", ":")).encode()
-
-
-def _check_plain(value: object, where: str) -> None:
-    """Refuse what JSON would change in silence or not take: other types, and keys that are not strings."""
-    if value is None or type(value) in (bool, int, float, str):
-        return
-    if isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
-        return
-    if isinstance(value, dict) and all(type(key) is str for key in value):
-        for key, item in value.items():
-            _check_plain(item, f"{where}[{key!r}]")
-        return
-    kind = "a mapping with keys that are no strings" if isinstance(value, dict) else f"a {type(value).__name__}"
-    raise CheckpointError(
-        f"cannot save {where}",
-        why=f"it is {kind}",
-        fix="use None, bool, int, float, str, lists and mappings with string keys; tensors go into `tensors`",
-    )
-
-
-def _save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    # `seal` makes all files durable at once, so the writer need not.
-    writer = _OneTensorWriter(str(folder), sync_files=False)
-    dcp_save(dict(tensors), storage_writer=writer, no_dist=True)
-
-
-class _OneTensorWriter(FileSystemWriter):
-    """DCP's file writer and file format, with one staged tensor in memory at a time.
-
-    The inherited `write_data` keeps every staged copy until its file ends, which doubles host memory when the tensors
-    are views of slabs or lie on the device; and with several threads it loses what a thread raised.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.distcp"
-        results = []
-        with (Path(self.path) / name).open("wb") as stream:
-            for item in plan.items:
-                start = stream.tell()
-                tensor = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu()
-                if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    tensor = tensor.clone(memory_format=torch.contiguous_format)
-                torch.save(tensor, stream)
-                length = stream.tell() - start
-                info = _StorageInfo(name, start, length)
-                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def storage_meta(self) -> StorageMeta:
-        # Without the path: that of the hidden folder means nothing once it is renamed.
-        return StorageMeta(save_id=self.save_id)
-
-
-@contextmanager
-def _typed_failures(what: str) -> Iterator[None]:
-    """Bring out what DCP and torch's zip writer wrap (Ctrl-C, a full disk); drop DCP's advice on process groups."""
+    saver = Saver(directory, group=group, most_recent_k=most_recent_k)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as failure:
-        causes = [cause for error, _ in failure.failures.values() for cause in _chain(error)]
-        for cause in causes:
-            if not isinstance(cause, Exception):
-                raise cause from None
-        for cause in causes:
-            if isinstance(cause, OSError):
-                raise files.system_error(what, cause) from cause
-        first = causes[0]
-        raise CheckpointError(what, why=f"{type(first).__name__}: {first}") from first
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error and those it replaced: a failed write shows as `unexpected pos` with the real one behind it."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
+        path = saver.save(iteration, tensors=tensors, plain=plain)
+    finally:
+        saver.close()
+    return cast(Path, path)
 
 
 # --- loading ---
@@ -276,33 +139,120 @@ def tensor_index(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return _index(_read_metadata(Path(path)))
 
 
-def load(path: Path, into: Mapping[str, torch.Tensor], *, ignore: Collection[str] = ()) -> None:
-    """Load a checkpoint into existing tensors, in place, whatever their device.
+def read_own(path: Path) -> list[Any]:
+    """Return what each rank saved as its `own`, by rank; empty where none did. The file is checked.
 
-    Every chunk and every name, shape and dtype is checked first; `into` is not touched unless all agree. Host memory
-    holds one tensor besides `into`.
+    Raises:
+        CheckpointError: as `verify`.
+    """
+    path = Path(path)
+    if RANKS not in files.file_names(path):
+        return []
+    return cast(list[Any], json.loads(_read_verified(path, RANKS)))
+
+
+def load(
+    path: Path,
+    into: Mapping[str, torch.Tensor],
+    *,
+    ignore: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a checkpoint into existing tensors, in place, whatever their device and however they are divided.
+
+    Every name, shape and dtype is checked first, and every chunk: of all files, or with `group` of what this rank
+    reads. `into` is not touched unless all agree, on all ranks. Host memory holds a few pieces besides `into` (a whole
+    tensor of a checkpoint that an earlier version saved).
 
     Args:
         path: the folder of the checkpoint, as `latest` returns it.
         into: the tensors by name: all that the checkpoint holds besides `ignore`, no others. A name means the same
             with and without what torch.compile (`_orig_mod.`) and data parallelism (`module.`) put into it.
         ignore: names that the checkpoint may hold and that are not loaded, such as optimizer state.
+        group: of the processes that load together, all of which call this; any number, whoever saved it. None: one.
 
     Raises:
-        CheckpointError: as `verify`; or the checkpoint is of another model (names, shapes or dtypes differ). A disk
-            that fails between check and read raises it too, and leaves `into` partly filled.
+        CheckpointError: as `verify`; or the checkpoint is of another model (names, shapes or dtypes differ); or another
+            rank failed. A disk that fails between check and read raises it too, and leaves `into` partly filled.
     """
-    path = Path(path)
-    verify(path)
-    metadata = _read_metadata(path)
-    found = _index(metadata)
-    saved_names = matched(into, found)
-    into = {saved_names.get(name, name): tensor for name, tensor in into.items()}
-    ignored = {*ignore, *matched(ignore, found).values()}
-    index = {name: entry for name, entry in found.items() if name in into or name not in ignored}
-    _check_same_model(path, index, into)
-    with _typed_failures(f"cannot load checkpoint {path}"):
-        dcp_load(dict(into), storage_reader=_CheckedReader(str(path), metadata), no_dist=True)
+    path, what, stop = Path(path), f"cannot load checkpoint {path}", Stop()
+    ranks = Ranks(group)
+    try:
+        reading = _Reading(path, into, ignore)
+        ranks.together(what, lambda: reading.check(whole=ranks.size == 1), stop, arriving=True)
+        ranks.together(what, reading.read, stop)
+    finally:
+        ranks.close()
+
+
+class _Reading:
+    """One load by this process."""
+
+    def __init__(self, path: Path, into: Mapping[str, torch.Tensor], ignore: Collection[str]) -> None:
+        self._path, self._into, self._ignore = path, into, ignore
+        self._planner = DefaultLoadPlanner()
+        self._reader: _CheckedReader
+        self._plan: LoadPlan
+
+    def check(self, *, whole: bool) -> None:
+        """Everything, before anything is loaded. `whole`: all files, else what will be read."""
+        path = self._path
+        if whole:
+            verify(path)
+        metadata = _read_metadata(path)
+        found = _index(metadata)
+        saved_names = matched(self._into, found)
+        into = {saved_names.get(name, name): tensor for name, tensor in self._into.items()}
+        ignored = {*self._ignore, *matched(self._ignore, found).values()}
+        index = {name: entry for name, entry in found.items() if name in into or name not in ignored}
+        _check_same_model(path, index, into)
+        self._reader = _CheckedReader(str(path), metadata)
+        with typed_failures(f"cannot load checkpoint {path}"):
+            self._planner.set_up_planner(into, metadata, True)
+            self._reader.set_up_storage_reader(metadata, True)
+            self._plan = self._planner.create_local_plan()
+        if not whole:
+            files.verify_ranges(path, self._reader.ranges(self._plan))
+
+    def read(self) -> None:
+        """Fill the tensors."""
+        shares = self._reader.by_file(self._plan, writer_count())
+        with typed_failures(f"cannot load checkpoint {self._path}"):
+            in_threads([partial(self._read, share) for share in shares], Stop())
+
+    def _read(self, plan: LoadPlan) -> None:
+        with torch.no_grad():
+            self._reader.read_data(plan, self._planner).wait()
+
+
+def restore(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: Any,
+    *,
+    with_state: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load what `parts_of` told, saved with `plain={"optimizer": parts.optimizer, ...}`, at any placement and any
+    number of ranks. Call it before weights are offloaded (`attach(weights=)`).
+
+    Args:
+        with_state: False: weights only; moments and step counts stay as they are.
+
+    Raises:
+        CheckpointError: as `load`. MemoryLimitError: no room for the state on its way.
+    """
+    plain = read_plain(path)
+    index = tensor_index(path)
+    into = {f"model/{name}": t for name, t in model.state_dict().items()}
+    saved_names = matched(into, index)  # of tied weights the first alone
+    into = {name: t for name, t in into.items() if name in saved_names}
+    state = empty_optimizer_tensors(optimizer) if with_state else {}
+    others = {name for name in index if not name.startswith("model/")} - set(state)
+    load(path, {**into, **state}, ignore=others, group=group)
+    optimizer.reseed()
+    if with_state:
+        optimizer.load_state_dict(optimizer_state(cast("Mapping[str, Any]", plain["optimizer"]), state))
 
 
 class _CheckedReader(FileSystemReader):
@@ -314,6 +264,22 @@ class _CheckedReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._checked_metadata
+
+    def ranges(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:
+        """Bytes [start, stop) that a plan reads, by file."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            found.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
+        return found
+
+    def by_file(self, plan: LoadPlan, most: int) -> list[LoadPlan]:
+        """The plan in at most so many parts, of different files."""
+        names = {name: i % most for i, name in enumerate(self.ranges(plan))}
+        shares: list[list[Any]] = [[] for _ in range(max(1, min(most, len(names))))]
+        for item in plan.items:
+            shares[names[self.storage_data[item.storage_index].relative_path]].append(item)
+        return [replace(plan, items=share) for share in shares]
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -2,10 +2,11 @@
 
 DIR/latest                        text: the name of the folder to resume from; replacing it commits a save
 DIR/iter_0000050/                 a complete checkpoint
-    .metadata  __0_0.distcp       tensors, written by torch.distributed.checkpoint
+    .metadata  __R_T.distcp       tensors, in the format of torch.distributed.checkpoint: by thread T of rank R
     plain.json                    numbers, strings, lists, mappings
+    ranks.json                    the same, of each rank's own; where there are any
     manifest.json                 size and CRC-32 per chunk of each file above, and a checksum of itself
-DIR/.save.lock                    advisory lock: one process saves at a time
+DIR/.save.lock                    advisory lock: one run saves at a time
 DIR/.iter_0000050.WORD-1a2b3c4d   part of a running or killed save. WORD is `partial` (being written), `discarded`
                                   (being removed) or `replaced` (the old checkpoint of the same iteration, until
                                   the new one is in place)
@@ -20,10 +21,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from hostward.checkpoint_manifest import CHUNK_BYTES, MANIFEST, FileRecord, Manifest, read_checksums
+from hostward.checkpoint_manifest import CHUNK_BYTES, MANIFEST, FileRecord, Manifest, count_chunks, read_checksums
 from hostward.errors import CheckpointError
 
 LATEST = "latest"
@@ -83,15 +84,25 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def seal(folder: Path, iteration: int) -> None:
-    """Make all files of a folder durable, read them back into a manifest, and write it last."""
-    files = {}
+def seal(folder: Path, iteration: int, durable: Mapping[str, FileRecord] | None = None) -> None:
+    """Write the manifest of a folder, last of all files, when all of them are durable. Those that are so already come
+    with their records; the others, which are small, are read back.
+
+    Raises:
+        CheckpointError: a file that was written is not to be seen here, or has another size.
+    """
+    files = dict(durable or {})
     for path in sorted(folder.iterdir()):
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
         size_bytes = path.stat().st_size
-        files[path.name] = FileRecord(size_bytes, tuple(read_checksums(path, size_bytes, CHUNK_BYTES)))
-    write_file(folder / MANIFEST, Manifest(iteration, CHUNK_BYTES, files).to_bytes())
+        if path.name not in files:
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+            files[path.name] = FileRecord(
+                size_bytes, tuple(read_checksums(path, range(count_chunks(size_bytes, CHUNK_BYTES)), CHUNK_BYTES))
+            )
+    manifest = Manifest(iteration, CHUNK_BYTES, files)
+    _check_sizes(folder, manifest)
+    write_file(folder / MANIFEST, manifest.to_bytes())
     sync_directory(folder)
 
 
@@ -240,6 +251,29 @@ def _way_out(directory: Path, besides: str = "") -> str:
     return f"to go on from the newest complete one, write {others[-1]} into {directory / LATEST}"
 
 
+def file_names(path: Path) -> list[str]:
+    """Return the names of the files of a checkpoint. Raises CheckpointError as `verify_files`."""
+    names: list[str] = []
+    _verified(path, lambda manifest: names.extend(manifest.files))
+    return names
+
+
+def verify_ranges(path: Path, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+    """Check the size of every file of a checkpoint, and the chunks that hold these bytes [start, stop) by file name.
+
+    Raises:
+        CheckpointError: as `verify_files`.
+    """
+
+    def check(manifest: Manifest) -> None:
+        for name, parts in ranges.items():
+            size = manifest.chunk_bytes
+            chunks = {c for start, stop in parts for c in range(start // size, -(-stop // size))}
+            _check_chunks(path, name, manifest, chunks)
+
+    _verified(path, check)
+
+
 def verify_files(path: Path, names: Iterable[str] | None = None) -> None:
     """Check the size of every file of a checkpoint, and every chunk of the named ones (None: of all).
 
@@ -248,12 +282,20 @@ def verify_files(path: Path, names: Iterable[str] | None = None) -> None:
             missing, of another size or damaged: the text names it, its first damaged chunk and the newest other
             checkpoint.
     """
+
+    def check(manifest: Manifest) -> None:
+        for name in manifest.files if names is None else names:
+            _check_chunks(path, name, manifest)
+
+    _verified(path, check)
+
+
+def _verified(path: Path, check: Callable[[Manifest], None]) -> None:
     try:
         with system_errors(f"cannot read checkpoint {path}"):
             manifest = _parse_manifest(path)
             _check_sizes(path, manifest)
-            for name in manifest.files if names is None else names:
-                _check_chunks(path, name, manifest)
+            check(manifest)
     except CheckpointError as error:
         fix = error.fix or _way_out(path.parent, path.name)
         raise CheckpointError(error.what, why=error.why, fix=fix) from error
@@ -289,13 +331,14 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
             )
 
 
-def _check_chunks(path: Path, name: str, manifest: Manifest) -> None:
+def _check_chunks(path: Path, name: str, manifest: Manifest, chunks: Iterable[int] | None = None) -> None:
     if name not in manifest.files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} lists no file {name}")
     record = manifest.files[name]
-    found = read_checksums(path / name, record.size_bytes, manifest.chunk_bytes)
-    for chunk, (crc32, expected) in enumerate(zip(found, record.crc32, strict=True)):
-        if crc32 != expected:
+    chosen = sorted(range(len(record.crc32)) if chunks is None else chunks)
+    found = read_checksums(path / name, chosen, manifest.chunk_bytes)
+    for chunk, crc32 in zip(chosen, found, strict=True):
+        if crc32 != record.crc32[chunk]:
             start = chunk * manifest.chunk_bytes
             stop = min(start + manifest.chunk_bytes, record.size_bytes)
             raise CheckpointError(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ class Manifest:
         # A name is never a path: the checksum does not stop a manifest from being written by hand.
         if any(name in ("", ".", "..") or "/" in name or "\0" in name for name in files):
             raise damaged
-        if any(len(f.crc32) != _count_chunks(f.size_bytes, manifest.chunk_bytes) for f in files.values()):
+        if any(len(f.crc32) != count_chunks(f.size_bytes, manifest.chunk_bytes) for f in files.values()):
             raise damaged
         return manifest
 
@@ -86,12 +86,13 @@ def _digest(body: Mapping[str, object]) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def _count_chunks(size_bytes: int, chunk_bytes: int) -> int:
+def count_chunks(size_bytes: int, chunk_bytes: int) -> int:
+    """Return the number of chunks of a file."""
     return -(-size_bytes // chunk_bytes)
 
 
-def read_checksums(path: Path, size_bytes: int, chunk_bytes: int) -> list[int]:
-    """Return the CRC-32 of each chunk of a file, in order.
+def read_checksums(path: Path, chunks: Sequence[int], chunk_bytes: int) -> list[int]:
+    """Return the CRC-32 of these chunks of a file, in their order.
 
     Raises:
         OSError: the file cannot be read.
@@ -102,7 +103,6 @@ def read_checksums(path: Path, size_bytes: int, chunk_bytes: int) -> list[int]:
             stream.seek(chunk * chunk_bytes)
             return zlib.crc32(stream.read(chunk_bytes))
 
-    chunks = range(_count_chunks(size_bytes, chunk_bytes))
     if len(chunks) < 2:
         return [checksum(chunk) for chunk in chunks]
     # zlib.crc32 and the read release the GIL.

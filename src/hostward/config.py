@@ -277,6 +277,13 @@ class CheckpointConfig(Options):
     load: str | None = option(None, "Folder that the run resumes from. None: a fresh start.")
     save_interval: int | None = option(None, "Iterations between saves. None: only after the last one.")
     most_recent_k: int | None = option(None, "Checkpoints that are kept. None: all.")
+    ckpt_format: str = option("torch_dist", "torch.distributed.checkpoint's files.", choices=("torch_dist",))
+    async_save: bool = option(False, "Save beside training, as async_save_mode says.")
+    async_save_mode: str = option(
+        "stream",
+        "stream: from where the state lies, and the next step waits for the disk. snapshot: from a second host copy.",
+        choices=("stream", "snapshot"),
+    )
     finetune: bool = option(False, "Load weights only and start at iteration 0.")
     load_optim: bool = option(True, "Load the optimizer state.")
     load_rng: bool = option(True, "Load the state of the random number generators.")
@@ -307,16 +314,7 @@ class Config(Options):
 
 
 NAMESPACES: Mapping[str, type[Options]] = {
-    "model": ModelConfig,
-    "optimizer": OptimizerConfig,
-    "scheduler": SchedulerConfig,
-    "train": TrainConfig,
-    "ddp": DistributedDataParallelConfig,
-    "dataset": DatasetConfig,
-    "tokenizer": TokenizerConfig,
-    "rng": RNGConfig,
-    "checkpoint": CheckpointConfig,
-    "logger": LoggerConfig,
+    field.name: typing.cast("type[Options]", field.default_factory) for field in dataclasses.fields(Config)
 }
 
 

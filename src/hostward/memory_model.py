@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from .choice import Choice
 from .errors import ConfigError
 from .gradient_model import Facts, Gradients
-from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
+from .inventory import SPLIT_ELEMENTS, Inventory, MasterKind, master_kind, state_bytes_per_element
 from .lowering.optimizer import INBOXES, inbox_bytes
 from .lowering.staging import FEWEST
 from .plan import Placement
+from .save_buffers import MOST_WRITERS, PIECE_BYTES
 from .sizes import MIB
 from .step_model import Owner, StepModel
 from .workload import Workload
@@ -107,9 +108,6 @@ class MemoryModel:
         parameters = workload.inventory.parameters
         self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
         """Host bytes of a whole state beside the one that is being filled."""
-        masters = sum(p.numel for p in parameters if master_kind(p.dtype) is not MasterKind.WEIGHT)
-        self._written_bytes = 4 * masters + 4 * max((p.numel for p in parameters), default=0)
-        """Of masters, and of one tensor at a time on its way to a file."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
 
@@ -134,11 +132,18 @@ class MemoryModel:
         loading = {**rest, Owner.WEIGHTS: self.workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
         asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
         settled = {**host, Owner.ACTIVATIONS: 0.0}
+        buffers, copy = save_bytes(self.workload.inventory)
+        kept = copy if self.workload.snapshot else 0
         phases = (
             _phase(LOAD, loading, settled, settled),
             _phase(FIRST_STEP, first, host, host),
-            _phase(STEADY_STEP, steady, host, host),
-            _phase(SAVE, {**rest, Owner.WEIGHTS: resident}, {**host, Owner.COPIES: self._saved_copies(choice)}, host),
+            _phase(STEADY_STEP, steady, {**host, Owner.COPIES: kept}, host),
+            _phase(
+                SAVE,
+                {**rest, Owner.WEIGHTS: resident},
+                {**host, Owner.COPIES: kept + buffers},
+                {**host, Owner.COPIES: buffers},
+            ),
             _phase(RESUME, loading, {**settled, Owner.COPIES: self._loaded_bytes}, settled),
             _phase(SLEEP, {}, asleep, asleep),
         )
@@ -168,15 +173,15 @@ class MemoryModel:
             Owner.WORKSPACE: lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES,
         }
 
-    def _saved_copies(self, choice: Choice) -> int:
-        """Host bytes beside the state while `hostward train` saves: what is written, and moments that do not lie on the
-        host in one piece.
-        """
-        total = self._written_bytes
-        for name, parameter in self._facts.parameters.items():
-            held = {choice.placements[b] for b in self._facts.buckets_of[name]}
-            total += 8 * parameter.numel if len(held) > 1 or Placement.DEVICE in held else 0
-        return total
+
+def save_bytes(inventory: Inventory) -> tuple[int, int]:
+    """Host bytes besides the state while it is saved: of the buffers, and of a snapshot where one is taken."""
+    parameters = inventory.parameters
+    roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
+    total = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
+    threads = max(1, min(MOST_WRITERS, total // PIECE_BYTES))
+    largest = max((4 * n for n, _ in roles), default=0)
+    return threads * 2 * min(PIECE_BYTES, largest), total
 
 
 def _phase(

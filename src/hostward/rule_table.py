@@ -172,7 +172,12 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
         "optimizer.optimizer_state_offload_fraction",
         "optimizer.optimizer_state_offload_chunk_size_mb",
     ),
-    "checkpoint.save": ("checkpoint.save_interval", "checkpoint.most_recent_k"),
+    "checkpoint.save": (
+        "checkpoint.save_interval",
+        "checkpoint.most_recent_k",
+        "checkpoint.async_save",
+    ),
+    "checkpoint.async_save": ("checkpoint.async_save_mode",),
     "checkpoint.load": ("checkpoint.finetune", "checkpoint.load_optim", "checkpoint.load_rng"),
 }
 
@@ -228,6 +233,9 @@ DIFFERENCES: Mapping[str, str] = {
     "cuda_graph_impl=full_iteration captures iterations, with cpu_offloading as well": (
         "`hostward train` captures nothing. In a loop of one's own torch.cuda.graph captures forward and backward, "
         "offloaded activations included (training/cpu-offloading.md)."
+    ),
+    "There is no checkpoint.async_save_mode": (
+        "Saving beside training takes a second host copy of the state, or lets the next step wait for the disk."
     ),
     "There is no optimizer.gradients": (
         "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."

@@ -142,6 +142,8 @@ class Workload:
     microbatches: int
     ranks: int = 1
     """Among which parameters, gradients and state are sharded (1: this workload is one whole replica)."""
+    snapshot: bool = False
+    """Checkpoints are written from a second copy of the state on the host, which is kept from the first save on."""
 
     @property
     def microbatch_tokens(self) -> int:

@@ -42,7 +42,7 @@ def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: p
     checkpoint.save(tmp_path, 2, tensors=tensors, plain={})
     partial = "PARTIAL-iter_0000002"
     assert steps == [
-        *(f"sync {partial}/{name}" for name in (".metadata", "__0_0.distcp", "plain.json")),
+        *(f"sync {partial}/{name}" for name in ("__0_0.distcp", ".metadata", "plain.json")),
         f"sync {partial}/manifest.json",
         f"sync {partial}",
         f"rename {partial} iter_0000002",

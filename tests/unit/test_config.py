@@ -44,7 +44,8 @@ OPTION_NAMES = {
     "dataset": "path format text_key random_seed",
     "tokenizer": "tokenizer_type tokenizer_model",
     "rng": "seed",
-    "checkpoint": "save load save_interval most_recent_k finetune load_optim load_rng",
+    "checkpoint": "save load save_interval most_recent_k ckpt_format async_save async_save_mode finetune load_optim "
+    "load_rng",
     "logger": "log_interval tensorboard_dir",
 }
 

@@ -162,7 +162,7 @@ def test_an_option_without_its_switch_is_refused(switch: str, name: str) -> None
     values: dict[type, object] = {bool: not info.default, int: 2, float: 0.5, str: "uniform", list: ["core_attn"]}
     config = tiny()
     namespace, _, option = name.partition(".")
-    value = values[info.kind] if not info.choices else info.choices[0]
+    value = next((word for word in info.choices if word != info.default), values[info.kind])
     setattr(getattr(config, namespace), option, value)
     off = shown(get_option(config, switch))
     expected = f"{name}={shown(value)} has no effect while {switch}={off}"

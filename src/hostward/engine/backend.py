@@ -177,6 +177,13 @@ class Backend(ABC):
     def event(self) -> Event:
         """A new event, of nothing."""
 
+    def fetch(self, into: torch.Tensor, data: torch.Tensor) -> None:
+        """Copy `data`, of the device or the host, into host memory, and return when it is there. Unlike the others it
+        may be called from any thread, while no CUDA graph is captured. Whoever calls it sees to it that nobody writes
+        `data` meanwhile, and that what wrote it before is over.
+        """
+        into.copy_(data)
+
     @abstractmethod
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         """Let `buffer` stand for another contiguous tensor, of any shape, which the compute lane has made."""

@@ -34,7 +34,7 @@ from .backend import (
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_compute import ComputeLane
 from .cuda_kernels import KernelTables
-from .cuda_memory import device_slab, host_blocks
+from .cuda_memory import device_slab, fetch, host_blocks
 from .cuda_timing import Timings
 from .cuda_work import (
     INDEX,
@@ -135,6 +135,9 @@ class CudaBackend(Backend):
         for buffer in buffers:
             self.ledger.add(buffer, -1)
             buffer.data = buffer.data.new_empty(0)
+
+    def fetch(self, into: torch.Tensor, data: torch.Tensor) -> None:
+        fetch(self._side[Lane.D2H], into, data)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE if tensor.is_cuda else Tier.HOST, tensor, owner)
@@ -334,12 +337,8 @@ class CudaBackend(Backend):
         return capture_number(self.compute_key()) if self.capturing() else 0
 
     def describe(self) -> Mapping[str, object]:
-        return {
-            "backend": "cuda",
-            "device": torch.cuda.get_device_name(self.device),
-            "host_threads": self.threads,
-            "isa": isa_name(),
-        }
+        name = torch.cuda.get_device_name(self.device)
+        return {"backend": "cuda", "device": name, "host_threads": self.threads, "isa": isa_name()}
 
     # ---------------------------------------------------------------- for works
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hostward.checkpoint import Saver
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
@@ -76,6 +77,9 @@ class Run:
     attachment: Attachment | None = None
     """Offloading of activations, where it is asked for."""
     saved: Path | None = None
+    """The newest checkpoint that is complete."""
+    saver: Saver | None = None
+    """What saves them, from the first save on."""
     first_iteration: int = 0
     trace: Trace | None = None
     """Of the newest metered iterations, once they are over."""
@@ -246,7 +250,7 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
             run.iteration,
             until,
         )
-    with deterministic(run.config.model.deterministic_mode):
+    with resume.saves(run), deterministic(run.config.model.deterministic_mode):
         run.clock_s = time.perf_counter()
         for first, end in _windows(run.iteration, until, metered):
             _iterate(run, first, progress)
@@ -258,8 +262,6 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
         run.optimizer.wait()
         collect(run, progress, everything=True)
     run.of_ranks = ranks_report(run)
-    if run.config.checkpoint.save is not None:
-        run.saved = resume.save(run)
 
 
 def _windows(iteration: int, until: int, metered: int) -> list[tuple[int, int]]:
@@ -274,11 +276,12 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
     interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
     while run.iteration < until:
         train_iteration(run)
+        resume.look(run)
         run.watermark.look(run.iteration)
         due = interval is not None and run.iteration % interval == 0 and run.iteration < config.train.train_iters
         collect(run, progress, everything=due)
         if due:
-            run.saved = resume.save(run)
+            resume.save(run)
             run.clock_s = time.perf_counter()
 
 

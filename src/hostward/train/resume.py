@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from hostward import checkpoint
 from hostward.checkpoint_files import complete_checkpoints
@@ -40,31 +43,71 @@ _FUNCTION_OPTIONS = (
 _NEEDED = ("iteration", "consumed_samples", "data", "optimizer", "scaler", "python_rng", "numpy_rng", "config")
 
 
-def save(run: Run) -> Path:
-    """Save weights, optimizer, random number generators and position; returns the checkpoint's folder."""
-    directory = Path(run.config.checkpoint.save or "")
-    state = run.optimizer.state_dict(copy=False)  # all is written before the next step
-    tensors = {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
-    tensors |= {f"optimizer/{n}/{role}": t for n, entry in state["state"].items() for role, t in entry.items()}
-    tensors["rng/torch"] = torch.get_rng_state()
-    if run.device.type == "cuda":
-        tensors["rng/cuda"] = torch.cuda.get_rng_state(run.device)
+def saver_of(config: Config) -> checkpoint.Saver:
+    """What saves the checkpoints of a run, on all of its processes."""
+    options = config.checkpoint
+    mode = options.async_save_mode if options.async_save else None
+    return checkpoint.Saver(
+        Path(options.save or ""),
+        mode=cast("checkpoint.Mode | None", mode),
+        group=processes(),
+        most_recent_k=options.most_recent_k,
+    )
+
+
+def processes() -> dist.ProcessGroup | None:
+    """All processes of the run; None where it is one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def save(run: Run) -> None:
+    """Save weights, optimizer, random number generators and position: at once, or beside what follows."""
+    if run.saver is None:
+        run.saver = saver_of(run.config)
+    parts = checkpoint.parts_of(run.model, run.optimizer)
+    tensors = dict(parts.tensors)
+    for kind, state in _torch_rng(run.device).items():
+        tensors[_rng_name(kind)] = state
     plain: dict[str, Any] = {
         "iteration": run.iteration,
         "consumed_samples": run.iteration * run.config.train.global_batch_size,
         "data": run.dataset.fingerprint,
-        "optimizer": {"format": state["format"], "param_groups": state["param_groups"]},
+        "optimizer": parts.optimizer,
         "scaler": run.scaler.state_dict() if run.scaler is not None else None,
         "python_rng": _python_rng(),
         "numpy_rng": _numpy_rng(),
         "recipe": run.recipe,
         "config": to_dict(run.config),
     }
-    path = checkpoint.save(
-        directory, run.iteration, tensors=tensors, plain=plain, most_recent_k=run.config.checkpoint.most_recent_k
-    )
-    log.info("saved %s", path)
-    return path
+    own = {"python_rng": plain["python_rng"], "numpy_rng": plain["numpy_rng"]}
+    _saved(run, run.saver.save(run.iteration, tensors=tensors, plain=plain, own=own if _ranks() > 1 else None))
+
+
+def look(run: Run) -> None:
+    """Take over a save that has been made beside training. Raises what it failed with."""
+    if run.saver is not None:
+        _saved(run, run.saver.poll())
+
+
+@contextmanager
+def saves(run: Run) -> Iterator[None]:
+    """Around training: the last checkpoint is made behind it, and one under way is given up if it fails."""
+    try:
+        yield
+        if run.config.checkpoint.save is not None:
+            save(run)
+        if run.saver is not None:
+            _saved(run, run.saver.finish())
+    finally:
+        if run.saver is not None:
+            run.saver.close()
+            run.saver = None
+
+
+def _saved(run: Run, path: Path | None) -> None:
+    if path is not None:
+        run.saved = path
+        log.info("saved %s", path)
 
 
 def load(run: Run, path: Path) -> None:
@@ -73,22 +116,18 @@ def load(run: Run, path: Path) -> None:
     plain = _plain(path)
     index = checkpoint.tensor_index(path)
     full = not options.finetune
-    weights = {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
-    into = dict(weights)
-    wanted = {k for k in index if k.startswith("optimizer/")} if full and options.load_optim else set()
-    wanted |= {k for k in index if k.startswith("rng/")} if full and options.load_rng else set()
-    if full and options.load_rng and "rng/torch" not in index:
-        raise CheckpointError(
-            f"checkpoint {path} lacks rng/torch", fix="go on with other random numbers: checkpoint.load_rng=False"
-        )
-    into |= {k: torch.empty(index[k][0], dtype=index[k][1]) for k in wanted}
-    checkpoint.load(path, into, ignore={k for k in index if not k.startswith("model/")} - wanted)
+    into: dict[str, torch.Tensor] = {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
+    if full and options.load_optim:
+        into |= checkpoint.empty_optimizer_tensors(run.optimizer)
+    generators = _wanted_generators(run, path, index) if full and options.load_rng else {}
+    into |= generators
+    checkpoint.load(path, into, ignore={k for k in index if not k.startswith("model/")} - set(into), group=processes())
     run.optimizer.reseed()
     if not full:
         return
     run.iteration = int(plain["iteration"])
     if options.load_optim:
-        run.optimizer.load_state_dict(_optimizer_state(plain, into))
+        run.optimizer.load_state_dict(checkpoint.optimizer_state(plain["optimizer"], into))
         for group in run.optimizer.param_groups:
             group.update(group_settings(run.config))  # what this run was asked for, not what the last one was
         if run.scaler is not None and plain["scaler"] is not None:
@@ -96,12 +135,52 @@ def load(run: Run, path: Path) -> None:
     else:
         log.warning("checkpoint.load_optim=False: step counts start at 0 with zero moments")
     if options.load_rng:
-        torch.set_rng_state(into["rng/torch"])
-        if run.device.type == "cuda" and "rng/cuda" in into:
-            torch.cuda.set_rng_state(into["rng/cuda"], run.device)
-        _set_python_rng(plain["python_rng"])
-        _set_numpy_rng(plain["numpy_rng"])
+        _set_generators(run, path, plain, generators)
     log.info("resumed %s at iteration %d", path, run.iteration)
+
+
+def _wanted_generators(
+    run: Run, path: Path, index: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Tensors for the states of this rank's generators; none for a rank that the run had not that saved."""
+    if "rng/torch" not in index:
+        raise CheckpointError(
+            f"checkpoint {path} lacks rng/torch", fix="go on with other random numbers: checkpoint.load_rng=False"
+        )
+    names = [_rng_name(kind) for kind in _torch_rng(run.device)]
+    return {name: torch.empty(index[name][0], dtype=index[name][1]) for name in names if name in index}
+
+
+def _set_generators(run: Run, path: Path, plain: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> None:
+    if not found:
+        log.warning(
+            "rank %d has no random numbers in %s, which fewer ranks saved: it goes on with its own", _rank(), path
+        )
+        return
+    torch.set_rng_state(found[_rng_name("torch")])
+    if run.device.type == "cuda" and _rng_name("cuda") in found:
+        torch.cuda.set_rng_state(found[_rng_name("cuda")], run.device)
+    own = checkpoint.read_own(path)[_rank()] if _rank() else plain
+    _set_python_rng(own["python_rng"])
+    _set_numpy_rng(own["numpy_rng"])
+
+
+def _torch_rng(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _rng_name(kind: str) -> str:
+    """`rng/torch` of the first rank, as one process has it; `rng/torch/rank_3` of others."""
+    return f"rng/{kind}/rank_{_rank()}" if _rank() else f"rng/{kind}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if processes() is not None else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if processes() is not None else 1
 
 
 def require_same_samples(config: Config, dataset: TokenDataset, path: Path) -> None:
@@ -151,15 +230,6 @@ def _plain(path: Path) -> dict[str, Any]:
             fix="name a folder that checkpoint.save wrote",
         )
     return plain
-
-
-def _optimizer_state(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        if key.startswith("optimizer/"):
-            name, role = key.removeprefix("optimizer/").rsplit("/", 1)
-            state.setdefault(name, {})[role] = tensor
-    return {**plain["optimizer"], "state": state}
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

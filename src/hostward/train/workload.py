@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def recipe_workload(config: Config, *, name: str = "", vocab_size: int | None = 
     model, train = config.model, config.train
     if vocab_size is None and config.tokenizer.tokenizer_type != "huggingface":
         vocab_size = ByteTokenizer.vocab_size
-    return _of(
+    made = _of(
         meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
         name=name or model.architecture,
         sequence_tokens=model.seq_length,
@@ -41,6 +42,8 @@ def recipe_workload(config: Config, *, name: str = "", vocab_size: int | None = 
         microbatches=max(1, train.global_batch_size // train.micro_batch_size),
         split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
     )
+    options = config.checkpoint
+    return replace(made, snapshot=options.async_save and options.async_save_mode == "snapshot")
 
 
 def config_workload(

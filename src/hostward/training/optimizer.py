@@ -39,6 +39,7 @@ from .placeholder import Where
 from .saving import Saving
 from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
 from .slots import CudaGauge, Slots
+from .sources import Readers
 from .state import (
     BucketState,
     allocate_gradients,
@@ -152,6 +153,7 @@ class AdamW(Saving):
         self._waiting: list[Tracked] = []
         """Those whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch = WeightWatch([])
+        self._readers = Readers()
         self._memory: Memory
         self._arrivals: Arrivals | None = None
         self._handover: Handover
@@ -178,6 +180,7 @@ class AdamW(Saving):
             self._places = Places(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
             self._issuer.require_weights_here()
+            self._readers.wait()
             self.wait()
             self._follow_weights()
         super().add_param_group(param_group)
@@ -341,6 +344,7 @@ class AdamW(Saving):
         self._waiting = [t for t in self._waiting if is_away(t.parameter)]
         if self._waiting:
             raise waits(self._waiting[0].name)
+        self._readers.wait()
         self._follow_weights()
         self._watch.require_no_newcomers()
         for group in self.param_groups:

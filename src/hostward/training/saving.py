@@ -15,6 +15,7 @@ from hostward.names import matched
 
 from .control import Control
 from .groups import check_members, check_same_names, checked_settings, plain, saved_parts
+from .sources import Describer, Readers, StateSources
 
 if TYPE_CHECKING:
     from hostward.inspect import Places, Tracked
@@ -35,6 +36,7 @@ class Saving(Control):
     _places: Places
     _watch: WeightWatch
     _tracked: Sequence[Tracked]
+    _readers: Readers
 
     def reseed(self, names: Iterable[str] | None = None) -> None:
         """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
@@ -45,6 +47,7 @@ class Saving(Control):
         Raises:
             ModelError: a name that the optimizer does not track.
         """
+        self._readers.wait()
         self.wait()
         names = [t.name for t in self._tracked] if names is None else list(names)
         for name in names:
@@ -103,21 +106,57 @@ class Saving(Control):
         return saved
 
     def _state(self, copy: bool) -> dict[str, Any]:
+        self._settle()
+        if copy:
+            require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+        state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
+        return {"format": STATE_FORMAT, "state": state, "param_groups": self._settings()}
+
+    def _settle(self) -> None:
+        """The state is that of the last step, whole, and lanes are empty."""
         check_members(self.param_groups, self._tracked)
         self._follow_weights()
         self._issuer.require_whole()
         self.wait()
-        if copy:
-            require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+
+    def _settings(self) -> list[dict[str, Any]]:
         groups = []
         for group in self.param_groups:
             settings = {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**settings, "params": list(group["param_names"])})
-        return {
-            "format": STATE_FORMAT,
-            "state": {t.name: self._access.read(t.name, copy=copy) for t in self._tracked},
-            "param_groups": groups,
-        }
+        return groups
+
+    @_disable_dynamo
+    def sources(self) -> StateSources:
+        """State and weights as they lie, by parameter name, to be read from other threads; nothing is copied.
+
+        They are those of this moment until the next `step()`, which waits for registered readers, as everything does
+        that changes them. `hostward.checkpoint` writes from them.
+
+        Raises:
+            ModelError: a step was cut short, or module or groups are not as they were.
+        """
+        self._settle()
+        describer = Describer(self.backend, self._readers)
+        found = {t.name: self._access.pieces(t.name) for t in self._tracked}
+        return StateSources(
+            STATE_FORMAT,
+            {t.name: describer.weight(t, found[t.name]) for t in self._tracked},
+            {t.name: describer.state(t, found[t.name]) for t in self._tracked},
+            {t.name: torch.tensor(self._access.count(t.name), dtype=torch.int64) for t in self._tracked},
+            self._settings(),
+            {id(t.parameter): t.name for t in self._tracked},
+        )
+
+    def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Host tensors of the names, shapes, dtypes and divisions of the state, to load a checkpoint into; their
+        contents are arbitrary. `load_state_dict` takes them over.
+
+        Raises:
+            MemoryLimitError: the host has no room for them.
+        """
+        require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+        return {t.name: self._access.empty(t.name) for t in self._tracked}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -143,6 +182,7 @@ class Saving(Control):
     @torch.no_grad()
     def _load(self, given: Mapping[str, Any]) -> None:
         check_members(self.param_groups, self._tracked)
+        self._readers.wait()
         if not self._issuer.torn:
             self._issuer.use_all()
         self.backend.drain()

@@ -48,6 +48,10 @@ class StateAccess:
         pieces = self._pieces.get(name)
         return pieces[0][0].bucket.kind if pieces else MasterKind.WEIGHT
 
+    def pieces(self, name: str) -> Sequence[tuple[BucketState, int, Range]]:
+        """(bucket state, index within the bucket, range) of a parameter's parts, in order of start."""
+        return self._pieces.get(name, ())
+
     def copied_bytes(self) -> int:
         """Host bytes that `read` allocates for all parameters together."""
         parameters = [t.local for t in self._tracked.values()]
@@ -71,11 +75,21 @@ class StateAccess:
         if parameter.dtype is not torch.float32:
             with self._there(name):
                 entry["master"] = _masters(parameter, found)
-        counts = [state.counts.data[i : i + 1] for state, i, _ in self._pieces.get(name, ())]
-        step = next((int(count.item()) for count in (*counts, *self._empty_count(name))), 0)
         like = self._tracked[name].like
         placed = {role: like(value) for role, value in entry.items()}
-        return {"step": torch.tensor(step, dtype=torch.int64, device="cpu"), **placed}
+        return {"step": torch.tensor(self.count(name), dtype=torch.int64, device="cpu"), **placed}
+
+    def count(self, name: str) -> int:
+        """Steps of a parameter."""
+        counts = [state.counts.data[i : i + 1] for state, i, _ in self._pieces.get(name, ())]
+        return next((int(count.item()) for count in (*counts, *self._empty_count(name))), 0)
+
+    def empty(self, name: str) -> dict[str, torch.Tensor]:
+        """What `read` returns, without its contents."""
+        tracked = self._tracked[name]
+        roles = [*_ROLES, *([] if tracked.local.dtype is torch.float32 else ["master"])]
+        made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=torch.float32, device="cpu")) for r in roles}
+        return {"step": torch.zeros((), dtype=torch.int64, device="cpu"), **made}
 
     def _empty_count(self, name: str) -> list[torch.Tensor]:
         return [self.empty_counts[name]] if name in self.empty_counts else []

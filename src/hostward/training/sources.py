@@ -1,0 +1,191 @@
+"""The state as it lies, to be read piece by piece from other threads: what checkpoints are written from.
+
+A source is one tensor of the state, or this process's part of it. Nothing is copied to make one. Whoever reads one
+registers with its `readers`, and the optimizer waits for them before it changes what they read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostward.engine.backend import Backend
+from hostward.inspect import Tracked
+from hostward.inventory import MasterKind, Range
+from hostward.plan import Placement
+
+from .state import BucketState, slab_views
+
+N = TypeVar("N", np.int16, np.int32, np.uint8)
+_ROLES = ("exp_avg", "exp_avg_sq")
+
+
+class Readers:
+    """Those who read the state at the moment."""
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[], None]] = []
+
+    def add(self, wait: Callable[[], None]) -> None:
+        """`wait` returns when this reader has read all that it wants; it does not raise."""
+        self._waits.append(wait)
+
+    def wait(self) -> None:
+        """Return when nobody reads."""
+        while self._waits:
+            self._waits[-1]()
+            self._waits.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements [start, stop) of a flattened tensor and where they lie: `data`, flat, or the halves of float32 masters,
+    bfloat16 in `data` and int16 in `low`.
+    """
+
+    start: int
+    stop: int
+    data: torch.Tensor
+    low: torch.Tensor | None = None
+
+    def lies_here(self) -> bool:
+        """Whether it can be read in place."""
+        return self.low is None and self.data.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the state, read in boxes.
+
+    shape: of this process's part, which is contiguous. whole: what a checkpoint is told of it, a tensor without memory,
+    sharded as the parameter is.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stretches: tuple[Stretch, ...]
+    whole: torch.Tensor
+    backend: Backend
+    readers: Readers
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def needs_room(self) -> bool:
+        """Whether some of it has to be copied to be read."""
+        return len(self.stretches) > 1 or not all(s.lies_here() for s in self.stretches)
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None) -> torch.Tensor:
+        """A box of it that is one run of its elements, on the host: in place where it lies there in one piece, else in
+        `room`, uint8, which holds twice the box.
+        """
+        start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
+        stop = start + math.prod(sizes)
+        found = [s for s in self.stretches if s.start < stop and start < s.stop]
+        if len(found) == 1 and found[0].lies_here():
+            return found[0].data[start - found[0].start : stop - found[0].start].view(tuple(sizes))
+        if room is None:
+            raise ValueError("a box that does not lie on the host in one piece needs room")
+        nbytes = (stop - start) * self.dtype.itemsize
+        into = room[:nbytes].view(self.dtype)
+        for stretch in found:
+            first, last = max(start, stretch.start), min(stop, stretch.stop)
+            self._fill(into[first - start : last - start], stretch, first, last, room[nbytes : 2 * nbytes])
+        return into.view(tuple(sizes))
+
+    def _fill(self, into: torch.Tensor, stretch: Stretch, first: int, last: int, room: torch.Tensor) -> None:
+        part = slice(first - stretch.start, last - stretch.start)
+        if stretch.low is None:
+            self.backend.fetch(into, stretch.data[part])
+            return
+        half_bytes = 2 * len(into)
+        high = self._here(stretch.data[part].view(torch.int16), room[:half_bytes])
+        low = self._here(stretch.low[part], room[half_bytes : 2 * half_bytes])
+        joined = array(into, np.int32)
+        joined[:] = array(high, np.int16)
+        joined <<= 16
+        joined += array(low, np.int16)
+
+    def _here(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        if data.device.type == "cpu":
+            return data
+        copy = room.view(data.dtype)
+        self.backend.fetch(copy, data)
+        return copy
+
+
+def array(tensor: torch.Tensor, dtype: type[N]) -> npt.NDArray[N]:
+    """The memory of a flat host tensor. (`Tensor.numpy` would forbid its storage to be resized from then on.)"""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSources:
+    """All that an optimizer and the weights that it steps consist of, by parameter name."""
+
+    format: int
+    weights: Mapping[str, Source]
+    state: Mapping[str, Mapping[str, Source]]
+    """Moments, and masters of 16-bit weights, by role."""
+    steps: Mapping[str, torch.Tensor]
+    """Step counts, int64 []."""
+    param_groups: Sequence[Mapping[str, Any]]
+    names: Mapping[int, str]
+    """By the id of the parameter object."""
+
+
+class Describer:
+    """Makes the sources of one optimizer's parameters."""
+
+    def __init__(self, backend: Backend, readers: Readers) -> None:
+        self._backend = backend
+        self._readers = readers
+
+    def state(self, tracked: Tracked, found: Sequence[tuple[BucketState, int, Range]]) -> dict[str, Source]:
+        """Moments, and the masters of 16-bit weights, by role."""
+        views = [(state, index, r, dict(slab_views(state, index))) for state, index, r in found]
+        made = {}
+        for role in _ROLES:
+            stretches = tuple(Stretch(r.start, r.stop, v[role]) for _, _, r, v in views)
+            made[role] = self._source(tracked, torch.float32, stretches)
+        if tracked.local.dtype is not torch.float32:
+            weight = _flat(tracked)
+            masters = tuple(_master(state, index, r, v, weight) for state, index, r, v in views)
+            made["master"] = self._source(tracked, torch.float32, masters)
+        return made
+
+    def weight(self, tracked: Tracked, found: Sequence[tuple[BucketState, int, Range]]) -> Source:
+        """The weight: from the host where the host steps it."""
+        weight = _flat(tracked)
+        stretches = tuple(Stretch(r.start, r.stop, _weight(state, index, r, weight)) for state, index, r in found)
+        return self._source(tracked, tracked.local.dtype, stretches)
+
+    def _source(self, tracked: Tracked, dtype: torch.dtype, stretches: tuple[Stretch, ...]) -> Source:
+        shape = tracked.local.shape
+        whole = tracked.like(torch.empty(shape, dtype=dtype, device="meta"))
+        return Source(shape, dtype, stretches, whole, self._backend, self._readers)
+
+
+def _flat(tracked: Tracked) -> torch.Tensor:
+    return tracked.local.detach().reshape(-1)
+
+
+def _weight(state: BucketState, index: int, r: Range, weight: torch.Tensor) -> torch.Tensor:
+    if state.placement is Placement.HOST:
+        return state.weights[index].data
+    return weight[r.start : r.stop]
+
+
+def _master(state: BucketState, index: int, r: Range, views: dict[str, torch.Tensor], weight: torch.Tensor) -> Stretch:
+    if state.bucket.kind is MasterKind.PLAIN:
+        return Stretch(r.start, r.stop, views["master"])
+    return Stretch(r.start, r.stop, _weight(state, index, r, weight), views["remainder"])

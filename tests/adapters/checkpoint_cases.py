@@ -1,0 +1,193 @@
+"""What ranks do with checkpoints of ours: saved by some of them, loaded by others. Results are digests of bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_cases import (
+    DTYPES,
+    Net,
+    adamw,
+    backward,
+    digest,
+    gradient_of,
+    loss_of,
+    mesh_of,
+    snapshot,
+    whole_of,
+)
+from torch.distributed.fsdp import fully_shard
+
+import hostward
+from hostward import checkpoint
+from hostward.adapters import fsdp2
+from hostward.checkpoint_plan import PiecePlanner
+
+MESHES = {1: None, 2: "pairs", 4: "four"}
+FRACTIONS = ("device", "mixed", "host")
+DTYPE = "bf16"
+
+
+def made(ranks: int, mix: str, **options: Any) -> tuple[Any, hostward.AdamW]:
+    """The network and its optimizer on so many ranks; other ranks have their own."""
+    model: Any = Net().to(DTYPES[DTYPE])
+    model.blocks = model.blocks[:1]
+    mesh = MESHES[ranks]
+    if mesh is not None:
+        fully_shard(model.blocks[0], mesh=mesh_of(mesh))
+        fully_shard(model, mesh=mesh_of(mesh))
+    return model, adamw(model, mix, **options)
+
+
+def group_of(ranks: int) -> dist.ProcessGroup | None:
+    mesh = MESHES[ranks]
+    return None if mesh is None else mesh_of(mesh).get_group()
+
+
+def step_given(model: Any, optimizer: hostward.AdamW, step: int) -> None:
+    """One step from gradients that depend on the name, the shape and the step alone."""
+    for name, p in model.named_parameters():
+        whole = gradient_of(name, p.shape, step).to(p.dtype)
+        p.grad = fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p) if fsdp2.is_sharded(p) else whole
+    optimizer.step()
+
+
+def bits(model: Any, optimizer: hostward.AdamW) -> dict[str, str]:
+    """Digests of whole weights and state."""
+    optimizer.wait()
+    found = {f"weight {name}": digest(whole_of(p)) for name, p in model.named_parameters()}
+    for name, entry in optimizer.state_dict()["state"].items():
+        found |= {f"{role} {name}": digest(whole_of(value).view(-1)) for role, value in entry.items()}
+    return found
+
+
+def save_all(folder: str) -> dict[str, str]:
+    """Save at every fraction and number of ranks, after two steps of given gradients; returns the bits of one rank, and
+    those after a third step.
+    """
+    found: dict[str, str] = {}
+    for mesh in ("pairs", "four"):
+        mesh_of(mesh)  # by all ranks
+    for ranks in MESHES:
+        for mix in FRACTIONS:
+            if dist.get_rank() < ranks:
+                model, optimizer = made(ranks, mix)
+                for step in (0, 1):
+                    step_given(model, optimizer, step)
+                parts = checkpoint.parts_of(model, optimizer)
+                plain = {"optimizer": parts.optimizer, "consumed_samples": 16}
+                path = Path(folder) / f"{ranks}-{mix}"
+                checkpoint.save(path, 2, tensors=parts.tensors, plain=plain, group=group_of(ranks))
+                if ranks == 1 and mix == "device":
+                    found = bits(model, optimizer)
+                    step_given(model, optimizer, 2)
+                    found |= {f"later {name}": value for name, value in bits(model, optimizer).items()}
+            dist.barrier()
+    return found
+
+
+def load_all(folder: str, ranks: int, mix: str) -> dict[str, dict[str, str]]:
+    """By checkpoint that was saved at a fraction and a number of ranks: what is loaded here, and after a step. Each is
+    loaded over what the one before has left.
+    """
+    found: dict[str, dict[str, str]] = {}
+    if dist.get_rank() >= ranks:
+        return found
+    model, optimizer = made(ranks, mix)
+    for path in sorted(Path(folder).iterdir()):
+        checkpoint.restore(path / "iter_0000002", model, optimizer, group=group_of(ranks))
+        assert checkpoint.read_plain(path / "iter_0000002")["consumed_samples"] == 16
+        found[path.name] = bits(model, optimizer)
+        step_given(model, optimizer, 2)
+        found[path.name] |= {f"later {name}": value for name, value in bits(model, optimizer).items()}
+    return found
+
+
+@contextlib.contextmanager
+def slow_reads(delay_s: float) -> Iterator[None]:
+    """The state is read slowly, so that training comes to its next step before all is read."""
+    from time import sleep
+
+    read: Callable[..., torch.Tensor] = PiecePlanner.read
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        sleep(delay_s)
+        return read(*arguments)
+
+    PiecePlanner.read = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PiecePlanner.read = read  # type: ignore[method-assign]
+
+
+def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict[str, str], list[Any], list[Any]]:
+    """Train, save after two steps beside three more; returns the bits of that step and of what was saved, and how it
+    went on with and without a save.
+    """
+    told: list[list[Any]] = [[], []]
+    expected: dict[str, str] = {}
+    for saves in (False, True):
+        model, optimizer = made(4, mix, order="late")
+        saver = checkpoint.Saver(Path(folder), mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
+        with slow_reads(0.002):
+            for step in range(5):
+                if step == 2 and saves:
+                    parts = checkpoint.parts_of(model, optimizer)
+                    saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
+                elif step == 2:
+                    expected = snapshot(model, optimizer)
+                optimizer.zero_grad()
+                backward(model, optimizer, step, 1, True, True, False)
+                optimizer.step()
+                told[saves].append(optimizer.grad_norm.hex())
+            told[saves].append(snapshot(model, optimizer))
+            path = saver.finish()
+        saver.close()
+    assert path is not None
+    model, optimizer = made(4, "device")
+    checkpoint.restore(path, model, optimizer, group=dist.group.WORLD)
+    return expected, snapshot(model, optimizer), told[0], told[1]
+
+
+def refused(folder: str, what: str) -> str:
+    """What every rank is told if one of them cannot take part."""
+    model, optimizer = made(4, "mixed")
+    loss_of(model, 0).backward()
+    optimizer.step()
+    parts = checkpoint.parts_of(model, optimizer)
+    tensors, plain = dict(parts.tensors), {"optimizer": parts.optimizer}
+    if what == "value" and dist.get_rank() == 2:
+        tensors["no tensor"] = 3  # type: ignore[assignment]
+    path = Path(folder)
+    if what == "lock" and dist.get_rank() == 1:
+        path.mkdir(parents=True, exist_ok=True)
+        held = checkpoint.files.locked(path)
+        held.__enter__()
+    dist.barrier()
+    try:
+        checkpoint.save(path, 1, tensors=tensors, plain=plain, group=dist.group.WORLD)
+    except hostward.HostwardError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+        if what == "lock" and dist.get_rank() == 1:
+            held.__exit__(None, None, None)
+    return "no error"
+
+
+def load_damaged(path: str) -> str:
+    """What every rank is told about a checkpoint of which one chunk is damaged; nothing may be loaded."""
+    model, optimizer = made(4, "device")
+    before = snapshot(model, optimizer)
+    try:
+        checkpoint.restore(Path(path), model, optimizer, group=dist.group.WORLD)
+    except hostward.HostwardError as error:
+        assert snapshot(model, optimizer) == before
+        return f"{type(error).__name__}: {error}"
+    return "no error"

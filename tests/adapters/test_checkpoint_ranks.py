@@ -1,0 +1,83 @@
+"""Checkpoints of several ranks: whatever saved them, whatever loads them, the bits are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import FRACTIONS, MESHES
+from sharded_cases import digest
+from world import World
+
+from hostward import checkpoint
+
+PAIRS = {f"{ranks}-{mix}" for ranks in MESHES for mix in FRACTIONS}
+
+
+@pytest.fixture(scope="module")
+def everything(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder of checkpoints saved at every fraction and number of ranks, and the bits that all of them hold."""
+    folder = tmp_path_factory.mktemp("everything")
+    expected: dict[str, str] = world.run("checkpoint_cases.save_all", folder=str(folder))[0]
+    return folder, expected
+
+
+@pytest.mark.parametrize("mix", FRACTIONS)
+@pytest.mark.parametrize("ranks", MESHES)
+def test_state_and_the_next_step_are_the_same_from_every_fraction_and_number_of_ranks(
+    world: World, everything: tuple[Path, dict[str, str]], ranks: int, mix: str
+) -> None:
+    folder, expected = everything
+    for found in world.run("checkpoint_cases.load_all", folder=str(folder), ranks=ranks, mix=mix)[:ranks]:
+        assert set(found) == PAIRS
+        assert {name for name, bits in found.items() if bits != expected} == set()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_dcp_reads_what_four_ranks_saved(everything: tuple[Path, dict[str, str]]) -> None:
+    folder, _ = everything
+    one, four = (folder / f"{ranks}-host" / "iter_0000002" for ranks in (1, 4))
+    index = checkpoint.tensor_index(four)
+    assert index == checkpoint.tensor_index(one)
+    by_dcp, by_us = ({n: torch.zeros(shape, dtype=d) for n, (shape, d) in index.items()} for _ in range(2))
+    dcp.load(by_dcp, checkpoint_id=four, no_dist=True)
+    checkpoint.load(one, by_us)
+    assert [name for name in index if digest(by_dcp[name].view(-1)) != digest(by_us[name].view(-1))] == []
+
+
+@pytest.mark.parametrize("mode", ["snapshot", "stream"])
+@pytest.mark.parametrize("mix", ["mixed", "host"])
+def test_training_goes_on_beside_a_save_and_tears_nothing(world: World, tmp_path: Path, mode: str, mix: str) -> None:
+    for expected, found, without, beside in world.run(
+        "checkpoint_cases.saved_beside", folder=str(tmp_path), mode=mode, mix=mix
+    ):
+        assert found == expected
+        assert beside == without
+
+
+@pytest.mark.parametrize(("what", "text"), [("value", "rank 2: cannot save 'no tensor'"), ("lock", "another process")])
+def test_a_rank_that_cannot_save_stops_all_with_its_cause(world: World, tmp_path: Path, what: str, text: str) -> None:
+    told = world.run("checkpoint_cases.refused", folder=str(tmp_path / "saved"), what=what)
+    assert len(set(told)) == 1
+    assert told[0].startswith("CheckpointError: cannot save checkpoint")
+    assert text in told[0]
+    assert world.run("checkpoint_cases.refused", folder=str(tmp_path / "saved"), what="nothing") == ["no error"] * 4
+
+
+def test_a_damaged_chunk_that_one_rank_reads_stops_all(
+    world: World, everything: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, _ = everything
+    path = tmp_path / "iter_0000002"
+    path.mkdir()
+    for file in (folder / "4-mixed" / path.name).iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    damaged = path / "__2_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    told = world.run("checkpoint_cases.load_damaged", path=str(path))
+    assert len(set(told)) == 1
+    assert "file __2_0.distcp is damaged in chunk 1 of 1" in told[0]

@@ -1,0 +1,180 @@
+"""Saving while training goes on: what is written is the state of its step, and training is as without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networks import LATEST, MIXES, Net, loss_of, make
+from optimizer_cases import assert_equal, snapshot
+
+import hostward
+from hostward import checkpoint
+from hostward.checkpoint_plan import PiecePlanner
+from hostward.engine import pools
+from hostward.engine.backend import Tier
+from hostward.engine.simulated import Order
+from hostward.errors import CheckpointError, MemoryLimitError
+
+MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
+ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+@pytest.fixture
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is read so slowly that training comes to its next change before all is read."""
+    read: Callable[..., torch.Tensor] = PiecePlanner.read
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        time.sleep(0.002)
+        return read(*arguments)
+
+    monkeypatch.setattr(PiecePlanner, "read", slow)
+
+
+def step(model: Net, optimizer: hostward.AdamW, number: int) -> None:
+    optimizer.zero_grad()
+    with optimizer.accumulate(last=True):
+        loss_of(model, number).backward()
+    optimizer.step()
+
+
+def begin(saver: checkpoint.Saver, model: Net, optimizer: hostward.AdamW) -> None:
+    parts = checkpoint.parts_of(model, optimizer)
+    assert saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}) is None
+
+
+def saved_state(path: Path | None, dtype: torch.dtype, mix: str = "device") -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, loaded into a new model and optimizer."""
+    assert path is not None
+    model, optimizer = make(mix, dtype)
+    checkpoint.restore(path, model, optimizer)
+    return snapshot(model, optimizer)
+
+
+@pytest.mark.usefixtures("slow_reads")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mix", "dtype", "order"),
+    [(mix, "bf16", "late") for mix in MIXES] + [("mixed", "fp16", "random"), ("host", "fp32", "eager")],
+)
+def test_nothing_is_torn(tmp_path: Path, mode: checkpoint.Mode, mix: str, dtype: str, order: str) -> None:
+    ends = []
+    expected: dict[str, torch.Tensor] = {}
+    for saves in (False, True):
+        model, optimizer = make(mix, DTYPES[dtype], ORDERS[order])
+        saver = checkpoint.Saver(tmp_path, mode=mode)
+        for number in range(5):
+            if number == 2 and saves:
+                begin(saver, model, optimizer)
+            elif number == 2:
+                expected = snapshot(model, optimizer)
+            step(model, optimizer, number)
+        ends.append(snapshot(model, optimizer))
+        if saves:
+            assert_equal(saved_state(saver.finish(), DTYPES[dtype]), expected)
+        saver.close()
+    assert_equal(ends[1], ends[0])
+
+
+@pytest.mark.usefixtures("slow_reads")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", ["load_state_dict", "reseed", "add_param_group", "step"])
+def test_whatever_changes_the_state_waits_until_it_is_read(tmp_path: Path, mode: checkpoint.Mode, change: str) -> None:
+    model, optimizer = make("mixed", torch.bfloat16)
+    step(model, optimizer, 0)
+    other, later = make("device", torch.bfloat16)
+    step(other, later, 7)
+    expected = snapshot(model, optimizer)
+    saver = checkpoint.Saver(tmp_path, mode=mode)
+    begin(saver, model, optimizer)
+    if change == "load_state_dict":
+        optimizer.load_state_dict(later.state_dict())
+    elif change == "reseed":
+        optimizer.reseed()
+    elif change == "step":
+        step(model, optimizer, 1)
+    else:
+        extra = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer.add_param_group({"params": [("extra", extra)]})
+    assert_equal(saved_state(saver.finish(), torch.bfloat16), expected)
+    saver.close()
+
+
+@pytest.mark.usefixtures("slow_reads")
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_and_weights_that_are_not_trained_are_those_of_the_step(tmp_path: Path, mode: checkpoint.Mode) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model[2].weight.requires_grad_(False)
+    optimizer = hostward.AdamW(model, offload_fraction=1.0)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    expected = {name: t.clone() for name, t in model.state_dict().items()}
+    saver = checkpoint.Saver(tmp_path, mode=mode)
+    begin(saver, model, optimizer)
+    model(torch.randn(8, 4)).sum().backward()  # moves the running means
+    optimizer.step()
+    path = saver.finish()
+    saver.close()
+    assert path is not None
+    found = {f"model/{name}": torch.zeros_like(t) for name, t in expected.items()}
+    checkpoint.load(path, found, ignore=[n for n in checkpoint.tensor_index(path) if not n.startswith("model/")])
+    assert_equal({name.removeprefix("model/"): t for name, t in found.items()}, expected)
+
+
+def test_a_snapshot_that_does_not_fit_is_refused_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make("host")
+    step(model, optimizer, 0)
+    saver = checkpoint.Saver(tmp_path, mode="snapshot")
+    small = replace(pools.host_memory(), available_bytes=600_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(pools, "host_memory", lambda: small)
+        with pytest.raises(MemoryLimitError, match="snapshot of a save"):
+            begin(saver, model, optimizer)
+    assert not saver.saving
+    step(model, optimizer, 1)
+    begin(saver, model, optimizer)
+    assert saver.finish() == tmp_path / "iter_0000002"
+    saver.close()
+    assert "snapshot of a save" not in optimizer.backend.ledger.by_owner(Tier.HOST)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_that_fails_beside_training_is_told_and_nothing_is_left(tmp_path: Path, mode: checkpoint.Mode) -> None:
+    model, optimizer = make("mixed")
+    saver = checkpoint.Saver(tmp_path, mode=mode)
+    begin(saver, model, optimizer)
+    assert saver.finish() == tmp_path / "iter_0000002"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()  # what a pointer cannot replace
+    step(model, optimizer, 0)
+    begin(saver, model, optimizer)
+    step(model, optimizer, 1)
+    with pytest.raises(CheckpointError, match="cannot save checkpoint"):
+        saver.finish()
+    assert not saver.saving
+    saver.close()
+
+
+@pytest.mark.usefixtures("slow_reads")
+def test_a_save_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
+    model, optimizer = make("host")
+    before = snapshot(model, optimizer)
+    checkpoint.save(
+        tmp_path, 1, tensors=(p := checkpoint.parts_of(model, optimizer)).tensors, plain={"optimizer": p.optimizer}
+    )
+    saver = checkpoint.Saver(tmp_path, mode="stream")
+    step(model, optimizer, 0)
+    begin(saver, model, optimizer)
+    saver.close()
+    step(model, optimizer, 1)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".iter")] == []
+    assert_equal(saved_state(checkpoint.latest(tmp_path), torch.float32), before)

@@ -1,0 +1,69 @@
+"""Tensors are cut into pieces of bounded size, written by several threads, and come back whole."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+
+from hostward import checkpoint, checkpoint_files
+from hostward.checkpoint_plan import boxes_of
+from hostward.errors import CheckpointError
+from hostward.save_buffers import PIECE_BYTES, writer_count
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 40))
+def test_boxes_cover_a_tensor_in_runs_of_bounded_size(sizes: list[int], most: int) -> None:
+    numbers = torch.arange(math.prod(sizes)).view(sizes)
+    found = []
+    for offsets, lengths in boxes_of(sizes, most):
+        box = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+        assert list(box.shape) == lengths
+        assert box.numel() <= most
+        found += box.flatten().tolist()
+    assert found == list(range(numbers.numel()))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint whose first tensor is of three pieces, and a view without all of its columns."""
+    whole = torch.arange(3 * PIECE_BYTES // 4, dtype=torch.int32).view(6, -1)
+    tensors = {"rows": whole, "view": whole[:, 5:105], "one": torch.tensor(3)}
+    return checkpoint.save(tmp_path_factory.mktemp("large"), 1, tensors=tensors, plain={}), tensors
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pieces_come_back_and_dcp_reads_them(large: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, tensors = large
+    assert len(list(path.glob("*.distcp"))) == min(3, writer_count())
+    for load in (checkpoint.load, lambda p, into: dcp.load(into, checkpoint_id=p, no_dist=True)):
+        into = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
+        load(path, into)
+        assert all(torch.equal(into[name], tensors[name]) for name in tensors)
+
+
+def test_only_the_chunks_that_are_read_have_to_be_sound(large: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, _ = large
+    name = "__0_0.distcp"
+    size_bytes = (path / name).stat().st_size
+    with (path / name).open("r+b") as file:
+        file.seek(size_bytes - 5)
+        byte = file.read(1)
+        file.seek(size_bytes - 5)
+        file.write(bytes([byte[0] ^ 1]))
+    try:
+        checkpoint_files.verify_ranges(path, {name: [(0, 100)]})
+        with pytest.raises(CheckpointError, match=f"{name} is damaged in chunk"):
+            checkpoint_files.verify_ranges(path, {name: [(0, 100), (size_bytes - 10, size_bytes)]})
+        with pytest.raises(CheckpointError, match=f"{name} is damaged in chunk"):
+            checkpoint.verify(path)
+    finally:
+        with (path / name).open("r+b") as file:
+            file.seek(size_bytes - 5)
+            file.write(byte)
