@@ -41,7 +41,7 @@ def test_status() -> None:
     assert status("optimizer.offload_optimizer_states") == status("optimizer.pin_cpu_grads") == "works"
     assert status("model.cpu_offloading") == "works"
     assert status("model.cpu_offloading_num_layers") == "works"
-    assert status("model.cpu_offloading_weights") == "works"
+    assert status("model.cpu_offloading_weights") == "works with one process"
     assert status("model.offload_modules") == "works"
     assert status("model.activation_offload_fraction") == status("model.recompute_modules") == "works"
     assert status("checkpoint.save_interval") == "works"

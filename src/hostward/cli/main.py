@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
@@ -98,6 +99,8 @@ def train(
     from hostward.train import loop, scalars
     from hostward.train.report import render
 
+    # Of logits that are gathered: nothing is done to them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
     if first_rank:
         run_files.require_folder("--run-dir", run_dir)

@@ -43,7 +43,7 @@ def require_fit(
     recipe: str, config: Config, device: torch.device, vocab_size: int, plan: PlanFile | None, ranks: Ranks
 ) -> Estimate | None:
     """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, a small model,
-    or experts divided over ranks. With
+    or experts or matrices divided over ranks. With
     several ranks each weighs its part, and asks the host for its share of what is free.
     Seconds are the plan's, or those of the shipped profile of this GPU.
 
@@ -51,7 +51,7 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
-    if device.type != "cuda" or config.model.expert_model_parallel_size > 1:
+    if device.type != "cuda" or config.model.expert_model_parallel_size * ranks.sharing > 1:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if need(config, parameter_count(config, vocab_size)).total_bytes < SMALL_SHARE * free_bytes:
