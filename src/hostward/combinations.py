@@ -252,6 +252,23 @@ LAYOUT_RULES = (
         "set model.tensor_model_parallel_size to a common divisor of them",
     ),
     Rule(
+        "sequences-without-matrices",
+        PERMANENT,
+        (MATRICES, "model.sequence_parallel"),
+        lambda c, _: c.model.sequence_parallel and c.model.tensor_model_parallel_size == 1,
+        "model.sequence_parallel=true has no effect while model.tensor_model_parallel_size=1",
+        "set model.tensor_model_parallel_size too, or model.sequence_parallel=false",
+    ),
+    Rule(
+        "sequences-over-ranks",
+        PERMANENT,
+        (MATRICES, "model.sequence_parallel", "model.seq_length"),
+        lambda c, _: c.model.sequence_parallel and c.model.seq_length % c.model.tensor_model_parallel_size != 0,
+        "model.seq_length ({model.seq_length}) is not divisible by model.tensor_model_parallel_size"
+        " ({model.tensor_model_parallel_size})",
+        "set model.seq_length to a multiple, or model.sequence_parallel=false",
+    ),
+    Rule(
         "ranks-for-matrices",
         PERMANENT,
         (MATRICES,),

@@ -189,7 +189,6 @@ NOT_BUILT: Mapping[str, object] = {
     "model.virtual_pipeline_model_parallel_size": None,
     "model.context_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
-    "model.sequence_parallel": False,
     "model.cuda_graph_impl": "none",
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,

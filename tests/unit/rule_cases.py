@@ -314,6 +314,18 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             " model.ffn_hidden_size"
         ),
     ),
+    "sequences-without-matrices": (
+        "llama32_1b_pretrain_config",
+        "model.sequence_parallel=true",
+        2,
+        "model.sequence_parallel=true has no effect while model.tensor_model_parallel_size=1",
+    ),
+    "sequences-over-ranks": (
+        "llama32_1b_pretrain_config",
+        "model.sequence_parallel=true model.tensor_model_parallel_size=2 model.seq_length=33",
+        2,
+        "model.seq_length (33) is not divisible by model.tensor_model_parallel_size (2)",
+    ),
     "ranks-for-matrices": (
         "llama32_1b_pretrain_config",
         "model.tensor_model_parallel_size=4",

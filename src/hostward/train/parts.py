@@ -63,7 +63,7 @@ def _divide(model: Any, config: Config, device_type: str) -> None:
     )
     if of_matrices > 1:
         grid = init_device_mesh(device_type, (size // of_matrices, of_matrices), mesh_dim_names=("data", "matrices"))
-        divide_matrices(model, grid["matrices"])
+        divide_matrices(model, grid["matrices"], sequences=options.sequence_parallel)
         mesh = grid["data"]
     elif config.ddp.use_distributed_optimizer:
         mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("data",))
