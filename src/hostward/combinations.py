@@ -13,6 +13,7 @@ from hostward.rule_table import (
     Rule,
     changed,
     data_parallel_size,
+    divided_sizes,
     serial,
     streams,
     unset_sizes,
@@ -230,8 +231,60 @@ OPTIMIZER_RULES = (
     ),
 )
 
-EXPERTS = "model.expert_model_parallel_size"
+EXPERTS, MATRICES = "model.expert_model_parallel_size", "model.tensor_model_parallel_size"
 LAYOUT_RULES = (
+    Rule(
+        "matrices-of-experts",
+        UNTIL_BUILT,
+        (MATRICES, "model.architecture"),
+        lambda c, _: c.model.tensor_model_parallel_size > 1 and c.model.architecture not in DENSE,
+        "model.tensor_model_parallel_size={model.tensor_model_parallel_size} with"
+        " model.architecture={model.architecture} is known, but not built yet",
+        "divide its experts: model.expert_model_parallel_size",
+    ),
+    Rule(
+        "matrices-over-ranks",
+        PERMANENT,
+        (MATRICES, "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
+        lambda c, _: any(size % c.model.tensor_model_parallel_size for size in divided_sizes(c)),
+        "model.tensor_model_parallel_size={model.tensor_model_parallel_size} does not divide model.num_attention_heads,"
+        " model.num_query_groups and model.ffn_hidden_size",
+        "set model.tensor_model_parallel_size to a common divisor of them",
+    ),
+    Rule(
+        "sequences-without-matrices",
+        PERMANENT,
+        (MATRICES, "model.sequence_parallel"),
+        lambda c, _: c.model.sequence_parallel and c.model.tensor_model_parallel_size == 1,
+        "model.sequence_parallel=true has no effect while model.tensor_model_parallel_size=1",
+        "set model.tensor_model_parallel_size too, or model.sequence_parallel=false",
+    ),
+    Rule(
+        "sequences-over-ranks",
+        PERMANENT,
+        (MATRICES, "model.sequence_parallel", "model.seq_length"),
+        lambda c, _: c.model.sequence_parallel and c.model.seq_length % c.model.tensor_model_parallel_size != 0,
+        "model.seq_length ({model.seq_length}) is not divisible by model.tensor_model_parallel_size"
+        " ({model.tensor_model_parallel_size})",
+        "set model.seq_length to a multiple, or model.sequence_parallel=false",
+    ),
+    Rule(
+        "ranks-for-matrices",
+        PERMANENT,
+        (MATRICES,),
+        lambda c, world_size: world_size % c.model.tensor_model_parallel_size != 0,
+        "world size ({world_size}) is not divisible by model.tensor_model_parallel_size"
+        " ({model.tensor_model_parallel_size})",
+        "start as many processes as it says, or a multiple: torchrun --nproc-per-node",
+    ),
+    Rule(
+        "matrices-distributed",
+        PERMANENT,
+        (MATRICES, "ddp.use_distributed_optimizer"),
+        lambda c, _: c.model.tensor_model_parallel_size > 1 and not c.ddp.use_distributed_optimizer,
+        "model.tensor_model_parallel_size={model.tensor_model_parallel_size} needs ddp.use_distributed_optimizer",
+        "set ddp.use_distributed_optimizer=true",
+    ),
     Rule(
         "experts-over-ranks",
         PERMANENT,

@@ -190,12 +190,10 @@ IDLE: Mapping[str, tuple[str, str]] = {
 
 # Options that are known and not carried out yet: {option: the one value that works}.
 NOT_BUILT: Mapping[str, object] = {
-    "model.tensor_model_parallel_size": 1,
     "model.pipeline_model_parallel_size": 1,
     "model.virtual_pipeline_model_parallel_size": None,
     "model.context_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
-    "model.sequence_parallel": False,
     "model.cuda_graph_impl": "none",
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,
@@ -268,6 +266,12 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     model = config.model
     sharing = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     return max(1, world_size // sharing)
+
+
+def divided_sizes(config: Config) -> list[int]:
+    """Sizes that tensor parallelism divides, as far as they are set."""
+    model = config.model
+    return [size for size in (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size) if size]
 
 
 def serial(config: Config) -> bool:

@@ -60,7 +60,7 @@ def _two_meshes() -> None:
     adamw(model)
 
 
-def _tensor_parallel() -> None:
+def _tensor_parallel_of_a_part() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = Net()
     for block in model.blocks:

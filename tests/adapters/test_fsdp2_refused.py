@@ -16,7 +16,7 @@ REFUSED = {
     "half_sharded": "ModelError: parameter 'scale' is not sharded by FSDP2",
     "without_the_module": "ModelError: parameter 'scale' is a DTensor of no known FSDP2 module",
     "two_meshes": "ModelError: parameters are sharded on several device meshes",
-    "tensor_parallel": "ModelError: parameter 'blocks.0.up.weight' is placed as (_StridedShard",
+    "tensor_parallel_of_a_part": "ModelError: parameters are sharded on several device meshes, of different ranks",
     "tensor_parallel_alone": "ModelError: parameter 'blocks.0.up.weight' is a DTensor of no known FSDP2 module",
     "clipped_after_they_left": "ModelError: the gradient of parameter 'scale' is not in .grad any more",
     "state_of_another_mesh": "CheckpointError: the saved state of parameter 'scale' is divided over ranks in another",

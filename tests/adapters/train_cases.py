@@ -33,17 +33,19 @@ SMALL = (
 """Norms of its gradients are above the limit. Two microbatches on each of four ranks."""
 
 
-MOE, LLAMA = "qwen3_moe_tiny_pretrain_config", "llama32_1b_pretrain_config"
+MOE, LLAMA, QWEN3 = "qwen3_moe_tiny_pretrain_config", "llama32_1b_pretrain_config", "qwen3_8b_pretrain_config"
+DENSE = [
+    "model.ffn_hidden_size=96",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.kv_channels=16",
+    "model.vocab_size=320",
+    "model.params_dtype=fp32",
+]
 SIZES = {
     MOE: ["model.moe_ffn_hidden_size=32", "model.num_moe_experts=4"],
-    LLAMA: [
-        "model.ffn_hidden_size=96",
-        "model.num_attention_heads=4",
-        "model.num_query_groups=2",
-        "model.kv_channels=16",
-        "model.vocab_size=320",
-        "model.params_dtype=fp32",
-    ],
+    LLAMA: DENSE,
+    QWEN3: DENSE,
 }
 
 

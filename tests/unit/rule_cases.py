@@ -299,6 +299,45 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         16,
         "global batch size (8) is not divisible by micro batch size (1) times data parallel size (16)",
     ),
+    "matrices-of-experts": (
+        TINY,
+        "model.tensor_model_parallel_size=2",
+        2,
+        "model.tensor_model_parallel_size=2 with model.architecture=qwen3_moe is known, but not built yet",
+    ),
+    "matrices-over-ranks": (
+        "llama32_1b_pretrain_config",
+        "model.tensor_model_parallel_size=3",
+        3,
+        (
+            "model.tensor_model_parallel_size=3 does not divide model.num_attention_heads, model.num_query_groups and"
+            " model.ffn_hidden_size"
+        ),
+    ),
+    "sequences-without-matrices": (
+        "llama32_1b_pretrain_config",
+        "model.sequence_parallel=true",
+        2,
+        "model.sequence_parallel=true has no effect while model.tensor_model_parallel_size=1",
+    ),
+    "sequences-over-ranks": (
+        "llama32_1b_pretrain_config",
+        "model.sequence_parallel=true model.tensor_model_parallel_size=2 model.seq_length=33",
+        2,
+        "model.seq_length (33) is not divisible by model.tensor_model_parallel_size (2)",
+    ),
+    "ranks-for-matrices": (
+        "llama32_1b_pretrain_config",
+        "model.tensor_model_parallel_size=4",
+        2,
+        "world size (2) is not divisible by model.tensor_model_parallel_size (4)",
+    ),
+    "matrices-distributed": (
+        "llama32_1b_pretrain_config",
+        "model.tensor_model_parallel_size=2 ddp.use_distributed_optimizer=false",
+        2,
+        "model.tensor_model_parallel_size=2 needs ddp.use_distributed_optimizer",
+    ),
     "experts-over-ranks": (
         TINY,
         "model.expert_model_parallel_size=3",

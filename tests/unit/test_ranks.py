@@ -22,6 +22,11 @@ def test_without_a_launcher_there_is_one_rank() -> None:
     assert Ranks.of(variables) == Ranks(5, 8, 1, 4)
 
 
+def test_neighbours_share_samples() -> None:
+    found = [(r.data_rank, r.data_size) for r in (Ranks(i, 4, sharing=2) for i in range(4))]
+    assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
 @pytest.mark.parametrize("wrong", [{"RANK": "1"}, {"WORLD_SIZE": "0"}, {"RANK": "-1"}, {"LOCAL_RANK": "one"}])
 def test_what_is_no_rank_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -214,7 +214,7 @@ def test_the_mix_takes_one_word() -> None:
 
 def test_all_violations_come_at_once_with_their_fixes() -> None:
     config = tiny(
-        "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 model.sequence_parallel=true"
+        "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 ddp.grad_reduce_in_fp32=true"
     )
     with pytest.raises(ConfigError) as caught:
         check(config)
@@ -225,14 +225,14 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
         "     fix: choose model.num_query_groups so that it divides the heads\n"
         "  2. global batch size (3) is not divisible by micro batch size (2) times data parallel size (1)\n"
         "     fix: set train.global_batch_size to a multiple of that product\n"
-        "  3. model.sequence_parallel=true is known, but not built yet\n"
-        "     fix: set model.sequence_parallel=false"
+        "  3. ddp.grad_reduce_in_fp32=true is known, but not built yet\n"
+        "     fix: set ddp.grad_reduce_in_fp32=false"
     )
 
 
 def test_only_unbuilt_options_raise_not_built() -> None:
     with pytest.raises(NotBuiltError, match=r"^2 settings cannot be carried out:"):
-        check(tiny("ddp.overlap_grad_reduce=true model.sequence_parallel=true"))
+        check(tiny("ddp.overlap_grad_reduce=true ddp.grad_reduce_in_fp32=true"))
 
 
 def test_nothing_is_edited() -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -103,6 +104,8 @@ def train(
     from hostward.train import loop, scalars
     from hostward.train.report import render
 
+    # Of logits that are gathered: nothing is done to them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
     if first_rank:
         if run_dir is not None:

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.readback = Readback(self.device)
-        self.share = share_of(self.config, self.ranks.size)
+        self.share = share_of(self.config, self.ranks.data_size)
         self.begin_at(self.iteration)
 
     def begin_at(self, iteration: int) -> None:
@@ -171,6 +171,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     """
     ranks = Ranks.of(os.environ)
     check(config, world_size=ranks.size)
+    ranks = replace(ranks, sharing=config.model.tensor_model_parallel_size)
     if ranks.size > 1 and plan is not None:
         raise NotBuiltError(
             f"--plan with {ranks.size} processes is known, but not built yet",
@@ -198,7 +199,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     model = build(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
     _require_vocabulary(model, dataset)
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
-    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.size), plan))
+    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config, plan)
     frontier = () if plan is None else plan.frontier
@@ -320,7 +321,7 @@ def _samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     began_s = time.perf_counter()
     size, ranks = run.config.train.micro_batch_size, run.ranks
-    first = run.iteration * run.config.train.global_batch_size + (microbatch * ranks.size + ranks.rank) * size
+    first = run.iteration * run.config.train.global_batch_size + (microbatch * ranks.data_size + ranks.data_rank) * size
     inputs, labels = (_to_device(a, run.device) for a in run.dataset.batch(first, size))
     run.data_s += time.perf_counter() - began_s
     return inputs, labels

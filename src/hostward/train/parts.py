@@ -53,9 +53,19 @@ def _divide(model: Any, config: Config, device_type: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from hostward.adapters.experts import divide_experts
+    from hostward.adapters.tensors import divide_matrices
 
-    size, of_experts = get_world_size(), config.model.expert_model_parallel_size
-    if config.ddp.use_distributed_optimizer:
+    options = config.model
+    size, of_experts, of_matrices = (
+        get_world_size(),
+        options.expert_model_parallel_size,
+        options.tensor_model_parallel_size,
+    )
+    if of_matrices > 1:
+        grid = init_device_mesh(device_type, (size // of_matrices, of_matrices), mesh_dim_names=("data", "matrices"))
+        divide_matrices(model, grid["matrices"], sequences=options.sequence_parallel)
+        mesh = grid["data"]
+    elif config.ddp.use_distributed_optimizer:
         mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("data",))
     else:
         mesh = init_device_mesh(device_type, (size, 1), mesh_dim_names=("copies", "data"))

@@ -28,12 +28,14 @@ class Ranks:
 
     Args:
         rank, size: of all; local_rank, local_size: of those on this node.
+        sharing: neighbours, among whom one microbatch is divided: they train on the same samples.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    sharing: int = 1
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Ranks:
@@ -51,6 +53,15 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Of those that train on samples of their own."""
+        return self.rank // self.sharing
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.sharing
 
     @property
     def name(self) -> str:
