@@ -185,6 +185,18 @@ def load(
         ranks.close()
 
 
+def load_some(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Load these tensors of a checkpoint and no others, in place. What is read of it is checked first.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    index = tensor_index(Path(path))
+    reading = _Reading(Path(path), into, set(index) - set(into))
+    reading.check(whole=False)
+    reading.read()
+
+
 class _Reading:
     """One load by this process."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from sharded_cases import (
@@ -24,9 +27,11 @@ from sharded_cases import (
 from torch.distributed.fsdp import fully_shard
 
 import hostward
-from hostward import checkpoint
+from hostward import checkpoint, recipes
 from hostward.adapters import fsdp2
 from hostward.checkpoint_plan import PiecePlanner
+from hostward.overrides import apply_overrides
+from hostward.train import resume
 
 MESHES = {1: None, 2: "pairs", 4: "four"}
 FRACTIONS = ("device", "mixed", "host")
@@ -191,3 +196,44 @@ def load_damaged(path: str) -> str:
         assert snapshot(model, optimizer) == before
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def run_of(folder: str, mode: str | None) -> Any:
+    """What `hostward train` would hold of a run on all ranks, as far as its checkpoints go."""
+    words = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
+    words += [] if mode is None else ["checkpoint.async_save=true", f"checkpoint.async_save_mode={mode}"]
+    config = apply_overrides(recipes.load("qwen3_moe_tiny_pretrain_config"), words)
+    model, optimizer = made(4, "mixed")
+    return SimpleNamespace(
+        recipe="tiny",
+        config=config,
+        device=torch.device("cpu"),
+        dataset=SimpleNamespace(fingerprint="words"),
+        model=model,
+        optimizer=optimizer,
+        scaler=None,
+        iteration=2,
+        saver=None,
+        saved=None,
+    )
+
+
+def draws() -> tuple[Any, ...]:
+    return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+
+def resumed_run(folder: str, mode: str | None) -> tuple[bool, bool, int]:
+    """Save a run on four ranks, each with random numbers of its own; whether state and random numbers go on."""
+    run, rank = run_of(folder, mode), dist.get_rank()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(100 + rank)
+    step_given(run.model, run.optimizer, 0)
+    with resume.saves(run):
+        resume.save(run)
+        expected, drawn = bits(run.model, run.optimizer), draws()
+        if run.saver is not None:
+            run.saver.finish()
+        run.config.checkpoint.save = None
+    again = run_of(folder, mode)
+    resume.load(again, checkpoint.latest(Path(folder)))  # type: ignore[arg-type]
+    return bits(again.model, again.optimizer) == expected, draws() == drawn, again.iteration

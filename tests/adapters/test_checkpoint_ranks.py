@@ -81,3 +81,12 @@ def test_a_damaged_chunk_that_one_rank_reads_stops_all(
     told = world.run("checkpoint_cases.load_damaged", path=str(path))
     assert len(set(told)) == 1
     assert "file __2_0.distcp is damaged in chunk 1 of 1" in told[0]
+
+
+@pytest.mark.parametrize("mode", [None, "stream"])
+def test_each_rank_goes_on_with_its_own_random_numbers(world: World, tmp_path: Path, mode: str | None) -> None:
+    found = world.run("checkpoint_cases.resumed_run", folder=str(tmp_path / "run"), mode=mode)
+    assert found == [(True, True, 2)] * 4
+    path = checkpoint.latest(tmp_path / "run")
+    assert path is not None
+    assert len({str(own) for own in checkpoint.read_own(path)}) == 4

@@ -1,4 +1,4 @@
-"""`hostward train | report | verify | plan | recipes | doctor | bench`, and what happens when they fail.
+"""`hostward train | report | verify | plan | recipes | checkpoint | doctor | bench`, and what happens when they fail.
 
 Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 nobody reads the
 output, 143 terminated.
@@ -21,7 +21,7 @@ import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 
-from . import machine, plan, progress, ranks, report_command, run_files
+from . import checkpoint, machine, plan, progress, ranks, report_command, run_files
 from .output import (
     circumstances,
     command_words,
@@ -206,6 +206,10 @@ app.command()(_deferred(machine.doctor))
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("machine")(_deferred(machine.bench_machine))
 app.add_typer(bench, name="bench")
+saved = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and write them in other forms.")
+saved.command("inspect")(_deferred(checkpoint.inspect))
+saved.command("convert")(_deferred(checkpoint.convert))
+app.add_typer(saved, name="checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from hostward import checkpoint
 from hostward.checkpoint_files import complete_checkpoints
 from hostward.config import Config, to_dict
 from hostward.errors import CheckpointError
+from hostward.inspect import local_of
 
 if TYPE_CHECKING:
     from .data import TokenDataset
@@ -236,7 +237,8 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and saved buffers by name, tied ones once: views of the live tensors."""
     state = model.state_dict()
     first: dict[int, str] = {}
-    return {n: t for n, t in state.items() if first.setdefault(t.data_ptr() if t.numel() else id(t), n) == n}
+    here = {name: local_of(tensor) for name, tensor in state.items()}
+    return {n: t for n, t in state.items() if first.setdefault(here[n].data_ptr() or id(t), n) == n}
 
 
 def checkpoint_to_load(config: Config) -> Path | None:

@@ -1,0 +1,174 @@
+"""Saving beside training: what it costs the steps, and its share of the disk's own write rate.
+
+    python benchmarks/saving.py --folder /mnt/disk --layers 16 --width 4096 --json benchmarks/results/DATE-saving.json
+
+A stack of linear layers is trained with random input. First the disk: as many bytes as a checkpoint has, by as many
+threads as a save has, written plainly into files of their own and made durable. Then --steps steps without a save, and
+for each way of saving the steps that run while one checkpoint is saved, at least as many. Columns:
+
+    step        median seconds of a step beside a save, over the median without one
+    stall       seconds by which the steps until the save ended took longer than as many without a save
+    save        seconds from the call to the published checkpoint
+    rate        bytes of the checkpoint over those seconds, and over the disk's rate
+    held        host bytes besides the state while it is saved, by owner
+
+`wait` is a save that is waited for: no step runs beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hostward
+from hostward import checkpoint
+from hostward.engine.backend import Tier
+from hostward.save_buffers import PIECE_BYTES, writer_count
+
+from machine import describe
+
+WAYS: tuple[checkpoint.Mode | None, ...] = (None, "snapshot", "stream")
+OWNERS = ("buffers of a save", "snapshot of a save")
+
+
+class Stack(torch.nn.Module):
+    """Linear layers, one after the other."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
+    """Plain writes of several threads into files of their own, made durable."""
+    count = writer_count()
+    data = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
+
+    def write(path: Path) -> None:
+        with path.open("wb", buffering=0) as file:
+            left = size_bytes // count
+            while left > 0:
+                left -= file.write(data[: min(left, len(data))])
+            os.fsync(file.fileno())
+
+    paths = [folder / f"plain{i}" for i in range(count)]
+    start_s = time.perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(write, paths))
+    seconds = time.perf_counter() - start_s
+    for path in paths:
+        path.unlink()
+    return size_bytes / seconds
+
+
+class Training:
+    """A model in training, step by step."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
+        torch.manual_seed(0)
+        self.model = Stack(args.layers, args.width).to(device=device, dtype=dtype)
+        self.optimizer = hostward.AdamW(self.model, lr=1e-4, max_grad_norm=1.0, offload_fraction=args.fraction)
+        self._input = torch.randn(args.tokens, args.width, device=device, dtype=dtype)
+        self._device = device
+
+    def step_s(self) -> float:
+        """Seconds of one step; the device is waited for, so that they are its own."""
+        start_s = time.perf_counter()
+        with self.optimizer.accumulate(last=True):
+            self.model(self._input).float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start_s
+
+
+def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: int, disk: float) -> dict[str, Any]:
+    """One save, and the steps beside it."""
+    without_s = [training.step_s() for _ in range(steps)]
+    saver = checkpoint.Saver(folder / str(mode), mode=mode)
+    if mode == "snapshot":  # the first one takes its memory
+        saver.save(0, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
+        saver.finish()
+    training.optimizer.wait()
+    start_s = time.perf_counter()
+    path = saver.save(1, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
+    called_s = time.perf_counter() - start_s
+    beside_s = []
+    while path is None:
+        beside_s.append(training.step_s())
+        path = saver.poll()
+    saved_s = time.perf_counter() - start_s
+    held = training.optimizer.backend.ledger.by_owner(Tier.HOST)
+    saver.close()
+    size_bytes = sum(file.stat().st_size for file in path.iterdir())
+    shutil.rmtree(folder / str(mode))
+    usual_s = statistics.median(without_s)
+    return {
+        "way": mode or "wait",
+        "step_s": usual_s,
+        "beside_step_s": statistics.median(beside_s) if beside_s else None,
+        "steps_beside": len(beside_s),
+        "call_s": called_s,
+        "stall_s": called_s + sum(beside_s) - usual_s * len(beside_s),
+        "longest_stall_allowed_s": size_bytes / disk,
+        "save_s": saved_s,
+        "bytes": size_bytes,
+        "bytes_per_s": size_bytes / saved_s,
+        "share_of_disk": size_bytes / saved_s / disk,
+        "held_bytes": {owner: held[owner] for owner in OWNERS if owner in held},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--fraction", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training = Training(args, device)
+    parameters = sum(p.numel() for p in training.model.parameters())
+    for _ in range(3):
+        training.step_s()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        checkpoint_bytes = parameters * (14 if args.dtype == "bf16" else 12)
+        disk = max(disk_bytes_per_s(folder, checkpoint_bytes) for _ in range(2))
+        rows = [one(training, mode, folder, args.steps, disk) for mode in WAYS]
+    print(f"{parameters:,} parameters, disk {disk / 1e9:.2f} GB/s")
+    print(f"{'way':10}{'step':>8}{'stall s':>10}{'save s':>9}{'GB/s':>8}{'of disk':>9}")
+    for row in rows:
+        slower = "" if row["beside_step_s"] is None else f"{row['beside_step_s'] / row['step_s']:.3f}"
+        print(
+            f"{row['way']:10}{slower:>8}{row['stall_s']:>10.2f}{row['save_s']:>9.2f}"
+            f"{row['bytes_per_s'] / 1e9:>8.2f}{row['share_of_disk']:>9.2f}"
+        )
+    if args.json is not None:
+        report = {"machine": describe(), "parameters": parameters, "disk_bytes_per_s": disk, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`hostward checkpoint`: what one holds, its weights in transformers, its state in torch.optim.AdamW; and saves beside
+training by options.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import different, iterations_saved, offloaded, saved
+from conftest import Cli
+
+from hostward.train import export
+
+BF16 = "model.params_dtype=bf16"
+
+
+@pytest.fixture
+def folder(train: Cli, tmp_path: Path) -> Path:
+    train("train.train_iters=2", BF16, *offloaded(0.5), f"checkpoint.save={tmp_path / 'run'}")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("mode", ["stream", "snapshot"])
+def test_saves_beside_training_are_those_that_are_waited_for(train: Cli, tmp_path: Path, mode: str) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    common = ["train.train_iters=5", "checkpoint.save_interval=2", BF16, *offloaded(0.5)]
+    waited = train(*common, f"checkpoint.save={one}").report
+    beside = train(
+        *common, f"checkpoint.save={other}", "checkpoint.async_save=true", f"checkpoint.async_save_mode={mode}"
+    ).report
+    assert beside["losses"] == waited["losses"]
+    assert beside["checkpoint"] == str(other / "iter_0000005")
+    assert iterations_saved(other) == iterations_saved(one) == [f"iter_000000{n}" for n in (2, 4, 5)]
+    for name in iterations_saved(one):
+        (one / "latest").write_text(name)
+        (other / "latest").write_text(name)
+        (mine, my_plain), (theirs, their_plain) = saved(one), saved(other)
+        assert different(mine, theirs) == []
+        assert {**my_plain, "config": None} == {**their_plain, "config": None}
+
+
+def test_inspect_tells_what_there_is_and_whether_it_is_sound(cli: Cli, folder: Path) -> None:
+    told = cli("checkpoint", "inspect", folder)
+    assert told.code == 0, told.err
+    assert "iteration: 2" in told.out
+    assert "bfloat16" in told.out
+    assert "not looked at" in told.out
+    facts = json.loads(cli("checkpoint", "inspect", folder / "iter_0000002", "--verify", "--json").out)
+    assert (facts["checked"], facts["ranks"], facts["iteration"], facts["consumed_samples"]) == (True, 1, 2, 8)
+    assert facts["tensors"]["exp_avg"] == facts["tensors"]["master"] == facts["tensors"]["model"]
+    file = folder / "iter_0000002" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    damaged = cli("checkpoint", "inspect", folder, "--verify")
+    assert damaged.code == 2
+    assert "is damaged in chunk 1" in damaged.err
+
+
+@pytest.mark.parametrize("shard_bytes", [export.SHARD_BYTES, 50_000])
+def test_transformers_loads_the_weights(
+    cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    out = tmp_path / "exported"
+    told = cli("checkpoint", "convert", folder, out)
+    assert told.code == 0, told.err
+    assert (len(list(out.glob("*.safetensors"))) > 1) == (shard_bytes == 50_000)
+    loaded: Any = AutoModelForCausalLM
+    model = loaded.from_pretrained(out)
+    weights = {name.removeprefix("model/"): t for name, t in saved(folder)[0].items() if name.startswith("model/")}
+    found = {name: t for name, t in model.state_dict().items() if name in weights}
+    assert different(found, weights) == []
+    assert {str(p.dtype) for p in model.parameters()} == {"torch.bfloat16"}
+
+
+def test_torch_adamw_takes_the_state_over(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "torch"
+    assert cli("checkpoint", "convert", folder, out, "--to", "torch").code == 0
+    weights = torch.load(out / "model.pt", weights_only=True)
+    state = torch.load(out / "optimizer.pt", weights_only=True)
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    parameters = [torch.nn.Parameter(weights[name]) for name in names]
+    optimizer = torch.optim.AdamW(parameters, lr=1.0)
+    optimizer.load_state_dict(state)
+    tensors, _ = saved(folder)
+    for name, parameter in zip(names, parameters, strict=True):
+        assert torch.equal(parameter.data, tensors[f"optimizer/{name}/master"])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], tensors[f"optimizer/{name}/exp_avg"])
+        assert float(optimizer.state[parameter]["step"]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["{folder}", "{folder}"], "exists"),
+        (["{folder}", "{folder}-out", "--to", "onnx"], "there is no form 'onnx'"),
+        (["{folder}-none", "{folder}-out"], "is not a checkpoint"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(cli: Cli, folder: Path, words: list[str], reason: str) -> None:
+    told = cli("checkpoint", "convert", *(word.format(folder=folder) for word in words))
+    assert told.code == 2
+    assert reason in told.err
+    assert not list(folder.parent.glob("*-out"))
