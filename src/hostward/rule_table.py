@@ -205,8 +205,6 @@ NOT_BUILT: Mapping[str, object] = {
 # The same, with several processes.
 NOT_BUILT_FOR_RANKS: Mapping[str, object] = {
     "model.cpu_offloading_weights": False,
-    "checkpoint.save": None,
-    "checkpoint.load": None,
 }
 
 # What Megatron refuses or does otherwise, and what happens here: shown in docs/options.md.

@@ -225,3 +225,25 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "rank 1: error: the disk of this rank is gone" in done.stderr
     assert "rank 0: error" not in done.stderr
     assert "exitcode  : 2" in done.stderr
+
+
+LAYOUTS = {
+    "data": (MOE, ()),
+    "experts": (MOE, ("model.expert_model_parallel_size=2",)),
+    "matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_saved_run_goes_on_bit_for_bit(trained: Any, tmp_path: Path, layout: str) -> None:
+    recipe, words = LAYOUTS[layout]
+    words = (*words, *HOST, "train.train_iters=4")
+    straight = trained(*words, recipe=recipe)
+    saved = f"checkpoint.save={tmp_path}"
+    trained(*words, saved, "train.train_iters=2", recipe=recipe)
+    resumed = trained(*words, saved, f"checkpoint.load={tmp_path}", recipe=recipe)
+    for before, after in zip(straight, resumed, strict=True):
+        assert after["bits"] == before["bits"]
+        assert after["told"][0] == before["told"][0][2:]
+    config = small(f"checkpoint.load={tmp_path}", "train.train_iters=5", recipe=recipe)
+    assert loop.prepare(recipe, config).iteration == 4
