@@ -60,7 +60,9 @@ class Contents:
         }
 
     def to_text(self) -> str:
-        lines = [f"{self.path}: {self.size_bytes:,} bytes, written by {self.ranks} process(es)"]
+        lines = [
+            f"{self.path}: {self.size_bytes:,} bytes, written by {self.ranks} process{'es' if self.ranks > 1 else ''}"
+        ]
         known = {
             key: value for key, value in self.to_dict().items() if key in ("iteration", "consumed_samples", "recipe")
         }
@@ -125,7 +127,7 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
         if out.exists():
-            raise CheckpointError(f"{out} exists", fix="name a folder that does not")
+            raise CheckpointError(f"{out} exists", fix="name a folder that does not exist, or remove it")
         partial.mkdir()
         try:
             (_safetensors if form == "safetensors" else _torch)(path, partial, plain)
@@ -152,6 +154,8 @@ def _safetensors(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
         listing = {"metadata": {"total_size": size_bytes}, "weight_map": held}
         (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
     _described(index, plain).save_pretrained(out)
+    for name in set(held.values()):
+        shutil.copymode(out / "config.json", out / name)  # safetensors makes files that the owner alone may read
 
 
 def _shards(index: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[list[str]]:

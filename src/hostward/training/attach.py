@@ -180,7 +180,9 @@ def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
         raise ConfigError(
             f"attach() with {type(optimizer).__name__}, which is no optimizer of hostward",
             why="only an optimizer of hostward has lanes to share",
-            fix="leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
+            fix=f"attach(model, activations={optimizer})"
+            if isinstance(optimizer, int)
+            else "leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
             "streamed_fraction=0.0)",
         )
     mine = {id(p) for p in model.parameters()}

@@ -35,8 +35,9 @@ def move(
         optimizer = hostward.AdamW(model, offload_fraction=1.0, streamed_fraction=0.0)
         run = hostward.attach(model, optimizer, weights=hostward.Weights())
 
-    The device needs room for one layer's weights at a time, and for those that stay. Until `attach`, whatever reads
-    the weights that wait raises ModelError.
+    The device needs room for one layer's weights at a time, and for those that stay. Until `attach`, the model's
+    forward, its state_dict, copies and moves raise ModelError. A weight that waits has no memory: reading it directly
+    ends the process.
 
     Args:
         model: on the CPU, without gradients.
