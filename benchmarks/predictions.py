@@ -6,8 +6,9 @@ Rows of step.py and activations.py, and runs of `hostward train --json`. Nothing
 the meta device, and what they hold is found there (`hostward.training.workload_of`). `device` is the peak of torch's
 allocator; `host` is what was page-locked, for activations alone in rows of activations.py.
 
-A row is left out where the result does not tell enough: other libraries, skipped rows, and streamed state that was cut
-into other buckets than today.
+A row is left out where the result does not tell enough: other libraries, skipped rows, streamed state that was cut into
+other buckets than today, and rows with one iteration before those that count (the optimizer measures itself in the
+second, and begins its peak anew).
 """
 
 from __future__ import annotations
@@ -121,12 +122,12 @@ def keeps_of(text: str, layers: int) -> tuple[Keep, ...]:
 
 
 def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | None:
-    if row["row"] == TORCH or "device_peak_bytes" not in row:
+    if row["row"] == TORCH or "device_peak_bytes" not in row or result["shape"]["warmup"] < 2:
         return None
     shape = shape_of(result["shape"])
     work = workload(shape, row["tokens"], result["shape"]["seq"])
     buckets, layers = work.inventory.buckets, work.repeated
-    options = row_options(row["row"])
+    options = row_options(row["row"].replace(":best", f":{row.get('asked_fraction')}"))
     placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)
     if options is not None:
         if row["placed_parameters"]["streamed"] and row["buckets"] != len(buckets):

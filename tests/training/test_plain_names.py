@@ -17,7 +17,7 @@ from optimizer_cases import adamw, assert_equal, snapshot
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hostward
-from hostward import checkpoint
+from hostward import checkpoint, checkpoint_request
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import CheckpointError, ModelError
 
@@ -275,7 +275,7 @@ def test_an_older_checkpoint_with_traces_loads_and_what_is_ignored_is_not_asked_
 ) -> None:
     model = Net()
     with monkeypatch.context() as older:
-        older.setattr(checkpoint, "by_plain_name", lambda names: {name: name for name in names})
+        older.setattr(checkpoint_request, "by_plain_name", lambda names: {name: name for name in names})
         tensors = parts(compiled(model)) | {"optimizer/_orig_mod.scale/step": torch.tensor(3)}
         path = checkpoint.save(tmp_path, 0, tensors=tensors, plain={})
     assert "model/_orig_mod.scale" in checkpoint.tensor_index(path)
