@@ -1,12 +1,14 @@
-"""Start-up: `hostward --help`, and what `import hostward` adds to importing torch.
+"""Start-up: `hostward --help`, what `import hostward` adds to importing torch, and a whole `hostward plan` beside the
+imports that it cannot do without. Seconds by the clock and of the processor.
 
-python benchmarks/startup.py --json benchmarks/results/DATE-startup.json
+    python benchmarks/startup.py --json benchmarks/results/DATE-startup.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,8 @@ COMMANDS = {
     "import torch": ["-c", "import torch"],
     "import torch, hostward": ["-c", "import torch, hostward"],
     "import torch, hostward.AdamW": ["-c", "import torch; from hostward import AdamW"],
+    "import torch, a model of transformers": ["-c", "import torch; from transformers import Qwen3MoeForCausalLM"],
+    "hostward plan": ["-m", "hostward", "plan", "--recipe", "qwen3_30b_a3b_pretrain_config", "--hardware", "h200"],
 }
 
 
@@ -29,17 +33,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    processor: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(arguments.rounds + 1):
         for name, words in COMMANDS.items():
-            start = time.perf_counter()
+            start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
             times[name].append(time.perf_counter() - start)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            processor[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     # The first round fills the file cache.
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
+    used = {name: statistics.median(values[1:]) for name, values in processor.items()}
     for name, value in medians.items():
-        print(f"{name:32} {value:6.3f} s")
+        print(f"{name:38} {value:6.3f} s, {used[name]:6.3f} s of the processor")
     if arguments.json:
-        result = {"benchmark": "startup", "machine": describe(), "median_s": medians, "rounds": arguments.rounds}
+        result = {
+            "benchmark": "startup",
+            "machine": describe(),
+            "median_s": medians,
+            "processor_s": used,
+            "rounds": arguments.rounds,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
