@@ -76,11 +76,6 @@ class PiecePlanner(DefaultSavePlanner):
         begin = self._begins[item.index.fqn]
         return [o - b for o, b in zip(data.chunk.offsets, begin, strict=True)], data.chunk.sizes
 
-    def needs_room(self, item: WriteItem) -> bool:
-        """Whether `read` of it wants room."""
-        value = self._values[item.index.fqn]
-        return isinstance(value, Source) and value.needs_room()
-
     def live(self, item: WriteItem) -> bool:
         """Whether it is read from where training goes on."""
         return isinstance(self._values[item.index.fqn], Source)

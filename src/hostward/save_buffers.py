@@ -8,10 +8,6 @@ PIECE_BYTES = 32 * 1024 * 1024
 """Tensors are read, written and checked in pieces of at most so many bytes."""
 MOST_WRITERS = 4
 """Threads that write, each into a file of its own: checksums take a thread more time than a disk its bytes."""
-ROOM_BYTES = 2 * PIECE_BYTES
-"""Of each thread: a piece, and the two halves that masters are joined from."""
-BUFFER_BYTES = MOST_WRITERS * ROOM_BYTES
-"""Most host memory of a save that writes the state from where it lies."""
 
 
 def writer_count() -> int:

@@ -171,7 +171,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     """
     ranks = Ranks.of(os.environ)
     check(config, world_size=ranks.size)
-    ranks = replace(ranks, sharing=config.model.tensor_model_parallel_size)
+    divided = ranks.size > 1 and config.ddp.use_distributed_optimizer
+    ranks = replace(ranks, sharing=config.model.tensor_model_parallel_size, divided=divided)
     if ranks.size > 1 and plan is not None:
         raise NotBuiltError(
             f"--plan with {ranks.size} processes is known, but not built yet",

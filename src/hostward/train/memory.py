@@ -53,12 +53,11 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     shapes = named_shapes(config, vocab_size)
     count = sum(map(math.prod, shapes.values()))
     of_experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
-    divided = ranks.size > 1 and config.ddp.use_distributed_optimizer
     config = share_of(config, ranks.data_size)
-    least = need(config, -(-count // ranks.size) if divided else count)
+    least = need(config, -(-count // ranks.size) if ranks.divided else count)
     # Divided weights are whole besides, from forward to backward.
     gathered = count - of_experts + of_experts // config.model.expert_model_parallel_size
-    whole_bytes = need(config, gathered // ranks.sharing).weight_bytes if divided else 0
+    whole_bytes = need(config, gathered // ranks.sharing).weight_bytes if ranks.divided else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share

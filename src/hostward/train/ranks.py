@@ -29,6 +29,7 @@ class Ranks:
     Args:
         rank, size: of all; local_rank, local_size: of those on this node.
         sharing: neighbours, among whom one microbatch is divided: they train on the same samples.
+        divided: weights, gradients and state are divided over all; else every rank has all of them.
     """
 
     rank: int = 0
@@ -36,6 +37,7 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     sharing: int = 1
+    divided: bool = False
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Ranks:

@@ -71,7 +71,7 @@ def require_fit(
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
         return None
-    if config.ddp.use_distributed_optimizer:
+    if ranks.divided:
         workload = sharded(workload, ranks.size)
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
     needs = required_of(workload)(workload, choice)

@@ -83,9 +83,9 @@ class _Waiting:
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
         for path, module in model.named_modules():
-            names = [name for name, p in module._parameters.items() if p is not None and p in leaving]
-            if names:
-                refused = _Refused(f"{path}.{names[0]}" if path else names[0])
+            held = {name: p for name, p in module.named_parameters(path, recurse=False) if p in leaving}
+            if held:
+                refused = _Refused(next(iter(held)))
                 if not self._undo:
                     # Or it would move what lies before this module, and be refused half way.
                     self._undo.append(guarded(model, "_apply", refused))
@@ -93,9 +93,7 @@ class _Waiting:
                 self._handles.append(module.register_state_dict_pre_hook(refused))
                 self._handles.append(module.register_load_state_dict_pre_hook(refused))
                 self._undo.append(guarded(module, "_apply", refused))
-                for name in names:
-                    parameter = module._parameters[name]
-                    assert parameter is not None
+                for parameter in held.values():
                     self._undo.append(guarded(parameter, "__deepcopy__", refused))
                     self._undo.append(guarded(parameter, "__reduce_ex__", refused))
         for parameter in leaving:
