@@ -171,3 +171,11 @@ def test_gradients_are_added_up_in_place_where_autograd_does(shared: bool) -> No
     # The gradient of each product, of the first one's input, and the sum where it is a tensor of its own.
     assert len(made) == 3
     assert x.grad is not None
+
+
+def test_counts_of_experts_have_as_many_elements_as_there_are_experts() -> None:
+    """Not every torch can count on the meta device."""
+    chosen = torch.zeros(12, dtype=torch.int64, device="meta")
+    with Tape(torch.device("meta"), [chosen], lambda: None):
+        found = torch.bincount(chosen, minlength=5)
+    assert found.shape == (5,)

@@ -114,6 +114,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if func is _ATEN.nonzero.default and args[0].device == _META:
             return self._chosen(args[0])
+        if func is _ATEN.bincount.default and args[0].device == _META:
+            # Of experts chosen: at most as many as there are.
+            return torch.empty(args[2] if len(args) > 2 else 0, dtype=torch.int64, device=_META)
         if func is _ATEN._grouped_mm.default and args[0].device == _META:
             return _grouped_out(*args[:3])
         if func is not _ATEN.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
