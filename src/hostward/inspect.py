@@ -142,6 +142,19 @@ class Places:
         inner = plain.removeprefix(self._prefix)
         return inner if plain not in paths and inner in paths else plain
 
+    def by_use(self, tracked: Sequence[Tracked]) -> list[Tracked]:
+        """In order of use in forward, if they are given in order of their modules: FSDP2 reads what it gathers together
+        when the first of it is used. A root that owns embedding and output layer needs both before its first layer.
+        """
+        if self.sharding is None:
+            return list(tracked)
+        index = {id(t.parameter): i for i, t in enumerate(tracked)}
+        first: dict[int, int] = {}
+        for group in self.sharding.gathered_together():
+            members = [index[id(p)] for p in group if id(p) in index]
+            first |= dict.fromkeys(members, min(members, default=0))
+        return [t for _, t in sorted(enumerate(tracked), key=lambda at: first.get(at[0], at[0]))]
+
     def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> Tracked:
         """What the optimizer needs to know of a parameter of param_groups[group]."""
         homes, paths = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), [""])

@@ -391,3 +391,14 @@ def tiny(mix: str = "device", order: str = "late") -> dict[str, Any]:
         told.append(optimizer.grad_norm.hex())
     counts = {name: int(entry["step"]) for name, entry in optimizer.state_dict()["state"].items()}
     return {"bits": snapshot(model, optimizer), "told": told, "counts": counts}
+
+
+def order_of_use() -> tuple[list[str], bool]:
+    """Layers of the buckets, in order; and whether state is staged when backward is over."""
+    model = sharded()
+    optimizer = adamw(model, "streamed")
+    with optimizer.accumulate(last=True):
+        loss_of(model, 1).backward()
+    staged = optimizer._issuer._staged
+    optimizer.step()
+    return list(dict.fromkeys(optimizer._issuer._layers)), staged

@@ -113,3 +113,11 @@ def test_a_rank_that_has_nothing_takes_part_in_every_step(world: World, mix: str
     found = world.run("sharded_cases.tiny", mix=mix)
     assert_same_bits(found, expected)
     assert found[3]["counts"] == found[0]["counts"] == {"three": 4, "scale": 4, "later.weight": 2}
+
+
+def test_what_is_gathered_together_is_stepped_together_and_state_is_staged_in_backward(world: World) -> None:
+    """The root owns embedding and head, and is gathered before the first block."""
+    for layers, staged in world.run("sharded_cases.order_of_use"):
+        blocks = [layer for layer in layers if layer.startswith("blocks.")]
+        assert [layer for layer in layers if layer != "root"] == ["embed", "head", *blocks]  # one rank has the scale
+        assert staged

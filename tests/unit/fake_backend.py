@@ -14,11 +14,13 @@ from fake_driver import FakeDriver
 from hostward.engine.backend import RING, Event, Ledger
 from hostward.engine.commands import KernelLaunch, Streams
 from hostward.engine.cuda_timing import Timings
-from hostward.engine.cuda_work import INDEX, LANES, TableKernel
+from hostward.engine.cuda_work import INDEX, LANES, SECOND, STREAMS, TableKernel
 from hostward.engine.uploads import Table, Uploads
 from hostward.schedule import Lane
 
 STREAM_OF = {lane: 0x100 * (i + 1) for i, lane in enumerate(LANES)}
+SECOND_OF = {lane: 0x10000 + STREAM_OF[lane] for lane in SECOND}
+TURNED = 0x2000
 
 
 class FakeBackend:
@@ -27,9 +29,11 @@ class FakeBackend:
     def __init__(self, refused: int = -1) -> None:
         self.fake = FakeDriver(refused)
         self.driver = self.fake.table()
-        self.streams = Streams(len(LANES))
+        self.streams = Streams(STREAMS)
         for lane, handle in STREAM_OF.items():
             self.streams.set(INDEX[lane], handle)
+        for lane, handle in SECOND_OF.items():
+            self.streams.set(SECOND[lane], handle)
         self.ledger = Ledger()
         self.threads = 1
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
@@ -49,6 +53,9 @@ class FakeBackend:
     def handle_of(self, event: Event) -> int:
         assert isinstance(event.native, int)
         return event.native
+
+    def turned(self, lane: Lane) -> int:
+        return TURNED + INDEX[lane]
 
     def _timed_event(self) -> int:
         self.timed_events += 1

@@ -3,7 +3,8 @@
 Seen red: a table copied at every turn, or never again; tables not forgotten after a refused call; one host copy of a
 table for all turns; timed events left in after the meter is gone; a batch that enqueues after the kernel that torch
 launches; addresses of copies not written; one pair of timed events for all issues of a work in a turn; timed events not
-used again; timed events used again before they were read; a host task of another turn.
+used again; timed events used again before they were read; a host task of another turn; pieces of a copy on one stream,
+without a wait between them, without their offsets, or left behind on the second stream.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from fake_backend import STREAM_OF, FakeBackend, TwoTables, launch_of
+from fake_backend import SECOND_OF, STREAM_OF, TURNED, FakeBackend, TwoTables, launch_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
-from hostward.engine.commands import NativeCall
+from hostward.engine.commands import Command, NativeCall, Verb
 from hostward.engine.cuda_work import (
+    INDEX,
+    PIECE_BYTES,
+    SECOND,
     TOGETHER,
     CommandWork,
     HostWork,
@@ -26,6 +32,7 @@ from hostward.engine.cuda_work import (
     TableWork,
     TaskWork,
     batch_of,
+    copy_commands,
 )
 from hostward.engine.host_task import add_task
 from hostward.errors import DeviceError
@@ -412,3 +419,54 @@ def test_a_batch_makes_few_native_calls(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [TOGETHER, 1]
     works[0].issue()
     assert calls == [TOGETHER, 1, 1]
+
+
+# ---------------------------------------------------------------- copies in turn
+
+
+@given(st.lists(st.integers(0, 4 * PIECE_BYTES), max_size=6), st.sampled_from([Lane.H2D, Lane.D2H, Lane.UPDATE]))
+def test_no_stream_has_more_than_a_piece_to_copy_at_a_time(sizes: list[int], lane: Lane) -> None:
+    commands, copies = copy_commands(lane, sizes, TURNED)
+    home, second = INDEX[lane], SECOND.get(lane, INDEX[lane])
+    here, filled, reached = home, 0, dict.fromkeys(range(len(sizes)), 0)
+    where = {index: (i, first) for index, i, first in copies}
+    at = 0
+    while at < len(commands):
+        command = commands[at]
+        if command.verb is Verb.COPY:
+            assert command.lane == here  # behind the one before, on this stream or by the wait
+            i, first = where[at]
+            assert first == reached[i]
+            reached[i] += command.nbytes
+            filled += command.nbytes
+            assert filled <= PIECE_BYTES or lane is Lane.UPDATE
+            at += 1
+        else:
+            there = second if here == home else home
+            assert commands[at : at + 2] == [Command(Verb.RECORD, here, TURNED), Command(Verb.WAIT, there, TURNED)]
+            here, filled = there, 0
+            at += 2
+    assert here == home
+    assert list(reached.values()) == sizes
+
+
+def test_a_long_copy_goes_to_both_streams_of_its_lane() -> None:
+    backend = FakeBackend()
+    here, there = STREAM_OF[Lane.D2H], SECOND_OF[Lane.D2H]
+    turned, done, rest = backend.turned(Lane.D2H), backend.event(), 4096
+    memory = [torch.empty(2 * PIECE_BYTES + rest, dtype=torch.uint8) for _ in range(3)]
+    source, target = Buffer(Tier.DEVICE, memory[0], "test"), Buffer(Tier.HOST, memory[1], "test")
+    work = CommandWork(backend, "copy", Lane.D2H, [], done, [(target, source)])  # type: ignore[arg-type]
+    source.data = memory[2]  # it has moved since
+    work.issue()
+    to, of = memory[1].data_ptr(), memory[2].data_ptr()
+    assert backend.calls() == [
+        ("copy", to, of, PIECE_BYTES, here),
+        ("record", turned, here),
+        ("wait", there, turned, 0),
+        ("copy", to + PIECE_BYTES, of + PIECE_BYTES, PIECE_BYTES, there),
+        ("record", turned, there),
+        ("wait", here, turned, 0),
+        ("copy", to + 2 * PIECE_BYTES, of + 2 * PIECE_BYTES, rest, here),
+        ("record", done.native, here),
+    ]

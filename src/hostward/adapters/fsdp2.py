@@ -232,6 +232,10 @@ class Groups:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
+    def gathered_together(self) -> list[list[torch.Tensor]]:
+        """Parameters by group, in order of modules."""
+        return [_parameters(group.fsdp_params) for group in self._groups]
+
     def reshard(self) -> None:
         """Let go of whole parameters, except in the middle of a forward or a backward. FSDP2 leaves those of the root
         whole after a forward without backward; a step would not reach them.

@@ -7,9 +7,11 @@ out.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -323,6 +325,16 @@ class Backend(ABC):
     @abstractmethod
     def synchronise(self) -> None:
         """Wait on the host until all lanes are empty; raises what a host function reported."""
+
+    def caller_stream(self) -> torch.Stream | None:
+        """The stream that the caller's operations go to now; None where there are none."""
+        return None
+
+    def memory_of(self, stream: torch.Stream | None) -> AbstractContextManager[None]:
+        """Device memory that is allocated inside belongs to `stream`, whose later operations can use it again. The
+        compute lane goes on behind what that stream has been given so far. None: the current one.
+        """
+        return contextlib.nullcontext()
 
     def compute_key(self) -> int:
         """Tells the caller's current compute stream from others."""

@@ -39,6 +39,8 @@ from .cuda_timing import Timings
 from .cuda_work import (
     INDEX,
     LANES,
+    SECOND,
+    STREAMS,
     CommandWork,
     CudaEvent,
     HostWork,
@@ -85,11 +87,15 @@ class CudaBackend(Backend):
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
         """Error words of the host functions of each pending turn."""
         with torch.cuda.device(self.device):
-            self._side = {lane: torch.cuda.Stream(self.device) for lane in LANES if lane is not Lane.COMPUTE}  # type: ignore[no-untyped-call]
+            side = [lane for lane in LANES if lane is not Lane.COMPUTE]
+            self._side = {lane: torch.cuda.Stream(self.device) for lane in side}  # type: ignore[no-untyped-call]
             self.context = current_context()  # that of the streams
-            self.streams = Streams(len(LANES), self.context)
+            self._seconds = {lane: torch.cuda.Stream(self.device) for lane in SECOND}  # type: ignore[no-untyped-call]
+            self.streams = Streams(STREAMS, self.context)
         for lane, stream in self._side.items():
             self.streams.set(INDEX[lane], stream.cuda_stream)
+        for copies, stream in self._seconds.items():
+            self.streams.set(SECOND[copies], stream.cuda_stream)
         self._events: list[int] = []
         self._unused: list[int] = []
         self._unused_in_captures: list[int] = []
@@ -97,6 +103,7 @@ class CudaBackend(Backend):
         self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
         self._fences = [[self._plain_event(self._unused) for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
+        self._turned = {lane: self._plain_event(self._unused) for lane in LANES}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self.timings = Timings(self._timed_event, event_elapsed_ms)
         numa_node = numa_node_of(pci_address(self.device.index))
@@ -104,7 +111,7 @@ class CudaBackend(Backend):
         current = functools.partial(self.current, Lane.COMPUTE)
         self._kernels = KernelTables(self.device, self._upload_arena, current)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
-        weakref.finalize(self, _drain, list(self._side.values()), self._events)
+        weakref.finalize(self, _drain, [*self._side.values(), *self._seconds.values()], self._events)
 
     # ---------------------------------------------------------------- memory
 
@@ -318,7 +325,7 @@ class CudaBackend(Backend):
         event_synchronize(self.handle_of(event))
 
     def synchronise(self) -> None:
-        for stream in (*self._side.values(), torch.cuda.current_stream(self.device)):
+        for stream in (*self._side.values(), *self._seconds.values(), torch.cuda.current_stream(self.device)):
             stream.synchronize()
         for kept in self._kept:
             kept.clear()
@@ -326,6 +333,19 @@ class CudaBackend(Backend):
             self._raise_error(slot)
         for turn in range(self.turn + 1, self.turn + 1 + RING):
             self.timings.read(turn % RING, self.meter)
+
+    def caller_stream(self) -> torch.Stream | None:
+        return torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def memory_of(self, stream: torch.Stream | None) -> Iterator[None]:
+        here = torch.cuda.current_stream(self.device)
+        if not isinstance(stream, torch.cuda.Stream) or stream == here:
+            yield
+            return
+        here.wait_stream(stream)  # its operations may still use what the allocator hands out
+        with torch.cuda.stream(stream):
+            yield
 
     def compute_key(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
@@ -366,6 +386,12 @@ class CudaBackend(Backend):
         if not isinstance(event.native, int):
             raise PlacementError("an event of another backend", fix="use events of the backend that is waited on")
         return event.native
+
+    def turned(self, lane: Lane) -> int:
+        """The driver's event between the two streams of a copy lane. Recorded anew at each turn, which changes nothing
+        for waits that have been enqueued.
+        """
+        return self._turned[lane]
 
     def keep(self, memory: object) -> None:
         """Keep it alive until this turn is over: a host function uses it."""

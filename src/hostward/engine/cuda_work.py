@@ -12,6 +12,7 @@ import torch
 from hostward.host.accumulate import AccumulateTask, NormTask
 from hostward.host.adamw import AdamWTask
 from hostward.schedule import Lane
+from hostward.sizes import MIB
 
 from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Tier, Work
 from .commands import Command, CommandBatch, CommandList, KernelLaunch, Verb
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 LANES = tuple(Lane)
 INDEX = {lane: i for i, lane in enumerate(LANES)}
+SECOND = {Lane.H2D: len(LANES), Lane.D2H: len(LANES) + 1}
+"""By copy lane: the index of its second stream. Long copies go to both in turn (decision 13)."""
+STREAMS = len(LANES) + len(SECOND)
+PIECE_BYTES = 64 * MIB
+"""A copy of somebody else waits for at most one such piece: 1.2 ms of the link."""
 TOGETHER = 32
 """Works in one native call, at most: the device need not wait for the last of hundreds to be written."""
 
@@ -171,6 +177,40 @@ class Together(Batch):
         enqueue(self._backend, self._listed, self._prepares, self._commands)
 
 
+def copy_commands(lane: Lane, sizes: Sequence[int], turned: int) -> tuple[list[Command], list[tuple[int, int, int]]]:
+    """Copies of so many bytes, in pieces that go to the lane's two streams in turn, each behind the one before. They
+    begin and end on the lane itself. Addresses are left to be written.
+
+    Args:
+        turned: an event for the waits between the two.
+
+    Returns:
+        The commands, and of each COPY among them: its index, the index of its copy, its first byte in that.
+    """
+    home, second = INDEX[lane], SECOND.get(lane, INDEX[lane])
+    commands: list[Command] = []
+    copies: list[tuple[int, int, int]] = []
+    here, filled_bytes = home, 0
+
+    def turn() -> None:
+        nonlocal here, filled_bytes
+        there = second if here == home else home
+        commands.extend((Command(Verb.RECORD, here, turned), Command(Verb.WAIT, there, turned)))
+        here, filled_bytes = there, 0
+
+    for i, nbytes in enumerate(sizes):
+        for first in range(0, max(nbytes, 1), PIECE_BYTES):
+            piece_bytes = min(PIECE_BYTES, nbytes - first)
+            if filled_bytes + piece_bytes > PIECE_BYTES and second != home:
+                turn()
+            filled_bytes += piece_bytes
+            copies.append((len(commands), i, first))
+            commands.append(Command(Verb.COPY, here, 0, 0, piece_bytes))
+    if here != home:
+        turn()
+    return commands, copies
+
+
 class CommandWork(ListedWork):
     """Copies, or nothing but waits."""
 
@@ -186,22 +226,22 @@ class CommandWork(ListedWork):
         pairs: Sequence[tuple[Buffer, Buffer]] = (),
     ) -> None:
         super().__init__(backend, name, lane, waits, done)
-        self.nbytes = sum(source.nbytes for _, source in pairs)
-        copies = [Command(Verb.COPY, INDEX[lane], 0, 0, source.nbytes) for _, source in pairs]
+        sizes = [source.nbytes for _, source in pairs]
+        self.nbytes = sum(sizes)
+        moves, copies = copy_commands(lane, sizes, backend.turned(lane)) if pairs else ([], [])
         # What a pure wait costs is the wait itself.
-        before, operation = (self._waits, copies) if copies else ([], self._waits)
+        before, operation = (self._waits, moves) if moves else ([], self._waits)
         self.listed = made = self.commands(before, operation, self.recording())
-        first = len(before) + 1
-        self._addresses: list[tuple[int, Buffer]] = []
-        self._resized: list[tuple[int, torch.Tensor]] = []
-        for i, pair in enumerate(pairs, first):
-            for field, buffer in zip("ab", pair, strict=True):
-                at = made.word(i, Verb.COPY, field)
-                made.words[at] = buffer.address
+        self._addresses: list[tuple[int, Buffer, int]] = []
+        self._resized: list[tuple[int, torch.Tensor, int]] = []
+        for index, i, first in copies:
+            for field, buffer in zip("ab", pairs[i], strict=True):
+                at = made.word(len(before) + 1 + index, Verb.COPY, field)
+                made.words[at] = buffer.address + first
                 if buffer.resized:
-                    self._resized.append((at, buffer.data))
+                    self._resized.append((at, buffer.data, first))
                 elif buffer.tier is Tier.DEVICE:  # host memory stays where it is
-                    self._addresses.append((at, buffer))
+                    self._addresses.append((at, buffer, first))
 
     @property
     def changes(self) -> bool:
@@ -209,10 +249,10 @@ class CommandWork(ListedWork):
 
     def prepare(self) -> None:
         words = self.listed.words
-        for at, buffer in self._addresses:
-            words[at] = buffer.address
-        for at, data in self._resized:
-            words[at] = data.data_ptr()
+        for at, buffer, first in self._addresses:
+            words[at] = buffer.address + first
+        for at, data, first in self._resized:
+            words[at] = data.data_ptr() + first
         if self.nbytes:
             self._backend.ledger.copied_bytes[self.lane] += self.nbytes
 

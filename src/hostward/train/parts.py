@@ -45,8 +45,8 @@ def build_in_parts(
 
 
 def _divide(model: Any, config: Config, device_type: str) -> None:
-    """Each layer is gathered for itself, and stays whole from its forward to its backward, as in Megatron. Layers of
-    experts are gathered for themselves, from the ranks that have the same experts.
+    """Each layer is gathered for itself, and stays whole from its forward to its backward, as in Megatron. Experts
+    of a layer are gathered for themselves, from the ranks that have the same experts.
     """
     from torch.distributed import get_world_size
     from torch.distributed.device_mesh import init_device_mesh
@@ -75,9 +75,17 @@ def _divide(model: Any, config: Config, device_type: str) -> None:
         for layer in layers:
             divide_experts(layer.mlp.experts, grid["experts"])
             fully_shard(layer.mlp.experts, mesh=grid["data"], reshard_after_forward=False)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    for part in (*layers, *_ends(model)):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def _ends(model: Any) -> list[Any]:
+    """Embedding and output layer, unless they have one weight. The whole model's own parameters are gathered before
+    its first layer, and until the output layer has been stepped nothing would begin.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    return [] if embedding.weight is output.weight else [embedding, output]
 
 
 def _fill(model: Any, draws: Draws, named: list[tuple[str, torch.Tensor]], device: torch.device) -> None:

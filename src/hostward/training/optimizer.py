@@ -218,7 +218,7 @@ class AdamW(Saving):
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new, self._grad_dtype)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
-        facts = tuple(t.facts for t in new)
+        facts = tuple(t.facts for t in self._places.by_use(new))
         buckets = cut_buckets(
             facts,
             first_index=len(self._states),
@@ -277,8 +277,6 @@ class AdamW(Saving):
                 self._states,
                 gauge=gauge,
                 staging_bytes=self._staging_bytes,
-                # FSDP2's hooks run under streams of its own, whose memory the forward could not use afterwards.
-                in_backward=groups is None,
             ),
             totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
             overlap=self._overlap,

@@ -143,6 +143,7 @@ class Sharded:
             self._issuer.hold(layer, stream)
 
     def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._issuer.forward_is_here()  # FSDP2's hooks on gradients run on streams of its own
         for layer in self._layers_of(parameters):
             self._issuer.use(layer)
 

@@ -60,7 +60,6 @@ class Slots:
     Args:
         gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
         staging_bytes: the most memory that all slots take; one is always there.
-        in_backward: False: they are taken at the step, not before.
     """
 
     def __init__(
@@ -70,10 +69,8 @@ class Slots:
         *,
         gauge: Gauge | None,
         staging_bytes: int | None = None,
-        in_backward: bool = True,
     ) -> None:
         self._backend = backend
-        self._in_backward = in_backward
         self._placements = [s.placement for s in states]
         self._streamed = [b for b, p in enumerate(self._placements) if p is Placement.STREAMED]
         self._layouts: dict[int, _Layout] = {
@@ -82,6 +79,8 @@ class Slots:
         self.slot_bytes = slot_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
         self._most = most_slots(len(self._streamed), self.slot_bytes, staging_bytes)
         self._set_count(min(FEWEST, self._most))
+        self.stream: torch.Stream | None = None
+        """Whose memory they are; None: of the stream that is current when they are taken."""
         self.transient = True
         self._slab: list[Buffer] = []
         self._gauge = gauge
@@ -112,15 +111,16 @@ class Slots:
 
     def acquire(self) -> None:
         """Take the memory, on the compute lane, unless it is taken. Raises MemoryLimitError."""
-        while len(self._slab) < self.count:  # one by one: a caching allocator rarely has room for all in one piece
-            try:
-                self._slab += self._backend.allocate(
-                    Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
-                )
-            except MemoryLimitError:
-                self._backend.free(self._slab)
-                self._slab.clear()
-                raise
+        with self._backend.memory_of(self.stream):
+            while len(self._slab) < self.count:  # one by one: a caching allocator rarely has room for all in one piece
+                try:
+                    self._slab += self._backend.allocate(
+                        Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
+                    )
+                except MemoryLimitError:
+                    self._backend.free(self._slab)
+                    self._slab.clear()
+                    raise
         for (slot, layout), views in self._views.items():
             for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
                 self._backend.refill(view, data)
@@ -138,7 +138,7 @@ class Slots:
 
     def ready(self, bucket: int) -> bool:
         """Whether the slots may be taken at this bucket's gradient point."""
-        return self._in_backward and self.count > 0 and self._profiled and bucket <= self._stage_at
+        return self.count > 0 and self._profiled and bucket <= self._stage_at
 
     def wanted_back(self, layer: str) -> bool:
         """Whether the slots must be back before this layer's forward."""

@@ -248,6 +248,12 @@ class StepIssuer(TakenGradients):
         if layer in self.pending:
             self._use([layer])
 
+    def forward_is_here(self) -> None:
+        """The caller's forward and backward run on the stream that is current. Staging takes memory of theirs, also
+        where gradients come on another one.
+        """
+        self._slots.stream = self._backend.caller_stream()
+
     def use_all(self) -> None:
         """The same for all layers."""
         self._unreported.clear()
