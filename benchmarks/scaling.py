@@ -1,0 +1,258 @@
+"""A recipe on several GPUs of one node: step time and memory by sequence length and share of the state on the host.
+
+    torchrun --nproc-per-node 8 benchmarks/scaling.py --recipe qwen3_30b_a3b_pretrain_config \\
+        --lengths 8192,16384,32768 --fractions 0,0.25,0.5,0.75,1 --json benchmarks/results/DATE-scaling.json [OPTIONS]
+
+OPTIONS are those of `hostward train`. Each rank trains on one sequence per step. Every row is prepared as `hostward
+train` would, clipping on, placement chosen by measured rates (`optimizer.offload_mix=auto`); a row at fraction 0 comes
+first for each length, and is what the others are compared with. Columns:
+
+    step       median seconds from the start of an iteration to that of the next on the compute stream, slowest rank
+    ratio      step over that of fraction 0 at the same length
+    floor      the same ratio, if the host's memory and the link did what they do alone (below)
+    device     most bytes allocated on a GPU; host: bytes of all ranks, page-locked ones in brackets
+    same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
+
+Roofs are measured by all ranks at once before the first row: parameters per second that the host's cores read, modify
+and write, bytes per second of the links, bytes per second of the host's memory with both. With an exact norm the state
+that is on the host is written after backward, so the floor is
+
+    base + max(0, after - forward)
+    after = min over s of max((1 - s) P / cores, 10 s P / link, (left + 2 (1 - s) P) / link,
+                              (28 (1 - s) P + 10 s P + left) / memory)
+    left = max(0, 10 s P - (base - forward) link)
+
+with P parameters on the host, base and forward the seconds of an iteration and of its forward at fraction 0, and s the
+share that is streamed: 10 bytes of it are written, and read, as far as the link can while backward runs. Of a parameter
+stepped on the host memory moves 26 bytes in the step, and 2 for its weight, which cross the link as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hostward import recipes
+from hostward.engine.backend import Tier
+from hostward.engine.choose import backend_for
+from hostward.engine.roofs import Links, ReadModifyWrite
+from hostward.overrides import apply_overrides
+from hostward.train import loop
+from hostward.train.ranks import Ranks
+from roofs import rmw_alone, rmw_with_copies
+
+from machine import describe
+
+GIB = 1 << 30
+SHARES = [share / 100 for share in range(101)]
+
+
+def measured_roofs(ranks: Ranks) -> dict[str, Any]:
+    """Of this rank while all others measure the same, and their sums."""
+    backend = backend_for(torch.device("cuda", ranks.local_rank), None)
+    threads = backend.threads
+    links, loop_ = Links(backend), ReadModifyWrite(threads)
+    mine: dict[str, float] = {}
+    dist.barrier()
+    mine["d2h_bytes_per_s"] = links.rate(["d2h"])
+    dist.barrier()
+    mine["duplex_each_way_bytes_per_s"] = links.rate(["h2d", "d2h"])
+    dist.barrier()
+    alone = rmw_alone(loop_, threads)
+    mine["parameters_per_s"] = alone["parameters_per_s"]
+    dist.barrier()
+    both = rmw_with_copies(loop_, links, alone)
+    mine["memory_bytes_per_s"] = max(both["dram_bytes_per_s"], alone["bytes_per_s"])
+    backend.free(links.host)
+    of_ranks = ranks.gather(mine)
+    sums = {name: sum(one[name] for one in of_ranks) for name in mine}
+    return {"threads_per_rank": threads, "of_ranks": of_ranks, **sums}
+
+
+def after_norm_s(parameters: float, backward_s: float, roofs: dict[str, Any]) -> float:
+    """Least seconds between the norm and the last weight's arrival, for so many parameters of the node."""
+    link, found = roofs["d2h_bytes_per_s"], []
+    for s in SHARES:
+        on_host, state_bytes = (1 - s) * parameters, 10 * s * parameters
+        left_bytes = max(0.0, state_bytes - backward_s * link)
+        found.append(
+            max(
+                on_host / roofs["parameters_per_s"],
+                state_bytes / link,
+                (left_bytes + 2 * on_host) / link,
+                (28 * on_host + state_bytes + left_bytes) / roofs["memory_bytes_per_s"],
+            )
+        )
+    return min(found)
+
+
+class Clock:
+    """Seconds on the compute stream: from iteration to iteration, and of each forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._begun: list[Any] = []
+        self._ended: list[Any] = []
+        model.register_forward_pre_hook(lambda *_: self._begun.append(_now()))
+        model.register_forward_hook(lambda *_: self._ended.append(_now()))
+
+    def forward_s(self, first: int) -> float:
+        pairs = zip(self._begun[first:], self._ended[first:], strict=True)
+        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in pairs)
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float) -> dict[str, Any]:
+    """Prepared, trained for --warmup and --steps iterations, measured, and let go."""
+    words = [
+        *a.options,
+        f"model.seq_length={length}",
+        f"train.global_batch_size={ranks.size}",
+        "train.micro_batch_size=1",
+        f"train.train_iters={a.warmup + a.steps + 1}",
+        "dataset.format=mock",
+        f"model.deterministic_mode={a.deterministic}",
+    ]
+    if fraction:
+        words += ["optimizer.optimizer_cpu_offload=True", f"optimizer.optimizer_offload_fraction={fraction}"]
+        words += [f"optimizer.offload_mix={a.mix}"]
+    began_s = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    run = loop.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
+    prepared_s = time.perf_counter() - began_s
+    clock, starts = Clock(run.model), []
+    with loop.deterministic(a.deterministic):
+        for _ in range(a.warmup + a.steps):
+            starts.append(_now())
+            loop.train_iteration(run)
+        starts.append(_now())
+        torch.cuda.synchronize()
+        run.optimizer.wait()
+    loop.collect(run, everything=True)
+    steps = [b.elapsed_time(c) / 1e3 for b, c in zip(starts[a.warmup :], starts[a.warmup + 1 :], strict=False)]
+    ledger = run.optimizer.backend.ledger
+    placements: dict[str, int] = {}
+    for bucket in run.optimizer.plan.buckets:
+        placements[bucket.placement.value] = placements.get(bucket.placement.value, 0) + bucket.numel
+    mine = {
+        "step_s": statistics.median(steps),
+        "steps_s": steps,
+        "forward_s": clock.forward_s(a.warmup),
+        "device_bytes": torch.cuda.max_memory_allocated(),
+        "host_bytes": ledger.total_bytes(Tier.HOST),
+        "pinned_bytes": ledger.pinned_bytes,
+        "parameters_by_placement": placements,
+        "prepared_s": prepared_s,
+    }
+    found = {
+        "length": length,
+        "fraction": fraction,
+        "status": "ok",
+        "losses": [loss.hex() for loss in run.losses],
+        "norms": [norm.hex() for norm in run.grad_norms],
+        "of_ranks": ranks.gather(mine),
+    }
+    if run.attachment is not None:
+        run.attachment.detach()
+    return found
+
+
+def derive(rows: list[dict[str, Any]], roofs: dict[str, Any], *, deterministic: bool) -> None:
+    """What follows from rows of all ranks."""
+    bases: dict[int, dict[str, Any]] = {}
+    for r in rows:
+        if r["status"] != "ok":
+            continue
+        of_ranks = r["of_ranks"]
+        r["step_s"] = max(one["step_s"] for one in of_ranks)
+        r["forward_s"] = max(one["forward_s"] for one in of_ranks)
+        r["device_bytes"] = max(one["device_bytes"] for one in of_ranks)
+        r["host_bytes"] = sum(one["host_bytes"] for one in of_ranks)
+        r["pinned_bytes"] = sum(one["pinned_bytes"] for one in of_ranks)
+        base = r if r["fraction"] == 0 else bases.get(r["length"])
+        if base is None:
+            continue
+        bases[r["length"]] = base
+        away = sum(
+            n
+            for one in of_ranks
+            for where, n in one["parameters_by_placement"].items()
+            if where in ("host", "streamed")
+        )
+        r["parameters_away"] = away
+        r["ratio"] = r["step_s"] / base["step_s"]
+        after_s = after_norm_s(away, base["step_s"] - base["forward_s"], roofs)
+        r["floor_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
+        r["over_floor"] = r["ratio"] / r["floor_ratio"]
+        if deterministic:
+            r["same"] = (r["losses"], r["norms"]) == (base["losses"], base["norms"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=[8192])
+    parser.add_argument("--fractions", type=lambda text: [float(word) for word in text.split(",")], default=[0.0, 1.0])
+    parser.add_argument("--mix", default="auto", help="optimizer.offload_mix of rows with a fraction")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--time-limit-s", type=float, default=1e9, help="no row is begun later than this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("options", nargs="*")
+    a = parser.parse_args()
+    began_s = time.monotonic()
+    ranks = Ranks.of(os.environ)
+    torch.cuda.set_device(ranks.local_rank)
+    ranks.join(torch.device("cuda"))
+    roofs = measured_roofs(ranks)
+    rows: list[dict[str, Any]] = []
+    for length in a.lengths:
+        for fraction in sorted({0.0, *a.fractions}):
+            if max(ranks.gather(time.monotonic() - began_s)) > a.time_limit_s:
+                continue
+            rows.append(row(a, ranks, length, fraction))
+            gc.collect()
+            torch.cuda.empty_cache()
+            derive(rows, roofs, deterministic=a.deterministic)
+            if ranks.first:
+                show(rows[-1])
+                if a.json is not None:
+                    machine = describe()
+                    launcher = f"torchrun --nproc-per-node {ranks.local_size}"
+                    machine["command"] = f"{launcher} {machine['command'].partition(' ')[2]}"
+                    written = {"benchmark": "scaling", "machine": machine, "recipe": a.recipe, "ranks": ranks.size}
+                    written |= {"options": a.options, "roofs": roofs, "rows": rows}
+                    a.json.parent.mkdir(parents=True, exist_ok=True)
+                    a.json.write_text(json.dumps(written, indent=1) + "\n")
+    if ranks.first:
+        print(f"host {roofs['parameters_per_s'] / 1e9:.2f} G parameters/s", end=", ")
+        print(f"link {roofs['d2h_bytes_per_s'] / 1e9:.0f} GB/s, memory {roofs['memory_bytes_per_s'] / 1e9:.0f} GB/s")
+    ranks.leave()
+
+
+def show(r: dict[str, Any]) -> None:
+    print(
+        f"{r['length']:>6} {r['fraction']:>5.2f}  step {r['step_s'] * 1e3:8.1f} ms  ratio {r['ratio']:5.3f}  "
+        f"floor {r['floor_ratio']:5.3f}  device {r['device_bytes'] / GIB:6.1f} GiB  "
+        f"host {r['host_bytes'] / GIB:6.1f} ({r['pinned_bytes'] / GIB:.1f}) GiB"
+        + (f"  same {r['same']}" if "same" in r else ""),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

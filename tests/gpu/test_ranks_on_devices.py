@@ -1,0 +1,83 @@
+"""Two processes with a GPU each, over NCCL: every placement gives the bits of the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_cases import LAYOUTS
+
+RANKS = 2
+LIMIT_S = 420.0
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank found, by case: one start of torchrun for all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    program = Path(__file__).with_name("ranks_cases.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    done = subprocess.run(
+        [*command, str(program), str(folder)], env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+    def of(case: str) -> list[Any]:
+        assert len(read) == RANKS, done.stderr[-4000:]
+        assert all(case in rank for rank in read), done.stderr[-4000:]
+        return [rank[case] for rank in read]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_placement_gives_the_same_bits(found: Any, layout: str) -> None:
+    for rank in found(layout):
+        expected = rank["device"]
+        assert expected["offloaded_bytes"] == 0
+        assert max(expected["norms"]) > 0.5  # clipped
+        for placement in set(rank) - {"device"}:
+            told = rank[placement]
+            assert told["offloaded_bytes"] > 0
+            assert {k: told[k] for k in ("bits", "losses", "norms")} == {
+                k: expected[k] for k in ("bits", "losses", "norms")
+            }, placement
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_agree_on_losses_and_norms(found: Any, layout: str) -> None:
+    first, second = found(layout)
+    for placement, told in first.items():
+        assert told["losses"] == second[placement]["losses"]
+        assert told["norms"] == second[placement]["norms"]
+
+
+def test_activations_leave_with_the_same_bits(found: Any) -> None:
+    for rank in found("activations_leave"):
+        assert rank["away"]["bits"] == rank["device"]["bits"]
+        assert rank["away"]["losses"] == rank["device"]["losses"]
+
+
+def test_a_saved_run_goes_on_bit_for_bit_at_another_placement(found: Any) -> None:
+    for rank in found("saved"):
+        assert rank["resumed"]["bits"] == rank["straight"]["bits"]
+        assert rank["resumed"]["losses"] == rank["straight"]["losses"][2:]
+        assert rank["iteration"] == 2
+
+
+def test_the_norm_of_given_gradients_is_that_of_one_process(found: Any) -> None:
+    for rank in found("norm_of_given"):
+        assert rank["data"] == rank["experts"] == rank["alone"]
+
+
+def test_an_iteration_does_not_wait_for_the_device(found: Any) -> None:
+    for rank in found("no_waits"):
+        assert rank["issued_s"] < 0.5 * rank["passed_s"]
