@@ -110,6 +110,7 @@ class MemoryModel:
         """Host bytes of a whole state beside the one that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
+        self._save_bytes = save_bytes(workload.inventory)
 
     def required(self, choice: Choice) -> Needs:
         """Raises ConfigError for a choice that is not of this workload."""
@@ -132,7 +133,7 @@ class MemoryModel:
         loading = {**rest, Owner.WEIGHTS: self.workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
         asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
         settled = {**host, Owner.ACTIVATIONS: 0.0}
-        buffers, copy = save_bytes(self.workload.inventory)
+        buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
         phases = (
             _phase(LOAD, loading, settled, settled),

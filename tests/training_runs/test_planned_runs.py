@@ -33,9 +33,10 @@ from hostward.planning.time_model import predict
 from hostward.sizes import GIB
 from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
-from hostward.train.placing import shares, with_plan
+from hostward.train.placing import with_plan
 from hostward.train.refusal import CURE, asked_choice, estimate
 from hostward.train.report import options_set
+from hostward.train.shares import shares
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload

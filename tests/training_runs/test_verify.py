@@ -19,7 +19,7 @@ from hostward.host.adamw import AdamWTask
 from hostward.rules import check
 from hostward.train import loop
 from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
-from hostward.train.placing import Shares, shares
+from hostward.train.shares import Shares, shares
 
 
 @pytest.fixture

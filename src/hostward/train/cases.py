@@ -13,7 +13,7 @@ from hostward.plan import Placement, Plan
 from hostward.planner import checked_fraction
 from hostward.rule_table import changed
 
-from .placing import shares
+from .shares import shares
 
 PLACEMENTS = ("host", "streamed", "mixed")
 SCHEDULES = ("hidden", "serial")

@@ -14,8 +14,9 @@ from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
 from .models import named_shapes
-from .placing import accumulates_in_fp32, gradients_leave, share_of, shares
+from .placing import accumulates_in_fp32, gradients_leave, share_of
 from .ranks import Ranks
+from .shares import shares
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
