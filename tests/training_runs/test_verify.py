@@ -301,7 +301,7 @@ def test_without_a_deterministic_form_both_get_the_same_gradients(
         (["--fraction", "half"], ["--fraction half is no number", "--fraction 0.5"]),
         (["--placement", "gpu"], ["--placement gpu is unknown", "write --placement host, streamed or mixed"]),
         (["--schedule", "late"], ["--schedule late is unknown", "write --schedule hidden or serial"]),
-        (["--microbatches", "3"], ["--microbatches 3 does not divide train.global_batch_size=4"]),
+        (["--microbatches", "3"], ["--microbatches 3 does not divide train.global_batch_size=4", "1 or 2 or 4, or"]),
         (["--microbatches", "0"], ["--microbatches 0 does not divide train.global_batch_size=4"]),
         (
             ["--placement", "streamed", "optimizer.offload_optimizer_states=True"],

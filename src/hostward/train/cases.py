@@ -167,9 +167,11 @@ def _microbatches(config: Config) -> int:
 def _with_microbatches(config: Config, count: int) -> Config:
     size, rest = divmod(config.train.global_batch_size, count) if count > 0 else (0, 1)
     if rest or not size:
+        total = config.train.global_batch_size
+        counts = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
             f"--microbatches {count} does not divide train.global_batch_size={config.train.global_batch_size}",
-            fix="give a count that does, or set train.global_batch_size",
+            fix=f"--microbatches {' or '.join(counts)}, or set train.global_batch_size",
         )
     changed = copy.deepcopy(config)
     changed.train = replace(changed.train, micro_batch_size=size)
