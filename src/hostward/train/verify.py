@@ -264,11 +264,17 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
         state=state,
         device_bytes=None if run.device.type == "cuda" else ledger.total_bytes(Tier.DEVICE),
         placed_fraction=plan.placed_fraction,
-        offloaded_bytes=plan.offloaded_bytes,
+        offloaded_bytes=plan.offloaded_bytes + _weights_away_bytes(run),
         placements=tuple(p for p in Placement if plan.count(p)),
         settings=settings,
         unchanged_weights=_bit_sums(run) == start,
     )
+
+
+def _weights_away_bytes(run: loop.Run) -> int:
+    """Of layers whose weights leave, those that are off the device now."""
+    away = None if run.attachment is None else run.attachment.report().weights
+    return 0 if away is None else away.freed_bytes
 
 
 def _device_bytes_now() -> int:
