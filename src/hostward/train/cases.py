@@ -19,6 +19,10 @@ PLACEMENTS = ("host", "streamed", "mixed")
 SCHEDULES = ("hidden", "serial")
 FRACTIONS = (0.25, 0.5, 1.0)
 
+WORDS = (
+    "N% host: that share of the optimizer state lies on the host and is stepped there; streamed: it lies there and is "
+    "stepped on the device; mixed: half of it each. hidden: behind backward and the next forward; serial: between them."
+)
 MIX = 0.5
 """Share of the offloaded state that a mixed case streams."""
 
@@ -67,10 +71,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words, for tables."""
+        """In words, for tables: WORDS says what they mean."""
         count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
-        how = self.placement if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
-        return f"{self.fraction:g} {how}, {count}"
+        how = "as the options say" if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
+        return f"{100 * self.fraction:g}% {how}, {count}"
 
     def require_placed(self, plan: Plan) -> None:
         """Raises ConfigError for a plan that would prove nothing about this case."""
