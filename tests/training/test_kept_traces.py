@@ -8,6 +8,7 @@ that share no curves.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def test_a_configuration_that_was_edited_is_another_question(tmp_path: Path) -> 
                "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
     numels = []
     for rows in (100, 100, 200):
-        file.write_text(json.dumps({**content, "vocab_size": rows}))
+        file.write_text(json.dumps({**content, "vocab_size": rows, "task_specific_params": {"limit": math.inf}}))
         numels.append(config_workload(file, sequence_tokens=8, folder=folder).inventory.numel)
     assert numels == [numels[0], numels[0], numels[0] + 2 * 64 * 100]
     assert len(list(folder.glob("*.json"))) == 2

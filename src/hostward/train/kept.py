@@ -77,7 +77,7 @@ def _key(question: Mapping[str, Any]) -> str:
         "python": platform.python_version(),
         "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _source() -> str:
