@@ -31,7 +31,7 @@ from hostward.memory_model import STEADY_STEP, PhaseNeeds, required
 from hostward.overrides import apply_overrides
 from hostward.plan import Placement, Plan
 from hostward.planner import place_fraction
-from hostward.train.placing import shares
+from hostward.train.shares import shares
 from hostward.train.workload import recipe_workload
 from hostward.training.workload_of import workload_of
 from hostward.workload import Workload

@@ -26,6 +26,8 @@ class Keep(StrEnum):
 
 RECOMPUTED = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
 ELEMENTWISE = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
+ELEMENTWISE_MODULES = ("layernorm", "mlp_act", "moe_act")
+"""What costs little to run again: it reads and writes memory, and multiplies no matrices."""
 LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
 """What a layer keeps for backward goes to the host."""
 

@@ -11,6 +11,7 @@ from hostward.rule_table import (
     SIZES,
     Kind,
     Rule,
+    batch_sizes,
     changed,
     data_parallel_size,
     divided_sizes,
@@ -340,7 +341,7 @@ RUN_RULES = (
             f"global batch size ({c.train.global_batch_size}) is not divisible by micro batch size"
             f" ({c.train.micro_batch_size}) times data parallel size ({data_parallel_size(c, world_size)})"
         ),
-        "set train.global_batch_size to a multiple of that product",
+        batch_sizes,
         documented="global batch size (...) is not divisible by micro batch size (...) times data parallel size (...)",
         shared_with_megatron=True,
     ),

@@ -110,6 +110,7 @@ class MemoryModel:
         """Host bytes of a whole state beside the one that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
+        self._save_bytes = save_bytes(workload.inventory)
 
     def required(self, choice: Choice) -> Needs:
         """Raises ConfigError for a choice that is not of this workload."""
@@ -129,13 +130,18 @@ class MemoryModel:
         first: dict[Owner, float] = {**rest, **step.peak(min(FEWEST, slots.most), None)}
         steady: dict[Owner, float] = {**rest, **step.peak(slots.count, slots.unstage_at)}
         resident = step.resident_weight_bytes
-        loading = {**rest, Owner.WEIGHTS: self.workload.weight_bytes, Owner.WORKSPACE: self._partial_bytes}
+        # Weights that leave come from the CPU, and are on the device one layer at a time (`hostward.move`). They cannot
+        # wait there where several ranks share a model.
+        layers = self.workload.layers if self.workload.ranks == 1 else ()
+        waiting = [layer.weight_bytes for layer in layers if layer.name in choice.offloaded_weights]
+        there = self.workload.weight_bytes - sum(waiting) + max(waiting, default=0)
+        loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
         asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
         settled = {**host, Owner.ACTIVATIONS: 0.0}
-        buffers, copy = save_bytes(self.workload.inventory)
+        buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
         phases = (
-            _phase(LOAD, loading, settled, settled),
+            _phase(LOAD, loading, {**settled, Owner.WEIGHTS: settled[Owner.WEIGHTS] + sum(waiting)}, settled),
             _phase(FIRST_STEP, first, host, host),
             _phase(STEADY_STEP, steady, {**host, Owner.COPIES: kept}, host),
             _phase(

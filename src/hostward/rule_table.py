@@ -266,6 +266,20 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     return max(1, world_size // sharing)
 
 
+def batch_sizes(config: Config, world_size: int) -> str:
+    """What makes the batch whole microbatches, as one types it."""
+    train, copies = config.train, data_parallel_size(config, world_size)
+    whole = train.micro_batch_size * copies
+    below = train.global_batch_size // whole * whole
+    near = " or ".join(str(size) for size in (below, below + whole) if size)
+    of_rank, rest = divmod(train.global_batch_size, copies)
+    fits = [
+        str(size) for size in range(1, min(of_rank, train.micro_batch_size) + 1) if not rest and of_rank % size == 0
+    ]
+    smaller = f", or train.micro_batch_size={' or '.join(fits[-3:])}" if fits else ""
+    return f"set train.global_batch_size={near} (any multiple of {whole}){smaller}"
+
+
 def divided_sizes(config: Config) -> list[int]:
     """Sizes that tensor parallelism divides, as far as they are set."""
     model = config.model

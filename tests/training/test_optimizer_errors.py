@@ -158,7 +158,15 @@ def test_t15_hdo_h6_the_share_is_met_to_within_one_bucket_and_printed(fraction: 
     owners = optimizer.backend.ledger.by_owner(Tier.HOST)
     held = sum(owners.get(owner, 0) for owner in ("exp_avg", "exp_avg_sq", "remainder"))
     assert plan.offloaded_bytes <= held <= plan.offloaded_bytes * 1.05 + 20_000  # padding
-    assert f"asked {fraction:.4f}, placed {plan.placed_fraction:.4f}" in repr(optimizer)
+    told = repr(optimizer)
+    assert f"asked {fraction:.4f}, placed {plan.placed_fraction:.4f}" in told
+    tensors = optimizer.param_groups[0]["params"]
+    numel = sum(p.numel() for p in tensors)
+    assert (
+        f"  group 0: {len(tensors)} tensors, {numel:,} parameters; betas (0.9, 0.95), eps 1e-08, lr 0.01, weight_decay "
+        in told
+    )
+    assert len(told) < 500
 
 
 @pytest.mark.parametrize("value", [0, 0.0, None, -0.0])

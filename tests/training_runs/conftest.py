@@ -23,6 +23,17 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "240")
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What commands keep between calls, in place of the user's cache folder."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
     """`train.num_threads` is a setting of the whole process."""

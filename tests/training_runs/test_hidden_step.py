@@ -24,9 +24,10 @@ from hostward.plan import Plan
 from hostward.planner import place_fraction
 from hostward.schedule import Lane
 from hostward.train import loop
-from hostward.train.placing import Shares, gradient_bytes, shares
+from hostward.train.placing import gradient_bytes
 from hostward.train.readback import Numbers, Readback
 from hostward.train.report import measured
+from hostward.train.shares import Shares, shares
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 STREAMED = ["optimizer.offload_optimizer_states=True"]

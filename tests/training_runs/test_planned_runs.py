@@ -33,9 +33,10 @@ from hostward.planning.time_model import predict
 from hostward.sizes import GIB
 from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
-from hostward.train.placing import shares, with_plan
+from hostward.train.placing import with_plan
 from hostward.train.refusal import CURE, asked_choice, estimate
 from hostward.train.report import options_set
+from hostward.train.shares import shares
 from hostward.train.tokenizer import ByteTokenizer
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
@@ -188,6 +189,12 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(small: Work
         hostward.attach(model, plan=large, backend=backend)
     assert f"host {(1 << 60) / GIB:,.1f} GiB" in caught.value.why
     assert "force=True" in caught.value.fix
+    assert "hostward.move" not in caught.value.fix
+    leaving = plan(small, mixed(small, (Keep.KEEP, Keep.KEEP), frozenset({small.repeated[0].name})))
+    leaving = replace(leaving, predicted=replace(leaving.predicted, host_bytes=1 << 60))
+    with pytest.raises(MemoryLimitError, match="more host memory") as moved:
+        hostward.attach(model, plan=leaving, backend=backend)
+    assert "hostward.move(model, device, weights=1)" in moved.value.fix
     assert backend.ledger.total_bytes(Tier.HOST) == 0
     assert checkpointed(model) == [False, False]
     with hostward.attach(model, plan=large, backend=backend, force=True) as run:

@@ -15,10 +15,11 @@ from cli_runs import SMALL, offloaded
 from conftest import Cli
 
 from hostward.cli import run_files
-from hostward.cli.progress import Progress, fitted
+from hostward.cli.progress import Progress, fitted, parts
 from hostward.overrides import apply_overrides
 from hostward.recipes import load
 from hostward.train import loop
+from hostward.train.report import newest_row
 from hostward.train.scalars import Scalars
 
 TINY = "qwen3_moe_tiny_pretrain_config"
@@ -108,7 +109,16 @@ def test_a_narrow_terminal_shows_whole_parts() -> None:
 def test_hidden_and_exposed_seconds_come_early_in_a_long_run(prepared: Callable[..., loop.Run]) -> None:
     run = prepared("train.train_iters=14", *offloaded(1))
     seen: list[tuple[int, bool]] = []
-    loop.train(run, progress=lambda r: seen.append((len(r.losses), r.offload is not None)), metered=3)
+    lines: list[str] = []
+
+    def look(r: loop.Run) -> None:
+        seen.append((len(r.losses), r.offload is not None))
+        lines.append("  ".join(parts(r, newest_row(r))))
+
+    loop.train(run, progress=look, metered=3)
+    known_from = next(i for i, line in enumerate(lines) if "hidden" in line)
+    assert re.search(r"  in iterations 6 to 7: hidden \d+\.\d{3} s, exposed \d+\.\d{3} s$", lines[known_from])
+    assert known_from >= loop.SETTLED_ITERATIONS + 2
     known = loop.SETTLED_ITERATIONS + 3
     assert [told for n, told in seen if n < known] == [False] * (known - 1)
     assert all(told for n, told in seen if n > known)

@@ -19,7 +19,7 @@ from hostward.host.adamw import AdamWTask
 from hostward.rules import check
 from hostward.train import loop
 from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
-from hostward.train.placing import Shares, shares
+from hostward.train.shares import Shares, shares
 
 
 @pytest.fixture
@@ -90,8 +90,9 @@ def test_cases_are_all_combinations_of_what_is_given(verify: Cli) -> None:
     assert outcome.code == 0, outcome.out + outcome.err
     placements = ("mixed", "streamed")
     assert cases_of(outcome) == [(0.5, p, "serial", k) for k in (1, 4) for p in placements]
-    sentence = "identical in every bit over 3 iterations: 0.5 mixed, serial, 1 microbatch; 0.5 streamed, serial, "
-    assert sentence in outcome.out
+    told = "PASS: identical in every bit over 3 iterations, without offloading and with: "
+    assert f"{told}50% mixed, serial, 1 microbatch; 50% streamed, serial, " in outcome.out.splitlines()[-1]
+    assert "mixed: half of it each" in outcome.out
 
 
 def test_cases_are_what_their_names_say() -> None:
@@ -301,7 +302,7 @@ def test_without_a_deterministic_form_both_get_the_same_gradients(
         (["--fraction", "half"], ["--fraction half is no number", "--fraction 0.5"]),
         (["--placement", "gpu"], ["--placement gpu is unknown", "write --placement host, streamed or mixed"]),
         (["--schedule", "late"], ["--schedule late is unknown", "write --schedule hidden or serial"]),
-        (["--microbatches", "3"], ["--microbatches 3 does not divide train.global_batch_size=4"]),
+        (["--microbatches", "3"], ["--microbatches 3 does not divide train.global_batch_size=4", "1 or 2 or 4, or"]),
         (["--microbatches", "0"], ["--microbatches 0 does not divide train.global_batch_size=4"]),
         (
             ["--placement", "streamed", "optimizer.offload_optimizer_states=True"],
@@ -351,7 +352,8 @@ def test_equal_garbage_is_no_identity(verify: Cli, monkeypatch: pytest.MonkeyPat
     assert outcome.code == 1
     assert broken_claims(outcome) == {"the run without offloading trained"}
     assert "loss 0 is not finite" in outcome.out
-    assert "NOT verified" in outcome.out
+    told = "FAIL: NOT verified in 1 of 1 cases (50% host, hidden, 2 microbatches): the run without offloading trained"
+    assert outcome.out.splitlines()[-1] == told
 
 
 def test_a_run_that_changes_nothing_proves_nothing(verify: Cli) -> None:

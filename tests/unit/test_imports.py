@@ -33,7 +33,7 @@ LAYERS = (
         "overrides",
         "options_doc",
     ),
-    ("plan", "planner", "workload", "choice", "run_report"),
+    ("plan", "planner", "workload", "workload_file", "choice", "run_report"),
     ("save_buffers",),
     ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
     ("planning",),

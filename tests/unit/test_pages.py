@@ -327,6 +327,11 @@ def test_forward_and_backward_are_told_where_they_are_known() -> None:
     assert not page.all("rect", class_="fill-forward")
 
 
+def test_nothing_is_page_locked_without_a_gpu() -> None:
+    assert "page-locked" not in render(simulated(gpu_report()), gpu_trace())
+    assert "page-locked" in render(gpu_report(), gpu_trace())
+
+
 def test_without_a_trace_the_page_says_how_to_get_one() -> None:
     assert "Nothing was timed." in sections(read_html(render(gpu_report())))["One step, lane by lane"]
     text = sections(read_html(render(gpu_report(), Trace())))["One step, lane by lane"]

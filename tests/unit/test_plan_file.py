@@ -6,6 +6,7 @@ Seen red: a placement that is no word accepted, buckets compared by size alone, 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,15 +173,33 @@ def test_a_plan_for_another_gpu_is_refused() -> None:
 def test_differences_are_told_in_runs() -> None:
     other = made(WORKLOAD, replace(CHOICE, activations=(Keep.KEEP, *CHOICE.activations[1:3], Keep.KEEP)))
     lines = plan_file.differences(PLAN, other)
-    assert "activations layers.0: recompute -> keep" in lines
-    assert "activations layers.3: recompute -> keep" in lines
+    assert "saved activations of layers.0: recompute -> keep" in lines
+    assert "saved activations of layers.3: recompute -> keep" in lines
     assert any(line.startswith("predicted.step_s: ") for line in lines)
-    assert not any(line.startswith("bucket") for line in lines)
+    assert not any(line.startswith("optimizer state") for line in lines)
     assert plan_file.differences(PLAN, PLAN) == []
     everything = made(WORKLOAD, chosen(WORKLOAD, 1.0, 0.0, Keep.RECOMPUTE))
-    changed = [line for line in plan_file.differences(PLAN, everything) if line.startswith("bucket")]
-    assert changed[0].endswith("device -> host")
-    assert " to " in changed[0]
+    changed = plan_file.differences(PLAN, everything)
+    assert not [line for line in changed if "bucket" in line or "0000." in line]
+    (first, *_) = [line for line in changed if line.startswith("optimizer state")]
+    assert re.fullmatch(r"optimizer state of [\w.]+( to [\w.]+)?: device -> host", first)
+
+
+def test_a_difference_within_a_layer_is_told() -> None:
+    """Shares of a layer's parameters, and where these are equal, that the parameters are others."""
+    layer = [i for i, row in enumerate(PLAN.buckets) if row.bucket.endswith(".layers.1")]
+    first, second = (i for i in layer if PLAN.buckets[i].numel == PLAN.buckets[layer[0]].numel and i in layer[:2])
+
+    def placed(host: int) -> plan_file.PlanFile:
+        rows = list(PLAN.buckets)
+        for i in layer:
+            rows[i] = replace(rows[i], placement=Placement.HOST if i == host else Placement.DEVICE)
+        return replace(PLAN, buckets=tuple(rows))
+
+    (line,) = plan_file.differences(placed(first), placed(-1))
+    assert re.fullmatch(r"optimizer state of layers.1: device \d+%, host \d+% -> device", line)
+    (line,) = plan_file.differences(placed(first), placed(second))
+    assert re.fullmatch(r"optimizer state of layers.1: of other parameters than before, device \d+%, host \d+%", line)
 
 
 def test_a_line_says_what_the_second_plan_gains_and_loses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -224,10 +225,34 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
         "  1. model.num_attention_heads (4) is not divisible by model.num_query_groups (3)\n"
         "     fix: choose model.num_query_groups so that it divides the heads\n"
         "  2. global batch size (3) is not divisible by micro batch size (2) times data parallel size (1)\n"
-        "     fix: set train.global_batch_size to a multiple of that product\n"
+        "     fix: set train.global_batch_size=2 or 4 (any multiple of 2), or train.micro_batch_size=1\n"
         "  3. ddp.grad_reduce_in_fp32=true is known, but not built yet\n"
         "     fix: set ddp.grad_reduce_in_fp32=false"
     )
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "processes", "fix"),
+    [
+        (12, 8, 1, "set train.global_batch_size=8 or 16 (any multiple of 8), or train.micro_batch_size=3 or 4 or 6"),
+        (1, 4, 1, "set train.global_batch_size=4 (any multiple of 4), or train.micro_batch_size=1"),
+        (6, 4, 4, "set train.global_batch_size=16 (any multiple of 16)"),
+        (8, 4, 4, "set train.global_batch_size=16 (any multiple of 16), or train.micro_batch_size=1 or 2"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_told_what_would(
+    batch: int, micro_batch: int, processes: int, fix: str
+) -> None:
+    """Seen red: a multiple below that is 0, microbatches that do not divide a rank's share."""
+    words = f"train.global_batch_size={batch} train.micro_batch_size={micro_batch} ddp.use_distributed_optimizer=true"
+    (found,) = [v for v in violations(tiny(words), world_size=processes) if v.rule == "batch"]
+    assert found.fix == fix
+    named = re.findall(r"(train\.\w+)=(\d+(?: or \d+)*)", fix)
+    assert named
+    for option, values in named:
+        for value in values.split(" or "):
+            fixed = violations(tiny(f"{words} {option}={value}"), world_size=processes)
+            assert "batch" not in [v.rule for v in fixed], (option, value)
 
 
 def test_only_unbuilt_options_raise_not_built() -> None:

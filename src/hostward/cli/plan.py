@@ -173,11 +173,12 @@ def _answer(
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
     from hostward.planning.shards import sharded
     from hostward.rules import check
+    from hostward.train.kept import usual_folder
     from hostward.train.planning import asked_of, phases_of
     from hostward.train.workload import recipe_workload
 
     check(config, world_size=1)
-    workload = sharded(recipe_workload(config, name=name), gpus)
+    workload = sharded(recipe_workload(config, name=name, folder=usual_folder()), gpus)
     return workload, asked_of(config, workload, speeds), phases_of(config)
 
 
@@ -187,6 +188,7 @@ def _of_file(
     from hostward.memory_model import TRAINING
     from hostward.planning.assignment import Forced
     from hostward.planning.shards import sharded
+    from hostward.train.kept import usual_folder
     from hostward.train.workload import config_workload
 
     size = micro_batch or 1
@@ -196,7 +198,11 @@ def _of_file(
             f"--batch {total} is no multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
         )
     workload = config_workload(
-        path, sequence_tokens=sequence or 4096, microbatch_sequences=size, microbatches=total // size
+        path,
+        sequence_tokens=sequence or 4096,
+        microbatch_sequences=size,
+        microbatches=total // size,
+        folder=usual_folder(),
     )
     return sharded(workload, gpus), Forced(), TRAINING
 

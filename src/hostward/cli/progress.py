@@ -104,7 +104,9 @@ def parts(run: Run, row: StepRow) -> list[str]:
     if row.pinned_bytes and run.device.type == "cuda":
         said.append(f"pinned {size(row.pinned_bytes)}")
     if run.offload is not None:
-        said.append(f"hidden {run.offload.hidden_s:.3f} s, exposed {run.offload.exposed_s:.3f} s")
+        first, end = run.offload.first_iteration + 1, run.offload.last_iteration
+        span = f"iteration {end}" if first == end else f"iterations {first} to {end}"
+        said.append(f"in {span}: hidden {run.offload.hidden_s:.3f} s, exposed {run.offload.exposed_s:.3f} s")
     return said
 
 

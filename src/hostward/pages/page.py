@@ -64,7 +64,7 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
     if report.simulated:
         del figures["device memory, peak"]
         figures["host memory, resident"] = size(report.memory.resident_bytes)
-        figures["page-locked on a GPU"] = figures.pop("page-locked host memory")
+        del figures["page-locked host memory"]  # nothing is
         figures["optimizer state on the host"] = percent(report.placed_fraction)
     elif report.offload is not None:
         figures["stood still, per step"] = duration(report.offload.exposed_s)
@@ -180,14 +180,12 @@ def _predictions(report: RunReport) -> Iterator[str]:
     pairs = {
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),
         "host memory of the run": (guess.host_bytes, measured.host_bytes, size),
-        "page-locked on a GPU" if report.simulated else "page-locked": (
-            guess.pinned_bytes,
-            measured.pinned_bytes,
-            size,
-        ),
+        "page-locked": (guess.pinned_bytes, measured.pinned_bytes, size),
         "step": (guess.step_s, measured.step_s, duration),
         "of it, the device stands still": (guess.exposed_s, measured.exposed_s, duration),
     }
+    if report.simulated:
+        del pairs["page-locked"]
     rows = [
         (name, "no prediction" if predicted is None else shown(p), shown(m), error_percent(p, m))
         for name, (p, m, shown) in pairs.items()

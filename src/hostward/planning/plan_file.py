@@ -7,6 +7,7 @@ saves and whether its weights leave, and what was predicted of that. docs/plan-f
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,14 +306,40 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
     for name in ("gradients_on_host", "staging_bytes"):
         if getattr(a, name) != getattr(b, name):
             lines.append(f"{name}: {_value(getattr(a, name))} -> {_value(getattr(b, name))}")
-    lines += _row_differences(
-        "bucket", {r.bucket: r.placement for r in a.buckets}, {r.bucket: r.placement for r in b.buckets}
-    )
-    for column in ("activations", "weights"):
+    shares = _state_by_layer(a), _state_by_layer(b)
+    lines += _row_differences("optimizer state", *shares)
+    lines += [
+        f"optimizer state of {layer}: of other parameters than before, {share}"
+        for layer, share in shares[0].items()
+        if shares[1].get(layer) == share and _rows_of(a, layer) != _rows_of(b, layer)
+    ]
+    for column, what in (("activations", "saved activations"), ("weights", "weights")):
         lines += _row_differences(
-            column, {r.layer: getattr(r, column) for r in a.layers}, {r.layer: getattr(r, column) for r in b.layers}
+            what, {r.layer: getattr(r, column) for r in a.layers}, {r.layer: getattr(r, column) for r in b.layers}
         )
     return lines
+
+
+def _layer(row: BucketRow) -> str:
+    return row.bucket.partition(".")[2]
+
+
+def _rows_of(plan: PlanFile, layer: str) -> list[tuple[int, Placement]]:
+    return [(row.numel, row.placement) for row in plan.buckets if _layer(row) == layer]
+
+
+def _state_by_layer(plan: PlanFile) -> dict[str, str]:
+    """By layer, where its state is: a placement, or shares of its parameters."""
+    counts: dict[str, Counter[Placement]] = {}
+    for row in plan.buckets:
+        counts.setdefault(_layer(row), Counter())[Placement(row.placement)] += row.numel
+    return {layer: _shares(held) for layer, held in counts.items()}
+
+
+def _shares(held: Counter[Placement]) -> str:
+    if len(held) == 1:
+        return next(iter(held)).value
+    return ", ".join(f"{p.value} {held[p] / held.total():.0%}" for p in Placement if held[p])
 
 
 def summary(a: PlanFile, b: PlanFile) -> str:
@@ -346,4 +373,4 @@ def _row_differences(what: str, old: dict[str, str], new: dict[str, str]) -> lis
             else:
                 runs.append((name, name, change[0] or "(not there)", change[1] or "(not there)"))
         before = change
-    return [f"{what} {a if a == b else f'{a} to {b}'}: {x} -> {y}" for a, b, x, y in runs]
+    return [f"{what} of {a if a == b else f'{a} to {b}'}: {x} -> {y}" for a, b, x, y in runs]

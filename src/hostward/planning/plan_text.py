@@ -66,7 +66,7 @@ def render(found: Answer) -> str:
         blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
         blocks.append("The choice that comes nearest:")
     units = _units(shown)
-    blocks.append(_needs_table(shown.needs, question, units))
+    blocks.append(_needs_table(shown.needs, shown.choice, question, units))
     blocks.append(_owners(shown.needs, units))
     blocks.append(_placements(workload, shown.choice))
     blocks.append(_time(found, units))
@@ -106,7 +106,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _needs_table(needs: Needs, question: Question, units: _Units) -> str:
+def _needs_table(needs: Needs, choice: Choice, question: Question, units: _Units) -> str:
     gpus, budgets = question.gpus, question.budgets
     rows = [[f"{units.memory} per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
     outside = []
@@ -121,7 +121,16 @@ def _needs_table(needs: Needs, question: Question, units: _Units) -> str:
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
     limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
     rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
-    return "\n".join([_table(rows), *outside])
+    return "\n".join([_table(rows), *outside, *_loading(choice, question.workload.ranks)])
+
+
+def _loading(choice: Choice, ranks: int) -> list[str]:
+    """What the load phase takes for granted."""
+    count = len(choice.offloaded_weights)
+    if not count or ranks > 1:
+        return []
+    move = f"hostward.move(model, device, weights={count})"
+    return [f"load is that of hostward train; a loop of one's own begins with {move}"]
 
 
 def _owners(needs: Needs, units: _Units) -> str:

@@ -13,12 +13,16 @@ from hostward.plan import Placement, Plan
 from hostward.planner import checked_fraction
 from hostward.rule_table import changed
 
-from .placing import shares
+from .shares import shares
 
 PLACEMENTS = ("host", "streamed", "mixed")
 SCHEDULES = ("hidden", "serial")
 FRACTIONS = (0.25, 0.5, 1.0)
 
+WORDS = (
+    "N% host: that share of the optimizer state lies on the host and is stepped there; streamed: it lies there and is "
+    "stepped on the device; mixed: half of it each. hidden: behind backward and the next forward; serial: between them."
+)
 MIX = 0.5
 """Share of the offloaded state that a mixed case streams."""
 
@@ -67,10 +71,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words, for tables."""
+        """In words, for tables: WORDS says what they mean."""
         count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
-        how = self.placement if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
-        return f"{self.fraction:g} {how}, {count}"
+        how = "as the options say" if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
+        return f"{100 * self.fraction:g}% {how}, {count}"
 
     def require_placed(self, plan: Plan) -> None:
         """Raises ConfigError for a plan that would prove nothing about this case."""
@@ -167,9 +171,11 @@ def _microbatches(config: Config) -> int:
 def _with_microbatches(config: Config, count: int) -> Config:
     size, rest = divmod(config.train.global_batch_size, count) if count > 0 else (0, 1)
     if rest or not size:
+        total = config.train.global_batch_size
+        counts = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
             f"--microbatches {count} does not divide train.global_batch_size={config.train.global_batch_size}",
-            fix="give a count that does, or set train.global_batch_size",
+            fix=f"--microbatches {' or '.join(counts)}, or set train.global_batch_size",
         )
     changed = copy.deepcopy(config)
     changed.train = replace(changed.train, micro_batch_size=size)

@@ -66,8 +66,9 @@ class Draws:
         if missing:
             raise ModelError(
                 f"nothing says what weight {missing[0]!r} begins with",
-                why="a model that is built in parts on several ranks is filled by the draws that its class makes",
-                fix="train it with one process, or from a folder: model.hf_model_path",
+                why="a model that is built without memory, because ranks or layers hold parts of it, is filled by the "
+                "draws that its class makes",
+                fix="train it from a folder (model.hf_model_path), or with one process and all weights on the device",
             )
         last = {draw.tensor: i for i, draw in enumerate(self.made)}
         for i, draw in enumerate(self.made):

@@ -26,22 +26,23 @@ from hostward.planning.plan_file import PlanFile
 from hostward.rules import check, idle_switches
 from hostward.run_report import Estimate, FrontierPoint, OffloadReport, RanksReport
 from hostward.training.attachment import Attachment
+from hostward.training.away import move
 from hostward.training.optimizer import AdamW
 
 from . import resume
 from .activations import attach_activations, recompute_layers
-from .data import TokenDataset, build_dataset
-from .memory import require_memory
+from .beforehand import weighed
+from .data import TokenDataset
 from .models import build_model, training_loss
 from .parts import build_in_parts, synchronise_gradients
 from .placing import make_optimizer, share_of, staying_gradients, with_plan
 from .ranks import Ranks
 from .ranks_report import ranks_report
 from .readback import Readback
-from .refusal import require_fit, require_same_model
 from .report import SLOTS, measured
 from .sampling import BACKWARD, FORWARD, MemorySampler
 from .schedule_lr import learning_rate
+from .waiting import build_on_cpu
 from .watermark import Watermark
 
 log = logging.getLogger("hostward")
@@ -187,7 +188,9 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
             plan.require_machine(torch.cuda.get_device_name(device))
     ranks.join(device)
     resume_from = resume.checkpoint_to_load(config)
-    dataset, predicted = ranks.agreed(lambda: _weighed(recipe, config, device, plan, resume_from, ranks, force=force))
+    dataset, predicted, waiting = ranks.agreed(
+        lambda: weighed(recipe, config, device, plan, resume_from, ranks, force=force)
+    )
     threads = config.train.num_threads or ranks.torch_threads()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -196,9 +199,13 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    build = build_model if ranks.size == 1 else build_in_parts
+    build = build_in_parts if ranks.size > 1 else build_model if waiting is None else build_on_cpu
     model = build(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
     _require_vocabulary(model, dataset)
+    if waiting is not None:
+        if resume_from is not None:
+            resume.load_weights(model, resume_from)
+        move(model, device, weights=waiting.layers)
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
     optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
@@ -207,34 +214,14 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     run = Run(
         recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier, ranks=ranks
     )
-    if resume_from is not None:
+    if resume_from is not None and waiting is None:
         resume.load(run, resume_from)
     # It takes weights over as they are.
     run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan))
+    if resume_from is not None and waiting is not None:
+        resume.load(run, resume_from, with_weights=False)
     run.begin_at(run.iteration)
     return run
-
-
-def _weighed(
-    recipe: str,
-    config: Config,
-    device: torch.device,
-    plan: PlanFile | None,
-    resume_from: Path | None,
-    ranks: Ranks,
-    *,
-    force: bool,
-) -> tuple[TokenDataset, Estimate | None]:
-    """The data, and what is predicted of the run. Raises for all that can be refused before weights are allocated."""
-    dataset = _dataset(config)
-    if resume_from is not None and not config.checkpoint.finetune:
-        resume.require_same_samples(config, dataset, resume_from)
-    least = require_memory(config, device, dataset.vocab_size, ranks)
-    if plan is not None:
-        require_same_model(plan, config, dataset.vocab_size)
-    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
-    resume.require_writable(config)
-    return dataset, predicted
 
 
 def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: int = 0) -> None:
@@ -364,20 +351,6 @@ def _to_device(tokens: npt.NDArray[np.int64], device: torch.device) -> torch.Ten
     """A copy that the host does not wait for: from pinned memory, which torch keeps until the copy is done."""
     tensor = torch.from_numpy(tokens)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def _dataset(config: Config) -> TokenDataset:
-    options, tokenizer = config.dataset, config.tokenizer
-    return build_dataset(
-        path=options.path,
-        data_format=options.format,
-        text_key=options.text_key,
-        tokenizer_type=tokenizer.tokenizer_type,
-        tokenizer_model=tokenizer.tokenizer_model or config.model.hf_model_path,
-        seq_length=config.model.seq_length,
-        vocab_size=config.model.vocab_size,
-        seed=config.rng.seed if options.random_seed is None else options.random_seed,
-    )
 
 
 def _require_vocabulary(model: torch.nn.Module, dataset: TokenDataset) -> None:

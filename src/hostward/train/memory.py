@@ -14,8 +14,9 @@ from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
 from .models import named_shapes
-from .placing import accumulates_in_fp32, gradients_leave, share_of, shares
+from .placing import accumulates_in_fp32, gradients_leave, share_of
 from .ranks import Ranks
+from .shares import shares
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
@@ -43,9 +44,12 @@ def need(config: Config, parameters: int) -> Need:
     return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 
-def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks) -> Need:
+def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks, waiting_bytes: int = 0) -> Need:
     """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is. The
     ranks of a node ask it together.
+
+    Args:
+        waiting_bytes: of weights that leave, and are never on the device all at once.
 
     Raises:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
@@ -65,14 +69,14 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
     on_gpu = device.type == "cuda"
     host = host_memory()
-    host_bytes = offloaded_bytes + landing_bytes if on_gpu else least.total_bytes + whole_bytes
+    host_bytes = offloaded_bytes + landing_bytes + waiting_bytes if on_gpu else least.total_bytes + whole_bytes
     host_bytes *= ranks.local_size
     if host_bytes > host.available_bytes:
         raise _too_large(least, host_bytes, "host", host.available_bytes, "shrink the model, as in model.num_layers=2")
     if on_gpu:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
-        device_bytes = least.total_bytes + whole_bytes - offloaded_bytes - leaving_bytes
+        device_bytes = least.total_bytes + whole_bytes - offloaded_bytes - leaving_bytes - waiting_bytes
         if device_bytes > free_bytes:
             raise _too_large(least, device_bytes, "device", free_bytes, fix)
     return least

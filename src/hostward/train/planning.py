@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from hostward.choice import Keep
+from hostward.choice import ELEMENTWISE_MODULES, Keep
 from hostward.config import Config
 from hostward.errors import ConfigError
 from hostward.memory_model import RESUME, SAVE, TRAINING
@@ -16,8 +16,9 @@ from hostward.planner import place_fraction
 from hostward.planning.assignment import Forced
 from hostward.planning.speeds import Speeds, balanced_share
 from hostward.sizes import MIB
-from hostward.training.recompute import ELEMENTWISE
 from hostward.workload import Workload
+
+from .shares import shares
 
 T = TypeVar("T", Placement, Keep)
 
@@ -27,8 +28,6 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
     options, model = config.optimizer, config.model
     placements: dict[int, Placement] = {}
     if options.optimizer_cpu_offload or options.offload_optimizer_states:
-        from .placing import shares
-
         asked = shares(config)
         share = asked.streamed_fraction
         if isinstance(share, str):
@@ -65,7 +64,9 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
     model = config.model
     first = model.recompute_num_layers or 0
     whole = model.recompute_granularity == "full" and (model.recompute_method == "uniform" or layer < first)
-    parts = model.recompute_granularity == "selective" and not set(ELEMENTWISE).isdisjoint(model.recompute_modules)
+    parts = model.recompute_granularity == "selective" and not set(ELEMENTWISE_MODULES).isdisjoint(
+        model.recompute_modules
+    )
     if layer < leaving:
         return Keep.RECOMPUTE_OFFLOAD if whole else Keep.ELEMENTWISE_OFFLOAD if parts else Keep.OFFLOAD
     return Keep.RECOMPUTE if whole else Keep.ELEMENTWISE if parts else Keep.KEEP

@@ -210,7 +210,7 @@ def render(report: RunReport) -> list[Table]:
         notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
         rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
     if report.ranks is not None:
-        rows |= _rank_rows(report.ranks)
+        rows |= _rank_rows(report.ranks, simulated=simulated)
     if report.checkpoint:
         rows["checkpoint"] = report.checkpoint
     for name, value in rows.items():
@@ -218,8 +218,11 @@ def render(report: RunReport) -> list[Table]:
     return [run, _memory_table(report.memory, simulated=simulated)]
 
 
-def _rank_rows(ranks: RanksReport) -> dict[str, str]:
-    nodes = [f"{n.node}: {n.ranks} ranks, host {n.host_bytes:,}, pinned {n.pinned_bytes:,} bytes" for n in ranks.nodes]
+def _rank_rows(ranks: RanksReport, *, simulated: bool) -> dict[str, str]:
+    nodes = [
+        f"{n.node}: {n.ranks} ranks, host {n.host_bytes:,}{'' if simulated else f', pinned {n.pinned_bytes:,}'} bytes"
+        for n in ranks.nodes
+    ]
     rows = {f"{len(ranks.ranks)} ranks, by node": "\n".join(nodes)}
     return rows | ({"stragglers": "\n".join(ranks.stragglers)} if ranks.stragglers else {})
 
@@ -247,7 +250,8 @@ def _memory_table(memory: MemoryReport, *, simulated: bool) -> Table:
     table.add_row(
         "sum", f"{sum(memory.device_by_owner_bytes.values()):,}", f"{sum(memory.host_by_owner_bytes.values()):,}"
     )
-    table.add_row("of it pinned on a GPU" if simulated else "of it pinned", "", f"{memory.pinned_bytes:,}")
+    if not simulated:
+        table.add_row("of it pinned", "", f"{memory.pinned_bytes:,}")
     table.add_row("process, resident", "", f"{memory.resident_bytes:,}")
     if memory.device_allocated_bytes is not None:
         table.add_row("torch, allocated between steps", f"{memory.device_allocated_bytes:,}", "")

@@ -111,19 +111,34 @@ def _saved(run: Run, path: Path | None) -> None:
         log.info("saved %s", path)
 
 
-def load(run: Run, path: Path) -> None:
-    """Take over a checkpoint; with `checkpoint.finetune` its weights only, at iteration 0."""
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Take over the weights of a checkpoint."""
+    _plain(path)
+    into = {f"model/{name}": t for name, t in _model_tensors(model).items()}
+    checkpoint.load(path, into, ignore={k for k in checkpoint.tensor_index(path) if not k.startswith("model/")})
+
+
+def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
+    """Take over a checkpoint; with `checkpoint.finetune` its weights only, at iteration 0. Without `with_weights` the
+    model and the optimizer have them already.
+    """
     options = run.config.checkpoint
     plain = _plain(path)
     index = checkpoint.tensor_index(path)
     full = not options.finetune
-    into: dict[str, torch.Tensor] = {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
+    into: dict[str, torch.Tensor] = {}
+    if with_weights:
+        into |= {f"model/{name}": t for name, t in _model_tensors(run.model).items()}
     if full and options.load_optim:
         into |= checkpoint.empty_optimizer_tensors(run.optimizer)
     generators = _wanted_generators(run, path, index) if full and options.load_rng else {}
     into |= generators
-    checkpoint.load(path, into, ignore={k for k in index if not k.startswith("model/")} - set(into), group=processes())
-    run.optimizer.reseed()
+    if with_weights:
+        others = {k for k in index if not k.startswith("model/")} - set(into)
+        checkpoint.load(path, into, ignore=others, group=processes())
+        run.optimizer.reseed()
+    else:
+        checkpoint.load_some(path, into)  # all files have been checked when the weights were loaded
     if not full:
         return
     run.iteration = int(plain["iteration"])

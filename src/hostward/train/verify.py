@@ -25,7 +25,7 @@ from hostward.rules import check
 from hostward.training.weights import bit_sum
 
 from . import loop
-from .cases import Case, without_offloading
+from .cases import WORDS, Case, without_offloading
 from .claims import Claim, Outcome, claims
 from .definition import differing_role
 from .ranks import Ranks
@@ -75,9 +75,13 @@ class Verdict:
         """The verdict in one line."""
         if self.passed:
             names = "; ".join(c.name for c in self.comparisons)
-            return f"identical in every bit over {self.iterations} iterations: {names}"
-        failed = sorted({claim.name for c in self.comparisons for claim in c.claims if not claim.held})
-        return f"NOT verified: {'; '.join(failed)}"
+            return (
+                f"PASS: identical in every bit over {self.iterations} iterations, without offloading and with: {names}"
+            )
+        failed = [c for c in self.comparisons if not c.passed]
+        broken = sorted({claim.name for c in failed for claim in c.claims if not claim.held})
+        names = "; ".join(c.name for c in failed)
+        return f"FAIL: NOT verified in {len(failed)} of {len(self.comparisons)} cases ({names}): {', '.join(broken)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON."""
@@ -139,6 +143,7 @@ def render(verdict: Verdict) -> list[Table]:
 
     how = "same gradients fed to both" if verdict.same_gradients else "independent runs"
     table = Table(title=f"verify {verdict.recipe}: {verdict.iterations} iterations, {how}")
+    table.caption = WORDS
     for column in ("case", "placed", "claim", "held", "detail"):
         table.add_column(column)
     for c in verdict.comparisons:
@@ -264,11 +269,17 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
         state=state,
         device_bytes=None if run.device.type == "cuda" else ledger.total_bytes(Tier.DEVICE),
         placed_fraction=plan.placed_fraction,
-        offloaded_bytes=plan.offloaded_bytes,
+        offloaded_bytes=plan.offloaded_bytes + _weights_away_bytes(run),
         placements=tuple(p for p in Placement if plan.count(p)),
         settings=settings,
         unchanged_weights=_bit_sums(run) == start,
     )
+
+
+def _weights_away_bytes(run: loop.Run) -> int:
+    """Of layers whose weights leave, those that are off the device now."""
+    away = None if run.attachment is None else run.attachment.report().weights
+    return 0 if away is None else away.freed_bytes
 
 
 def _device_bytes_now() -> int:

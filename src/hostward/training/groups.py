@@ -18,6 +18,16 @@ from hostward.planner import checked_fraction
 _NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
+def described(optimizer: Any) -> str:
+    """What `print(optimizer)` says: sizes and settings of its groups, without names of parameters, and its plan."""
+    lines = [f"{type(optimizer).__name__} ("]
+    for number, group in enumerate(optimizer.param_groups):
+        numel = sum(parameter.numel() for parameter in group["params"])
+        settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in ("params", "param_names"))
+        lines.append(f"  group {number}: {len(group['params'])} tensors, {numel:,} parameters; {settings}")
+    return "\n".join([*lines, ")", optimizer.plan.explain()])
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Raises ConfigError for hyper-parameters of another kind, or outside their range."""
     missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]

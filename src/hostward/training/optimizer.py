@@ -31,6 +31,7 @@ from .groups import (
     check_members,
     checked_norm,
     checked_streamed,
+    described,
     sums_on_host,
 )
 from .mix import Mix
@@ -394,5 +395,4 @@ class AdamW(Saving):
         """What a gradient scaler says, if it looked at the gradients."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}\n{self.plan.explain()}"
+    __repr__ = described

@@ -21,6 +21,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
+from hostward.choice import ELEMENTWISE_MODULES
 from hostward.errors import ConfigError, ModelError
 
 from .modules import paths_of
@@ -295,14 +296,10 @@ class Regions:
                 )
 
 
-ELEMENTWISE = ("layernorm", "mlp_act", "moe_act")
-"""What costs little to run again: it reads and writes memory, and multiplies no matrices."""
-
-
 def elementwise_in(layers: Sequence[tuple[str, torch.nn.Module]]) -> list[str]:
-    """Those of ELEMENTWISE that can be recomputed in these layers. Planning and `attach` both go by it."""
+    """Those of ELEMENTWISE_MODULES that can be recomputed in these layers. Planning and `attach` both go by it."""
     found = []
-    for name in ELEMENTWISE:
+    for name in ELEMENTWISE_MODULES:
         try:
             Regions(layers, (name,)).undo()
         except (ConfigError, ModelError):

@@ -20,4 +20,11 @@ def require_room(plan: PlanFile, device: torch.device) -> None:
     device_bytes = None
     if device.type == "cuda":
         device_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    refuse(plan.needs, Budgets(device_bytes, host_memory().available_bytes + resident_bytes()), _CURE)
+    refuse(plan.needs, Budgets(device_bytes, host_memory().available_bytes + resident_bytes()), _cure(plan))
+
+
+def _cure(plan: PlanFile) -> str:
+    leaving = sum(row.weights == "host" for row in plan.layers)
+    if not leaving:
+        return _CURE
+    return f"{_CURE}; weights that leave need no room at first: hostward.move(model, device, weights={leaving})"

@@ -75,6 +75,8 @@ def choose(
             name = f"{path}.{name}" if path else name
             tracked = owned.get(parameter)
             why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device)
+            if why is None and not parameter.untyped_storage().resizable():
+                why = Stays.LAYOUT  # memory of a file; a weight that `move` leaves behind gets other memory
             if why is None and (tracked is not None or parameter.requires_grad):
                 problem = _not_stepped_here(optimizer, tracked, places)
                 if problem is not None:
@@ -229,7 +231,7 @@ def why_stays(
     if sharing[storage._cdata] > 1:
         return Stays.SHARED
     filled = is_away(parameter) or storage.nbytes() == parameter.nbytes
-    if not parameter.is_contiguous() or not filled or not storage.resizable():
+    if not parameter.is_contiguous() or not filled:
         return Stays.LAYOUT
     return None
 

@@ -1,0 +1,61 @@
+"""What is known of a run, and refused, before any weight is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hostward.config import Config
+from hostward.engine.backend import TORCH_DTYPES
+from hostward.inventory import Dtype
+from hostward.planning.plan_file import PlanFile
+from hostward.run_report import Estimate
+
+from . import resume
+from .data import TokenDataset, build_dataset
+from .memory import require_memory
+from .ranks import Ranks
+from .refusal import require_fit, require_same_model
+from .waiting import Waiting, waiting_weights
+
+
+def weighed(
+    recipe: str,
+    config: Config,
+    device: torch.device,
+    plan: PlanFile | None,
+    resume_from: Path | None,
+    ranks: Ranks,
+    *,
+    force: bool,
+) -> tuple[TokenDataset, Estimate | None, Waiting | None]:
+    """The data, what is predicted of the run, and which weights wait on the CPU. Raises for all that can be refused
+    before weights are allocated.
+    """
+    dataset = _dataset(config)
+    if resume_from is not None and not config.checkpoint.finetune:
+        resume.require_same_samples(config, dataset, resume_from)
+    if plan is not None:
+        require_same_model(plan, config, dataset.vocab_size)
+    dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
+    waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
+    least = require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)
+    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
+    resume.require_writable(config)
+    return dataset, predicted, waiting
+
+
+def _dataset(config: Config) -> TokenDataset:
+    options, tokenizer = config.dataset, config.tokenizer
+    folder = config.model.hf_model_path if tokenizer.tokenizer_type == "huggingface" else None
+    return build_dataset(
+        path=options.path,
+        data_format=options.format,
+        text_key=options.text_key,
+        tokenizer_type=tokenizer.tokenizer_type,
+        tokenizer_model=tokenizer.tokenizer_model or folder,
+        seq_length=config.model.seq_length,
+        vocab_size=config.model.vocab_size,
+        seed=config.rng.seed if options.random_seed is None else options.random_seed,
+    )

@@ -1,0 +1,56 @@
+"""The runs on the meta device behind `workload`: torch, transformers and the model's own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from hostward.config import Config
+from hostward.engine.backend import TORCH_DTYPES
+from hostward.errors import ModelError
+from hostward.inventory import Dtype
+from hostward.training.workload_of import workload_of
+from hostward.workload import Workload
+
+from .models import meta_model, on_meta, training_loss
+
+
+def traced_recipe(config: Config, vocab_size: int | None) -> Workload:
+    """Of one microbatch. Raises as `recipe_workload`."""
+    model = config.model
+    return _traced(
+        meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
+        sequence_tokens=model.seq_length,
+        microbatch_sequences=config.train.micro_batch_size,
+        split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
+    )
+
+
+def traced_file(
+    file: Path, content: Mapping[str, Any], dtype: Dtype, attn_implementation: str, **sizes: int
+) -> Workload:
+    """Of the configuration that `file` holds. Raises ModelError where it is none of a causal language model."""
+    fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
+    given = dict(content)
+    try:
+        described: Any = AutoConfig.for_model(given.pop("model_type"), **given)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{file} describes no model", why=f"{type(error).__name__}: {error}", fix=fix) from error
+    described._attn_implementation = attn_implementation
+    described.use_cache = False
+    try:
+        return _traced(on_meta(described, TORCH_DTYPES[dtype]), name=str(described.model_type), **sizes)
+    except (ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{file} describes no causal language model", why=str(error), fix=fix) from error
+
+
+def _traced(model: Any, **options: Any) -> Workload:
+    return workload_of(model.train(), loss=_loss, **options)
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return training_loss(model, ids, ids)

@@ -1,0 +1,76 @@
+"""Models whose weights leave: built on the CPU, so that the device never holds all of them, with the bits that weights
+drawn on the device have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hostward.config import Config
+from hostward.inventory import layer_of
+from hostward.planning.plan_file import PlanFile
+from hostward.training.layers import find_layers
+from hostward.training.planned import layers_of
+
+from .drawn import noted
+from .models import empty_model, load_pretrained, meta_model, transformers_config
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Weights of the first `layers` layers, and their bytes: they wait on the CPU until they are attached."""
+
+    layers: int
+    weight_bytes: int
+
+
+def waiting_weights(
+    config: Config, plan: PlanFile | None, vocab_size: int | None, dtype: torch.dtype
+) -> Waiting | None:
+    """What options, or the plan, let leave; None: all weights are to lie on the device."""
+    if plan is not None:
+        count = layers_of(plan).weights
+    else:
+        leaves = config.model.cpu_offloading and config.model.cpu_offloading_weights
+        count = config.model.cpu_offloading_num_layers if leaves else 0
+    if not count:
+        return None
+    model = meta_model(config, vocab_size, dtype)
+    names = {path for path, _ in find_layers(model)[:count]}
+    held = sum(math.prod(p.shape) for name, p in model.named_parameters() if layer_of(name) in names)
+    return Waiting(count, held * dtype.itemsize)
+
+
+def build_on_cpu(
+    config: Config, *, vocab_size: int | None, device: torch.device, dtype: torch.dtype, seed: int
+) -> torch.nn.Module:
+    """As `models.build_model`, on the CPU: for `hostward.move`. Weights are drawn on `device`, one at a time.
+
+    Raises:
+        ConfigError, ModelError: as there; a weight that is not drawn as the model is made.
+    """
+    path = config.model.hf_model_path
+    if path is None:
+        described = transformers_config(config.model, vocab_size=vocab_size)
+        with noted(device) as draws:
+            model = empty_model(described, dtype)
+        named = list(model.named_parameters())
+        model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+        model.tie_weights()
+        parameters = dict(model.named_parameters())
+
+        @torch.no_grad()
+        def keep(name: str, whole: torch.Tensor) -> None:
+            parameters[name].copy_(whole)
+
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            draws.carry_out(named, device, keep)
+    else:
+        model = load_pretrained(config.model, path, dtype)
+    model.config.use_cache = False
+    trained: torch.nn.Module = model.train()
+    return trained

@@ -1,0 +1,197 @@
+"""`hostward train` where weights are to leave: the device never holds all of them, and the run keeps its bits.
+
+Seen red: a model that is built on the device; weights drawn on another generator; a checkpoint's weights that are not
+loaded before the optimizer is made, or its state that is not; a GPU that is asked for room for all weights;
+`verify` that promises too little; a folder of weights taken for one of a tokenizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import SMALL, different, offloaded, saved
+from conftest import Cli
+
+from hostward import recipes
+from hostward.choice import Choice, Keep
+from hostward.config import Config
+from hostward.errors import MemoryLimitError
+from hostward.hardware_profile import profile
+from hostward.memory_model import LOAD, required
+from hostward.overrides import apply_overrides
+from hostward.plan import Placement
+from hostward.planning import plan_file
+from hostward.planning.frontier import Candidate
+from hostward.planning.needs import Budgets
+from hostward.planning.speeds import speeds_of
+from hostward.planning.time_model import predict
+from hostward.train import loop
+from hostward.train.memory import require_memory
+from hostward.train.models import build_model
+from hostward.train.ranks import Ranks
+from hostward.train.refusal import require_fit
+from hostward.train.waiting import waiting_weights
+from hostward.train.workload import recipe_workload
+from hostward.training.away import is_away
+
+TINY = "qwen3_moe_tiny_pretrain_config"
+COMMON = ["model.num_layers=3", "model.params_dtype=bf16", "model.experts_implementation=eager"]
+LEAVING = [
+    "model.cpu_offloading=True",
+    "model.cpu_offloading_num_layers=2",
+    "model.cpu_offloading_weights=True",
+    "model.cpu_offloading_activations=False",
+    *offloaded(1),
+]
+
+
+def configured(*words: str) -> Config:
+    return apply_overrides(recipes.load(TINY), [*SMALL, *COMMON, *words])
+
+
+@pytest.fixture
+def before_optimizer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """By run, the bytes of each weight on the device when the optimizer is about to be made."""
+    found: list[dict[str, int]] = []
+    real = loop.make_optimizer
+
+    def looked(model: torch.nn.Module, *rest: Any) -> Any:
+        found.append({name: p.untyped_storage().nbytes() for name, p in model.named_parameters()})
+        assert all(is_away(p) for p in model.parameters() if not p.untyped_storage().nbytes())
+        return real(model, *rest)
+
+    monkeypatch.setattr(loop, "make_optimizer", looked)
+    return found
+
+
+def require_two_layers_away(held: dict[str, int]) -> None:
+    away = {name for name, nbytes in held.items() if not nbytes}
+    assert away == {name for name in held if ".layers.0." in name or ".layers.1." in name}
+    assert away
+
+
+def written_plan(path: Path, config: Config) -> Path:
+    """All stepped on the host, weights of the first two layers there as well."""
+    work = recipe_workload(config)
+    names = frozenset(layer.name for layer in work.repeated[:2])
+    choice = Choice((Placement.HOST,) * len(work.inventory.buckets), (Keep.KEEP,) * 3, names)
+    needs = required(work, choice)
+    candidate = Candidate(choice, needs, predict(work, choice, speeds_of(profile("h200"))))
+    plan_file.save(plan_file.plan_of(work, profile("h200"), 1, Budgets(), candidate), path)
+    return path
+
+
+@pytest.mark.parametrize("told_by", ["options", "a plan"])
+def test_drawn_weights_have_the_bits_of_a_run_on_the_device(
+    train: Cli, tmp_path: Path, before_optimizer: list[dict[str, int]], told_by: str
+) -> None:
+    common = [*COMMON, "train.train_iters=2"]
+    plain = train(*common, f"checkpoint.save={tmp_path / 'plain'}").report
+    words: list[object] = list(LEAVING)
+    if told_by == "a plan":
+        words = ["--plan", written_plan(tmp_path / "plan.json", configured())]
+    away = train(*common, *words, f"checkpoint.save={tmp_path / 'away'}").report
+    assert (away["losses"], away["grad_norms"]) == (plain["losses"], plain["grad_norms"])
+    assert different(saved(tmp_path / "away")[0], saved(tmp_path / "plain")[0]) == []
+    assert min(before_optimizer[0].values()) > 0
+    require_two_layers_away(before_optimizer[1])
+
+
+def test_weights_of_a_folder_have_the_same_bits(
+    train: Cli, tmp_path: Path, before_optimizer: list[dict[str, int]]
+) -> None:
+    model = build_model(configured(), vocab_size=320, device="cpu", dtype=torch.bfloat16, seed=9)
+    model.save_pretrained(tmp_path / "folder")  # type: ignore[operator]
+    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size",
+             "moe_router_topk", "num_attention_heads", "num_query_groups", "kv_channels", "rotary_base",
+             "layernorm_epsilon", "vocab_size", "moe_aux_loss_coeff")  # fmt: skip
+    usual = Config()
+    unset = [f"model.{name}={_typed(getattr(usual.model, name))}" for name in sizes]
+    words = [*COMMON, *unset, f"model.hf_model_path={tmp_path / 'folder'}", "train.train_iters=2"]
+    losses = [train(*words, *more).report["losses"] for more in ([], LEAVING)]
+    assert losses[0] == losses[1]
+    require_two_layers_away(before_optimizer[1])
+
+
+def _typed(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+@pytest.mark.parametrize("how", ["resumed", "finetuned", "without the state"])
+def test_a_run_goes_on_from_a_checkpoint(
+    train: Cli, tmp_path: Path, before_optimizer: list[dict[str, int]], how: str
+) -> None:
+    half = tmp_path / "half"
+    train(*COMMON, "train.train_iters=2", f"checkpoint.save={half}")
+    more = {
+        "resumed": [],
+        "finetuned": ["checkpoint.finetune=True"],
+        "without the state": ["checkpoint.load_optim=False"],
+    }
+    common = [*COMMON, "train.train_iters=4", f"checkpoint.load={half}", *more[how]]
+    plain = train(*common, f"checkpoint.save={tmp_path / 'plain'}").report
+    away = train(*common, *LEAVING, f"checkpoint.save={tmp_path / 'away'}").report
+    for key in ("losses", "grad_norms", "first_iteration", "last_iteration"):
+        assert away[key] == plain[key]
+    assert different(saved(tmp_path / "away")[0], saved(tmp_path / "plain")[0]) == []
+    require_two_layers_away(before_optimizer[-1])
+
+
+def test_the_load_phase_counts_what_is_there(before_optimizer: list[dict[str, int]]) -> None:
+    run = loop.prepare(TINY, configured(*LEAVING))
+    work = recipe_workload(run.config)
+    names = frozenset(layer.name for layer in work.repeated[:2])
+    choice = Choice((Placement.HOST,) * len(work.inventory.buckets), (Keep.KEEP,) * 3, names)
+    told = required(work, choice).phase(LOAD)
+    leaving = [layer.weight_bytes for layer in work.repeated[:2]]
+    (held,) = before_optimizer
+    assert told.device["weights"] == sum(held.values()) + max(leaving)
+    settled = required(work, replace(choice, offloaded_weights=frozenset())).phase(LOAD)
+    assert told.host["weights"] == settled.host["weights"] + sum(leaving)
+    assert told.pinned["weights"] == settled.pinned["weights"]
+    assert settled.device["weights"] == work.weight_bytes
+
+
+def free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """A GPU of which so much is free, as far as it is asked for that."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 2 * free))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+
+
+def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    wide = ["model.num_layers=12", "model.cpu_offloading_num_layers=11", "model.recompute_granularity=full",
+            "model.recompute_method=uniform", "model.recompute_num_layers=1", "optimizer.gradients=host"]  # fmt: skip
+    plain = configured(*wide[:1], *wide[2:], *offloaded(1))
+    config = configured(*LEAVING, *wide)
+    waiting = waiting_weights(config, None, 257, torch.bfloat16)
+    assert waiting is not None
+    assert waiting_weights(plain, None, 257, torch.bfloat16) is None
+    work = recipe_workload(config, vocab_size=257)
+    assert waiting.weight_bytes == sum(layer.weight_bytes for layer in work.repeated[:11])
+    choices = [
+        Choice((Placement.HOST,) * len(work.inventory.buckets), (Keep.RECOMPUTE,) * 12, names, True)
+        for names in (frozenset(layer.name for layer in work.repeated[:11]), frozenset[str]())
+    ]
+    away, there = (required(work, choice).device_peak_bytes for choice in choices)
+    assert away < there
+    free_bytes(monkeypatch, away)
+    least = require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
+    assert require_fit(TINY, config, device, 257, None, least, Ranks()) is not None
+    with pytest.raises(MemoryLimitError, match="more device memory"):
+        require_fit(TINY, plain, device, 257, None, least, Ranks())
+    free_bytes(monkeypatch, work.weight_bytes - 1)
+    require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
+    with pytest.raises(MemoryLimitError, match="bytes of device memory"):
+        require_memory(plain, device, 257, Ranks())
+
+
+def test_such_a_run_is_verified(cli: Cli, text: Path) -> None:
+    words = [*SMALL, *COMMON, *LEAVING, f"dataset.path={text}", "train.train_iters=2"]
+    found = cli("verify", *words, json=True)
+    assert found.code == 0, found.out
+    assert found.report["passed"]
