@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from hostward.config import Config, options
 from hostward.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from hostward.host.threads import CpuFacts
 from hostward.rank_failures import Failure, raised_by_all
 from hostward.run_report import NodeRow, RankRow
+from hostward.train.alike import OWN, differing, what_runs
 from hostward.train.ranks import Ranks
 from hostward.train.ranks_report import nodes, stragglers
 
@@ -75,6 +78,24 @@ def test_an_error_of_one_rank_says_what_all_cannot_do() -> None:
         assert (error.fix, error.everywhere) == ("again", True)
     same = Failure.of(CheckpointError("cannot save", why="a full disk"))
     assert raised_by_all([("rank 2", same)], what="cannot save").why == "rank 2: a full disk"
+
+
+def test_t67_what_ranks_do_otherwise_is_named() -> None:
+    mine = {"--recipe": "a", "train.train_iters": "4", "torch": "2.13"}
+    told = [("rank 0", mine), ("rank 1", {**mine, "torch": "2.11"}), ("rank 2", {**mine, "torch": "2.12", "new": "1"})]
+    error = differing(told)
+    assert error.why == "torch is 2.13 on rank 0, 2.11 on rank 1 (and 1 more); new is None on rank 0, 1 on rank 2"
+    assert error.everywhere
+
+
+def test_options_of_one_process_alone_are_no_difference() -> None:
+    config, other = Config(), Config()
+    other.train.num_threads, other.dataset.path, other.logger.log_interval = 3, "/elsewhere", 1
+    assert what_runs("a", config, None) == what_runs("a", other, None)
+    other.optimizer.lr = 1.0
+    assert what_runs("a", config, None) != what_runs("a", other, None)
+    assert what_runs("a", config, None) != what_runs("a", config, Path("run/iter_0000002"))
+    assert set(options()) >= OWN
 
 
 def test_sums_by_node() -> None:

@@ -87,8 +87,9 @@ class Ranks:
         dist.init_process_group(backend, rank=self.rank, world_size=self.size)
 
     def leave(self) -> None:
-        """The run is over on every rank."""
+        """The run is over on every rank. Waits for all: when one ends with an exit code the launcher ends the rest."""
         if self.size > 1 and dist.is_initialized():
+            self.gather(None)
             dist.destroy_process_group()
 
     def agreed(self, check: Callable[[], T]) -> T:
