@@ -91,10 +91,10 @@ def test_t67_what_ranks_do_otherwise_is_named() -> None:
 def test_options_of_one_process_alone_are_no_difference() -> None:
     config, other = Config(), Config()
     other.train.num_threads, other.dataset.path, other.logger.log_interval = 3, "/elsewhere", 1
-    assert what_runs("a", config, None) == what_runs("a", other, None)
+    assert what_runs("a", config, "cpu", None) == what_runs("a", other, "cpu", None)
     other.optimizer.lr = 1.0
-    assert what_runs("a", config, None) != what_runs("a", other, None)
-    assert what_runs("a", config, None) != what_runs("a", config, Path("run/iter_0000002"))
+    assert what_runs("a", config, "cpu", None) != what_runs("a", other, "cpu", None)
+    assert what_runs("a", config, "cpu", None) != what_runs("a", config, "cpu", Path("run/iter_0000002"))
     assert set(options()) >= OWN
 
 

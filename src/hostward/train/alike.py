@@ -29,12 +29,12 @@ OWN = frozenset(
 """Options that ranks may set each for itself: threads, what is printed, and where data lie on each node."""
 
 
-def what_runs(recipe: str, config: Config, resume_from: Path | None) -> dict[str, str]:
+def what_runs(recipe: str, config: Config, device: str, resume_from: Path | None) -> dict[str, str]:
     """What a rank is about to do, and with which versions, by name."""
     named = {name: shown(get_option(config, name)) for name in options() if name not in OWN}
     start = "none" if resume_from is None else resume_from.name
     versions = {"hostward": __version__, "torch": torch.__version__}
-    return {"--recipe": recipe, **named, "the checkpoint to go on from": start, **versions}
+    return {"--recipe": recipe, **named, "the device": device, "the checkpoint to go on from": start, **versions}
 
 
 def require_alike(ranks: Ranks, mine: Mapping[str, str]) -> None:

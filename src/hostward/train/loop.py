@@ -31,6 +31,7 @@ from hostward.training.optimizer import AdamW
 from . import resume
 from .activations import attach_activations, recompute_layers
 from .alike import require_alike, what_runs
+from .beside_gpu import bind_beside_gpu
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import build_model, training_loss
@@ -192,10 +193,11 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
             plan.require_machine(torch.cuda.get_device_name(device))
     ranks.join(device)
     resume_from = ranks.agreed(lambda: resume.checkpoint_to_load(config))
-    require_alike(ranks, what_runs(recipe, config, resume_from))
+    require_alike(ranks, what_runs(recipe, config, device.type, resume_from))
     dataset, predicted = ranks.agreed(lambda: _weighed(recipe, config, device, plan, resume_from, ranks, force=force))
     require_alike(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
-    threads = config.train.num_threads or ranks.torch_threads()
+    cpus = bind_beside_gpu(ranks, device)
+    threads = config.train.num_threads or ranks.torch_threads(cpus)
     if threads is not None:
         torch.set_num_threads(threads)
     seed = config.rng.seed
@@ -207,7 +209,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     model = build(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
     _require_vocabulary(model, dataset)
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
-    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan))
+    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan, cpus))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config, plan)
     frontier = () if plan is None else plan.frontier
