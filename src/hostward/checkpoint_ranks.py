@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,7 +24,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hostward.errors import CheckpointError, HostwardError, MemoryLimitError
+from hostward.errors import CheckpointError, HostwardError
+from hostward.rank_failures import Failure, raised_by_all
 
 T = TypeVar("T")
 
@@ -35,28 +35,8 @@ ANSWER_S = 30.0
 """From then on each tells how it is doing within so long."""
 ROUND_S = 0.2
 _FAREWELL_S = 5.0
+_INTACT = "the last complete checkpoint is as it was"
 _BUSY, _DONE, _FAILED = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank could not go on, as it is told to the others."""
-
-    what: str
-    why: str
-    fix: str
-    memory: bool = False
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        if isinstance(error, HostwardError):
-            return cls(error.what, error.why, error.fix, isinstance(error, MemoryLimitError))
-        return cls(f"{type(error).__name__}: {error}".strip(": "), "", "")
-
-    def error(self, what: str, rank: int) -> HostwardError:
-        kind = MemoryLimitError if self.memory else CheckpointError
-        why = "; ".join(filter(None, ("" if self.what == what else self.what, self.why)))
-        return kind(what, why=f"rank {rank}: {why}", fix=self.fix or "the last complete checkpoint is as it was")
 
 
 class Stop:
@@ -163,10 +143,10 @@ class Ranks:
             states = [int(state) for state in found]
             if _FAILED in states:
                 causes = self._exchange(what, Failure.of(step.error) if step.error is not None else None)
-                rank = states.index(_FAILED)
                 if step.error is not None and not isinstance(step.error, Exception):
                     raise step.error
-                raise causes[rank].error(what, rank) from step.error
+                told = [(f"rank {rank}", cause) for rank, cause in enumerate(causes)]
+                raise raised_by_all(told, what=what, fix=_INTACT, kind=CheckpointError) from step.error
             if _BUSY not in states:
                 return
 
@@ -200,6 +180,6 @@ class Ranks:
             raise CheckpointError(
                 what or "the other ranks were not told",
                 why=f"another rank ended or did not answer for {waited_s:.0f} s ({str(error).splitlines()[0]})",
-                fix="see the output of the other ranks; the last complete checkpoint is as it was",
+                fix=f"see the output of the other ranks; {_INTACT}",
             ) from error
         return found

@@ -67,5 +67,9 @@ class DeviceError(HostwardError):
     """The accelerator that was asked for is missing, or its driver reported an error."""
 
 
+class RankError(HostwardError):
+    """Another process of the run ended, or did not answer in time."""
+
+
 class OrderingError(HostwardError):
     """Two operations touch the same bytes, one of them writes, and nothing orders them."""

@@ -176,6 +176,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
         "checkpoint.save_interval",
         "checkpoint.most_recent_k",
         "checkpoint.async_save",
+        "train.exit_signal_handler",
     ),
     "checkpoint.async_save": ("checkpoint.async_save_mode",),
     "checkpoint.load": ("checkpoint.finetune", "checkpoint.load_optim", "checkpoint.load_rng"),
@@ -232,6 +233,10 @@ DIFFERENCES: Mapping[str, str] = {
     ),
     "There is no checkpoint.async_save_mode": (
         "Saving beside training takes a second host copy of the state, or lets the next step wait for the disk."
+    ),
+    "exit_signal_handler ends with exit code 0": "It is 143, for the run is not at its end (training/scaling-out.md).",
+    "A folder in checkpoint.load without a checkpoint starts from random weights": (
+        "It does where checkpoint.save names the same folder; any other is an error, for its name may be misspelt."
     ),
     "There is no optimizer.gradients": (
         "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."

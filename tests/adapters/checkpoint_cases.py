@@ -96,6 +96,15 @@ def save_all(folder: str) -> dict[str, str]:
     return found
 
 
+def savers_for(ranks: int, mix: str) -> list[str]:
+    """Checkpoints that are loaded by so many ranks at this fraction: of the nine by nine pairs of who saves and who
+    loads a third, in which any two of the four properties take all their values together.
+    """
+    found = [(i, j) for i in range(len(MESHES)) for j in range(len(FRACTIONS))]
+    own = list(MESHES).index(ranks) + FRACTIONS.index(mix)
+    return [f"{list(MESHES)[i]}-{FRACTIONS[j]}" for i, j in found if (i + j - own) % 3 == 0]
+
+
 def load_all(folder: str, ranks: int, mix: str) -> dict[str, dict[str, str]]:
     """By checkpoint that was saved at a fraction and a number of ranks: what is loaded here, and after a step. Each is
     loaded over what the one before has left.
@@ -104,7 +113,7 @@ def load_all(folder: str, ranks: int, mix: str) -> dict[str, dict[str, str]]:
     if dist.get_rank() >= ranks:
         return found
     model, optimizer = made(ranks, mix)
-    for path in sorted(Path(folder).iterdir()):
+    for path in (Path(folder) / name for name in savers_for(ranks, mix)):
         checkpoint.restore(path / "iter_0000002", model, optimizer, group=group_of(ranks))
         assert checkpoint.read_plain(path / "iter_0000002")["consumed_samples"] == 16
         found[path.name] = bits(model, optimizer)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import FRACTIONS, MESHES
+from checkpoint_cases import FRACTIONS, MESHES, savers_for
 from sharded_cases import digest
 from world import World
 
 from hostward import checkpoint
-
-PAIRS = {f"{ranks}-{mix}" for ranks in MESHES for mix in FRACTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,13 @@ def everything(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder, expected
 
 
+def test_pairs_of_who_saves_and_who_loads_cover_any_two_properties() -> None:
+    chosen = [(*name.split("-"), str(r), m) for r in MESHES for m in FRACTIONS for name in savers_for(r, m)]
+    assert len(chosen) == 27
+    for one, other in itertools.combinations(range(4), 2):
+        assert len({(pair[one], pair[other]) for pair in chosen}) == 9
+
+
 @pytest.mark.parametrize("mix", FRACTIONS)
 @pytest.mark.parametrize("ranks", MESHES)
 def test_state_and_the_next_step_are_the_same_from_every_fraction_and_number_of_ranks(
@@ -31,7 +38,7 @@ def test_state_and_the_next_step_are_the_same_from_every_fraction_and_number_of_
 ) -> None:
     folder, expected = everything
     for found in world.run("checkpoint_cases.load_all", folder=str(folder), ranks=ranks, mix=mix)[:ranks]:
-        assert set(found) == PAIRS
+        assert list(found) == savers_for(ranks, mix)
         assert {name for name, bits in found.items() if bits != expected} == set()
 
 
@@ -66,8 +73,25 @@ def test_a_rank_that_cannot_save_stops_all_with_its_cause(world: World, tmp_path
     assert world.run("checkpoint_cases.refused", folder=str(tmp_path / "saved"), what="nothing") == ["no error"] * 4
 
 
-def test_a_damaged_chunk_that_one_rank_reads_stops_all(
-    world: World, everything: tuple[Path, dict[str, str]], tmp_path: Path
+def flipped(content: bytearray) -> bytearray:
+    content[len(content) // 2] ^= 1
+    return content
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (flipped, "file __2_0.distcp is damaged in chunk 1 of 1"),
+        (lambda content: content[: len(content) // 2], "file __2_0.distcp has "),
+    ],
+    ids=["a flipped bit", "truncated"],
+)
+def test_a_damaged_file_that_one_rank_reads_stops_all(
+    world: World,
+    everything: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    harm: Callable[[bytearray], bytearray],
+    text: str,
 ) -> None:
     folder, _ = everything
     path = tmp_path / "iter_0000002"
@@ -75,12 +99,10 @@ def test_a_damaged_chunk_that_one_rank_reads_stops_all(
     for file in (folder / "4-mixed" / path.name).iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     damaged = path / "__2_0.distcp"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
+    damaged.write_bytes(harm(bytearray(damaged.read_bytes())))
     told = world.run("checkpoint_cases.load_damaged", path=str(path))
     assert len(set(told)) == 1
-    assert "file __2_0.distcp is damaged in chunk 1 of 1" in told[0]
+    assert text in told[0]
 
 
 @pytest.mark.parametrize("mode", [None, "stream"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -25,7 +24,15 @@ def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
 @pytest.fixture(scope="module")
 def on_device(world: World) -> Any:
     """What training on the device gives, by options."""
-    return functools.cache(lambda **options: trained(world, "device", **options))
+    known: dict[str, list[Any]] = {}
+
+    def found(**options: Any) -> list[Any]:
+        name = repr(sorted(options.items()))
+        if name not in known:
+            known[name] = trained(world, "device", **options)
+        return known[name]
+
+    return found
 
 
 @pytest.mark.parametrize("order", ["late", "random"])
@@ -60,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_to_train_gives_the_same_bits(world: World, on_device: Any, case: str) -> None:
     options = CASES[case]
-    expected = trained(world, "device", **options)
+    expected = on_device(**options)
     found = trained(world, "mixed", order="late", **options)
     assert_same_bits(found, expected)
 
@@ -84,23 +91,23 @@ def test_what_others_write_into_parts_is_stepped_on(world: World, on_device: Any
     assert_same_bits(trained(world, "host", order="late", write=True), expected)
 
 
-def test_sums_on_the_host_are_those_on_the_device(world: World) -> None:
-    expected = trained(world, "device", microbatches=3)
+def test_sums_on_the_host_are_those_on_the_device(world: World, on_device: Any) -> None:
+    expected = on_device(microbatches=3)
     found = trained(world, "host", order="late", microbatches=3, gradients="host")
     assert_same_bits(found, expected)
 
 
-def test_bf16_gradients_are_added_up_in_float32_where_asked_for(world: World) -> None:
+def test_bf16_gradients_are_added_up_in_float32_where_asked_for(world: World, on_device: Any) -> None:
     options = {"network": {"dtype": "bf16"}, "microbatches": 3}
-    expected = trained(world, "device", sums_in_fp32=True, **options)
-    assert expected[0]["bits"] != trained(world, "device", **options)[0]["bits"]
+    expected = on_device(sums_in_fp32=True, **options)
+    assert expected[0]["bits"] != on_device(**options)[0]["bits"]
     assert_same_bits(trained(world, "device", by_hand=True, sums_in_fp32=True, **options), expected)
     assert_same_bits(trained(world, "host", order="late", gradients="host", **options), expected)
 
 
 @pytest.mark.parametrize("network", [{}, {"reshard_after_forward": False}, {"mesh": "hybrid"}], ids=str)
 def test_activations_leave_and_gathered_weights_do_not(world: World, on_device: Any, network: dict[str, Any]) -> None:
-    expected = trained(world, "device", network=network)
+    expected = on_device(**({"network": network} if network else {}))
     found = trained(world, "mixed", order="late", network=network, activations=True)
     assert_same_bits(found, expected)
     assert [rank["moved_bytes"] for rank in found] == world.run("sharded_cases.moved_without_sharding")

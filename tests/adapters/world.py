@@ -21,6 +21,20 @@ LIMIT_S = 100.0
 """A case that takes longer hangs."""
 
 
+IMPORTED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "hostward.adapters.experts",
+    "hostward.adapters.tensors",
+    "hostward.train.loop",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+"""Once for all ranks."""
+
+
 class CaseFailedError(AssertionError):
     """A rank raised, or did not answer in time."""
 
@@ -36,7 +50,7 @@ class World:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp"])  # once for all ranks
+        context.set_forkserver_preload(IMPORTED)
         for rank in range(SIZE):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)

@@ -65,7 +65,7 @@ def test_state_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
         *({"late": frozenset(late)} for n in (1, 2) for late in itertools.combinations(STATE_LANES, n)),
         {"eager": True},
     ],
-    ids=str,
+    ids=lambda order: " ".join(sorted(lane.value for lane in order["late"])) if "late" in order else str(order),
 )
 def test_h06_t32_any_order_of_the_lanes_gives_the_same_bits(order: dict[str, Any]) -> None:
     plain = OPTIMIZERS["adamw foreach"](groups(parameters()))

@@ -1,13 +1,17 @@
-"""Ctrl-C in a process of its own: exit 130, one line, no traceback, the last checkpoint whole."""
+"""Ctrl-C: exit 130, one line, no traceback, the last checkpoint whole. SIGTERM that is to save: exit 143, saved."""
 
 from __future__ import annotations
 
+import logging
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cli_runs import SMALL, iterations_saved, offloaded, saved, start_process, wait_for
+from cli_runs import SMALL, different, iterations_saved, offloaded, saved, start_process, wait_for
 from conftest import Cli
+
+from hostward.train import loop
 
 LOITER = """
 import sys, time
@@ -65,6 +69,69 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(
     resumed = train(*offloaded(1), "train.train_iters=3", f"checkpoint.load={folder}").report
     whole = train("train.train_iters=3").report
     assert resumed["losses"] == whole["losses"][2:]
+
+
+ASKED = ("train.train_iters=5", "train.exit_signal_handler=true")
+
+
+def signal_in_iteration(monkeypatch: pytest.MonkeyPatch, count: int, times: int) -> None:
+    """SIGTERM comes so many times in the backward of an iteration."""
+    backward, calls = loop.backward, []
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == count:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGTERM)
+        return backward(*arguments, **options)
+
+    monkeypatch.setattr(loop, "backward", signalled)
+
+
+def test_t62_sigterm_ends_the_iteration_and_saves(
+    train: Cli,
+    cli: Cli,
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "run"
+    words = [f"dataset.path={text}", *offloaded(1), f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
+    straight = train("train.train_iters=5", *offloaded(1), f"checkpoint.save={tmp_path / 'straight'}").report
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO):
+        signal_in_iteration(patched, 3, times=1)
+        outcome = cli("train", *SMALL, *words, *ASKED, "checkpoint.save_interval=3", json=True)
+    assert outcome.code == 143
+    assert f"no checkpoint in {folder} yet: the run begins at iteration 0" in caplog.text
+    *_, said = outcome.err.splitlines()
+    assert said.startswith("terminated after 3 of 5 iterations; saved ")
+    assert said.endswith(f"; go on with checkpoint.load={folder}")
+    assert iterations_saved(folder) == ["iter_0000003"]
+    assert (outcome.report["ended"], outcome.report["reason"]) == ("terminated", "SIGTERM")
+    resumed = train(*words, *ASKED).report
+    assert outcome.report["losses"] + resumed["losses"] == straight["losses"]
+    assert resumed["ended"] == "finished"
+    assert different(saved(folder)[0], saved(tmp_path / "straight")[0]) == []
+
+
+def test_the_second_sigterm_does_not_wait(
+    cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal_in_iteration(monkeypatch, 2, times=2)
+    folder = tmp_path / "run"
+    outcome = cli("train", *SMALL, f"dataset.path={text}", *ASKED, f"checkpoint.save={folder}")
+    assert outcome.code == 143
+    assert outcome.err.splitlines()[-1] == "terminated; checkpoints that were complete are intact"
+    assert iterations_saved(folder) == []
+
+
+def test_sigterm_in_the_last_iteration_ends_a_run_that_is_finished(
+    cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal_in_iteration(monkeypatch, 5, times=1)
+    outcome = cli("train", *SMALL, f"dataset.path={text}", *ASKED, f"checkpoint.save={tmp_path / 'run'}", json=True)
+    assert (outcome.code, outcome.report["ended"]) == (0, "finished")
 
 
 def test_ctrl_c_with_debug_shows_where(tmp_path: Path, text: Path) -> None:

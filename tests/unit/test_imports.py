@@ -32,6 +32,7 @@ LAYERS = (
         "activation_rules",
         "overrides",
         "options_doc",
+        "rank_failures",
     ),
     ("plan", "planner", "workload", "workload_file", "choice", "run_report"),
     ("save_buffers",),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from hostward.errors import ConfigError, DataError, HostwardError, MemoryLimitError
+from hostward.config import Config, options
+from hostward.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from hostward.host.threads import CpuFacts
+from hostward.rank_failures import Failure, raised_by_all
 from hostward.run_report import NodeRow, RankRow
-from hostward.train.ranks import Ranks, _common
+from hostward.train.alike import OWN, differing, what_runs
+from hostward.train.ranks import Ranks
 from hostward.train.ranks_report import nodes, stragglers
 
 ROW = RankRow(0, "a", "cpu", 100, 60, None, data_s=0.001, host_step_s=0.1, transfer_s=0.05)
@@ -54,15 +57,45 @@ def _fails() -> int:
     raise DataError("no data")
 
 
+FULL = Failure.of(MemoryLimitError("full", why="why", fix="fix"))
+
+
 def test_the_first_error_is_told_and_the_others_counted() -> None:
-    told: list[Any] = [
-        ("rank 1 on a", ("MemoryLimitError", "full", "why", "fix")),
-        ("rank 3 on b", ("DataError", "", "", "")),
-    ]
-    error: HostwardError = _common(told)
+    error = raised_by_all([("rank 0", None), ("rank 1", FULL), ("rank 3", Failure.of(DataError("no data")))])
     assert isinstance(error, MemoryLimitError)
-    assert error.what == "rank 1 on a and 1 more: full"
+    assert error.what == "rank 1 and 1 more: full"
     assert (error.why, error.fix, error.everywhere) == ("why", "fix", True)
+
+
+def test_an_error_of_one_rank_says_what_all_cannot_do() -> None:
+    error = raised_by_all([("rank 1", FULL)], what="cannot save", kind=CheckpointError)
+    assert isinstance(error, MemoryLimitError)
+    assert (error.what, error.why, error.fix) == ("cannot save", "rank 1: full; why", "fix")
+    for other in (DataError("no data"), RuntimeError("no data")):
+        error = raised_by_all([("rank 1", Failure.of(other))], what="cannot save", fix="again", kind=CheckpointError)
+        assert type(error) is CheckpointError
+        assert error.why.endswith("no data")
+        assert (error.fix, error.everywhere) == ("again", True)
+    same = Failure.of(CheckpointError("cannot save", why="a full disk"))
+    assert raised_by_all([("rank 2", same)], what="cannot save").why == "rank 2: a full disk"
+
+
+def test_t67_what_ranks_do_otherwise_is_named() -> None:
+    mine = {"--recipe": "a", "train.train_iters": "4", "torch": "2.13"}
+    told = [("rank 0", mine), ("rank 1", {**mine, "torch": "2.11"}), ("rank 2", {**mine, "torch": "2.12", "new": "1"})]
+    error = differing(told)
+    assert error.why == "torch is 2.13 on rank 0, 2.11 on rank 1 (and 1 more); new is None on rank 0, 1 on rank 2"
+    assert error.everywhere
+
+
+def test_options_of_one_process_alone_are_no_difference() -> None:
+    config, other = Config(), Config()
+    other.train.num_threads, other.dataset.path, other.logger.log_interval = 3, "/elsewhere", 1
+    assert what_runs("a", config, "cpu", None) == what_runs("a", other, "cpu", None)
+    other.optimizer.lr = 1.0
+    assert what_runs("a", config, "cpu", None) != what_runs("a", other, "cpu", None)
+    assert what_runs("a", config, "cpu", None) != what_runs("a", config, "cpu", Path("run/iter_0000002"))
+    assert set(options()) >= OWN
 
 
 def test_sums_by_node() -> None:

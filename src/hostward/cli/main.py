@@ -117,7 +117,8 @@ def train(
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     with ExitStack() as stack:
-        stack.enter_context(run_files.terminable())
+        asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None
+        stack.enter_context(run_files.terminable(asked))
         files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))
         tell: list[Callable[[Any], None]] = [files.going_on] if first_rank else []
         if first_rank:
@@ -126,17 +127,24 @@ def train(
             tell.append(stack.enter_context(scalars.Scalars(scalars.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_tell, tell), metered=metered)
-    run.ranks.leave()
-    report = files.report
-    if not first_rank or report is None:
-        return
     with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
-        if trace_file is not None and run.trace is not None:
-            stack.callback(run.trace.write, trace_file)
-        stack.callback(write_json, json_file, report.to_json())
-        print_tables(render(report))
-        if folder is not None:
-            typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
+        stack.callback(run.ranks.leave)
+        if first_rank and files.report is not None:
+            stack.callback(write_json, json_file, files.report.to_json())
+            if trace_file is not None and run.trace is not None:
+                stack.callback(run.trace.write, trace_file)
+            print_tables(render(files.report))
+            if folder is not None:
+                typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
+            if run.stopped:
+                print(_stopped(run), file=sys.stderr)
+    if run.stopped:
+        raise typer.Exit(TERMINATED)
+
+
+def _stopped(run: Any) -> str:
+    done = f"{run.iteration} of {run.config.train.train_iters} iterations"
+    return f"terminated after {done}; saved {run.saved}; go on with checkpoint.load={run.config.checkpoint.save}"
 
 
 def _tell(those: Sequence[Callable[[Any], None]], run: Any) -> None:
@@ -262,6 +270,10 @@ def _run(words: list[str], debug: bool) -> int:
             print(f"{ranks.prefix()}error: {error}", file=sys.stderr)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
+        lost = None if debug else ranks.of_lost_rank(error)
+        if lost is not None:
+            print(f"{ranks.prefix()}error: {lost}", file=sys.stderr)
+            return lost.exit_code
         if debug or not _is_out_of_memory(error):
             raise
         print(

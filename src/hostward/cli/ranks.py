@@ -6,6 +6,8 @@ import os
 import sys
 from typing import NoReturn
 
+from hostward.errors import RankError
+
 
 def is_first() -> bool:
     """Whether this process tells what all have to tell."""
@@ -24,6 +26,23 @@ def met() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def of_lost_rank(error: BaseException) -> RankError | None:
+    """What to tell of a collective that failed because another rank is gone; None for any other error."""
+    if not met():
+        return None
+    import torch.distributed as dist
+
+    text = str(error).partition("\n")[0]
+    # Gloo has no class of its own for it, and names the place in its source.
+    if not (isinstance(error, dist.DistNetworkError) or (isinstance(error, RuntimeError) and "/gloo/" in text)):
+        return None
+    return RankError(
+        "another rank ended or did not answer",
+        why=text.partition("] ")[2].partition(". ")[0] or text,
+        fix="see the output of the other ranks; checkpoints that were complete are intact",
+    )
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -33,13 +33,22 @@ class Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Inside, the first SIGTERM raises Terminated; a second one ends the process as it would without."""
+def terminable(ask: Callable[[], None] | None = None) -> Iterator[None]:
+    """Inside, a SIGTERM raises Terminated, and the next one ends the process as it would without.
+
+    Args:
+        ask: called for the very first SIGTERM, which then raises nothing.
+    """
     if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal ask
+        if ask is not None:
+            ask()
+            ask = None
+            return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated
 
@@ -72,7 +81,7 @@ class RunFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        ended, reason = _how(error)
+        ended, reason = _how(error, stopped=self._run.stopped)
         if error is None:
             self.report = self._made(ended, reason)
             self._write(self.report)
@@ -124,12 +133,12 @@ def _drop_trace(folder: Path) -> None:
         (folder / TRACE_FILE).unlink()
 
 
-def _how(error: BaseException | None) -> tuple[Ended, str | None]:
+def _how(error: BaseException | None, *, stopped: bool) -> tuple[Ended, str | None]:
+    if isinstance(error, Terminated) or (error is None and stopped):
+        return Ended.TERMINATED, "SIGTERM"
     if error is None:
         return Ended.FINISHED, None
     if isinstance(error, KeyboardInterrupt):
         return Ended.INTERRUPTED, "Ctrl-C (SIGINT)"
-    if isinstance(error, Terminated):
-        return Ended.TERMINATED, "SIGTERM"
     what = error.what if isinstance(error, HostwardError) else f"{type(error).__name__}: {error}"
     return Ended.FAILED, what.partition("\n")[0]

@@ -67,7 +67,7 @@ def threads(facts: Facts) -> list[Finding]:
     if facts.cpu.affinity_cpus < facts.machine_cpus:
         what = f"this process is bound to {facts.cpu.affinity_cpus} of {facts.machine_cpus} CPUs"
         why = "an affinity mask or cpuset; where a launcher binds each rank, the ranks should not be divided by again"
-        fix = "nothing where it is meant; with bound ranks optimizer.host_threads=N, or hostward.AdamW(host_threads=N)"
+        fix = "nothing where it is meant; in a loop of one's own with bound ranks hostward.AdamW(host_threads=N)"
         found.append(Finding(NOTE, what, why, fix))
     return found
 
@@ -92,7 +92,7 @@ def numa(facts: Facts) -> list[Finding]:
             what = f"{label} is on NUMA node {gpu.numa_node}, this process runs elsewhere"
             found.append(Finding(WARNING, what, why, fix))
         elif index == 0 and not facts.affinity <= own:
-            why = "hostward takes pages from the node of the GPU, but does not bind threads; some may run far from them"
+            why = "pages come from the node of the GPU, but only ranks of `hostward train` bind their threads to it"
             what = f"{label} is on NUMA node {gpu.numa_node}, this process may run on others as well"
             found.append(Finding(NOTE, what, why, fix))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,8 @@ def default_threads(environ: Mapping[str, str], facts: CpuFacts) -> int:
 
     The CPUs that this process may use (affinity mask and cgroup quota) are divided by the ranks of this host
     (LOCAL_WORLD_SIZE), and two per rank are kept free for launching. OMP_NUM_THREADS is not read: launchers set it to 1
-    for reasons of their own (H52). Where a launcher binds each rank to CPUs of its own the result is too small, and the
-    number of threads should be given.
+    for reasons of their own (H52). Where each rank is bound to CPUs of its own, `facts` should hold those times the
+    ranks (`hostward train` sees to it), or the number of threads be given.
     """
     ranks = _positive_int(environ.get("LOCAL_WORLD_SIZE", "1"))
     cpus = float(facts.affinity_cpus)
@@ -48,6 +49,16 @@ def read_quota_cpus(root: Path) -> float | None:
         if quota is not None:
             quotas.append(quota)
     return min(quotas, default=None)
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """The CPUs of a kernel list, as in "0-3,8"; what is no list gives none."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
+        if match:
+            found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)
 
 
 def _positive_int(text: str) -> int:

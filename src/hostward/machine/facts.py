@@ -15,7 +15,7 @@ from hostward.errors import NativeError
 from hostward.hardware import HostMemory, host_memory
 from hostward.hardware_profile import Hardware
 from hostward.host.library import Library, load
-from hostward.host.threads import CpuFacts, read_cpu_facts
+from hostward.host.threads import CpuFacts, cpu_list, read_cpu_facts
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "safetensors")
 VARIABLES = (
@@ -161,16 +161,6 @@ def read_pci(pci_address: str, root: Path = Path("/")) -> tuple[int | None, int 
         _number(_read(folder / name)) for name in ("numa_node", "current_link_width", "max_link_width")
     )
     return node, width, max_width
-
-
-def cpu_list(text: str) -> frozenset[int]:
-    """The CPUs of a kernel list, as in "0-3,8"; what is no list gives none."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
-        if match:
-            found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(found)
 
 
 def _processor(root: Path) -> dict[str, str]:

@@ -31,7 +31,9 @@ from hostward.training.optimizer import AdamW
 
 from . import resume
 from .activations import attach_activations, recompute_layers
+from .alike import require_alike, what_runs
 from .beforehand import weighed
+from .beside_gpu import bind_beside_gpu
 from .data import TokenDataset
 from .models import build_model, training_loss
 from .parts import build_in_parts, synchronise_gradients
@@ -96,6 +98,10 @@ class Run:
     """Seconds that this process has spent on reading samples."""
     of_ranks: RanksReport | None = None
     """Of a run of several ranks, once it is over."""
+    stop_asked: bool = False
+    """A signal has asked this process to stop,"""
+    stopped: bool = False
+    """and the run ends before its last iteration, on all of them (train.exit_signal_handler)."""
     share: Config = field(init=False)
     """`config` as this process sees it: its share of the global batch."""
     sampler: MemorySampler = field(init=False)
@@ -187,11 +193,14 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
         if device.type == "cuda" and not force:
             plan.require_machine(torch.cuda.get_device_name(device))
     ranks.join(device)
-    resume_from = resume.checkpoint_to_load(config)
+    resume_from = ranks.agreed(lambda: resume.checkpoint_to_load(config))
+    require_alike(ranks, what_runs(recipe, config, device.type, resume_from))
     dataset, predicted, waiting = ranks.agreed(
         lambda: weighed(recipe, config, device, plan, resume_from, ranks, force=force)
     )
-    threads = config.train.num_threads or ranks.torch_threads()
+    require_alike(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
+    cpus = bind_beside_gpu(ranks, device)
+    threads = config.train.num_threads or ranks.torch_threads(cpus)
     if threads is not None:
         torch.set_num_threads(threads)
     seed = config.rng.seed
@@ -207,7 +216,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
             resume.load_weights(model, resume_from)
         move(model, device, weights=waiting.layers)
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
-    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan))
+    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan, cpus))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     recompute_layers(model, config, plan)
     frontier = () if plan is None else plan.frontier
@@ -243,7 +252,7 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
         run.clock_s = time.perf_counter()
         for first, end in _windows(run.iteration, until, metered):
             _iterate(run, first, progress)
-            if first < end:
+            if first < end and not run.stopped:
                 run.optimizer.wait()
                 with run.optimizer.trace() as trace:
                     _iterate(run, end, progress)
@@ -263,11 +272,13 @@ def _windows(iteration: int, until: int, metered: int) -> list[tuple[int, int]]:
 def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> None:
     config = run.config
     interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
-    while run.iteration < until:
+    while run.iteration < until and not run.stopped:
         train_iteration(run)
         resume.look(run)
         run.watermark.look(run.iteration)
-        due = interval is not None and run.iteration % interval == 0 and run.iteration < config.train.train_iters
+        more = run.iteration < config.train.train_iters  # the last one is saved anyway
+        run.stopped = more and config.train.exit_signal_handler and any(run.ranks.gather(run.stop_asked))
+        due = more and not run.stopped and interval is not None and run.iteration % interval == 0
         collect(run, progress, everything=due)
         if due:
             resume.save(run)

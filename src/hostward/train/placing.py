@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import torch
 
 from hostward.config import Config
 from hostward.errors import ConfigError
+from hostward.host.threads import CpuFacts, default_threads
 from hostward.inventory import Inventory
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.plan import Placement, Plan
@@ -75,8 +77,14 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     return found
 
 
-def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> AdamW:
-    """The optimizer that the options describe; `plan` says where its state goes instead."""
+def make_optimizer(
+    model: torch.nn.Module, config: Config, plan: PlanFile | None = None, cpus: CpuFacts | None = None
+) -> AdamW:
+    """The optimizer that the options describe; `plan` says where its state goes instead.
+
+    Args:
+        cpus: of the machine, for the threads of the host step where options give no number. None: as the system says.
+    """
     options, asked = config.optimizer, shares(config)
     return AdamW(
         model,
@@ -93,7 +101,7 @@ def make_optimizer(model: torch.nn.Module, config: Config, plan: PlanFile | None
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
         staging_bytes=options.optimizer_state_offload_chunk_size_mb * MIB or None,
-        host_threads=options.host_threads,
+        host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
     )
 
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hostward import errors
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 from hostward.host.threads import CpuFacts, read_cpu_facts
+from hostward.rank_failures import Failure, raised_by_all
 
 T = TypeVar("T")
-_Told = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,9 @@ class Ranks:
         dist.init_process_group(backend, rank=self.rank, world_size=self.size)
 
     def leave(self) -> None:
-        """The run is over on every rank."""
+        """The run is over on every rank. Waits for all: when one ends with an exit code the launcher ends the rest."""
         if self.size > 1 and dist.is_initialized():
+            self.gather(None)
             dist.destroy_process_group()
 
     def agreed(self, check: Callable[[], T]) -> T:
@@ -105,11 +105,9 @@ class Ranks:
             error = raised
         except torch.OutOfMemoryError as raised:
             error = MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0])
-        told = None if error is None else (type(error).__name__, error.what, error.why, error.fix)
-        of_all = self.gather((self.name, told))
-        failed = [(name, others) for name, others in of_all if others is not None]
-        if failed:
-            raise _common(failed) from error
+        of_all = self.gather((self.name, None if error is None else Failure.of(error)))
+        if any(failure is not None for _, failure in of_all):
+            raise raised_by_all(of_all) from error
         return found
 
     def gather(self, value: T) -> list[T]:
@@ -142,15 +140,3 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         kind = "a positive number" if default else "a number"
         raise ConfigError(f"{name}={text!r} is not {kind}", fix="start with torchrun, or unset it")
     return int(text)
-
-
-def _common(failed: Sequence[tuple[str, _Told]]) -> HostwardError:
-    """One error for all ranks, of the first that failed."""
-    name, told = failed[0]
-    kind, what, why, fix = told
-    known: type[HostwardError] = getattr(errors, kind, HostwardError)
-    if len(failed) > 1:
-        name += f" and {len(failed) - 1} more"
-    made = known(f"{name}: {what}", why=why, fix=fix)
-    made.everywhere = True
-    return made

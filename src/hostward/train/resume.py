@@ -257,11 +257,17 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_to_load(config: Config) -> Path | None:
-    """The checkpoint that `checkpoint.load` names; None without one. Raises CheckpointError where there is none."""
+    """The newest checkpoint in `checkpoint.load`; None for a run that begins anew, which is one without this option, or
+    one that has not saved yet into the folder that it saves to and loads from. Raises CheckpointError for another
+    folder without a checkpoint.
+    """
     if config.checkpoint.load is None:
         return None
     directory = Path(config.checkpoint.load)
     found = checkpoint.latest(directory)
+    if found is None and _same_folder(config) and not config.checkpoint.finetune:
+        log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
+        return None
     if found is None:
         raise CheckpointError(
             f"checkpoint.load={directory} holds no complete checkpoint",
@@ -271,13 +277,19 @@ def checkpoint_to_load(config: Config) -> Path | None:
     return found
 
 
+def _same_folder(config: Config) -> bool:
+    """Whether the run saves where it loads from."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    return save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
+
+
 def require_writable(config: Config) -> None:
     """Make the folder of `checkpoint.save` and try it. Raises CheckpointError now rather than at the first save."""
     if config.checkpoint.save is None:
         return
-    save, load = Path(config.checkpoint.save), config.checkpoint.load
+    save = Path(config.checkpoint.save)
     others = complete_checkpoints(save) if save.is_dir() else []
-    if others and (load is None or Path(load).resolve() != save.resolve()):
+    if others and not _same_folder(config):
         raise CheckpointError(
             f"checkpoint.save={save} already holds checkpoints, the newest of them {others[-1].name}",
             why="a second run would overwrite and outdate those of the first",
