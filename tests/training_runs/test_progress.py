@@ -1,8 +1,8 @@
 """The progress line and TensorBoard scalars: what they say, and that no step waits for them."""
 
-from __future__ import gc
-import annotations
+from __future__ import annotations
 
+import gc
 import io
 import logging
 import re
