@@ -1,19 +1,32 @@
-"""`hostward` with a second rank that fails in its sixth iteration, unless torchrun has started it anew."""
+"""`hostward` with a second rank that fails in its sixth iteration, unless torchrun has started it anew; the first one
+then comes late, so that the second looks for it first, and must not do so where it was before.
+"""
 
 import os
 import sys
+import time
+
+import torch
 
 from hostward.cli import main
 from hostward.errors import DataError
 from hostward.train.data import TokenDataset
+from hostward.train.ranks import Ranks
 
 if __name__ == "__main__":
-    read = TokenDataset.batch
+    read, meet = TokenDataset.batch, Ranks.join
+    again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 
     def batch(dataset: TokenDataset, first: int, count: int) -> object:
-        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and first >= 5 * 8:
+        if os.environ["RANK"] == "1" and not again and first >= 5 * 8:
             raise DataError("the disk of this rank is gone", fix="mount it")
         return read(dataset, first, count)
 
+    def join(ranks: Ranks, device: torch.device) -> None:
+        if ranks.first and again:
+            time.sleep(4.0)
+        meet(ranks, device)
+
     TokenDataset.batch = batch  # type: ignore[assignment, method-assign]
+    Ranks.join = join  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:]))

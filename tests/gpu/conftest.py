@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available() and not (interpreted and item.path.name.startswith("test_kernels")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _device_to_itself() -> Iterator[None]:
+    """Tests measure the memory of the device: those of other processes of this test run wait."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"hostward-tests-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

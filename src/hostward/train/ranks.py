@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 from hostward.host.threads import CpuFacts, read_cpu_facts
@@ -84,7 +86,9 @@ class Ranks:
             )
         # Errors and names go by way of the host on either device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+        store, _, _ = next(rendezvous("env://", self.rank, self.size))
+        start = PrefixStore(f"hostward/{_start(os.environ)}", store)
+        dist.init_process_group(backend, store=start, rank=self.rank, world_size=self.size)
 
     def leave(self) -> None:
         """The run is over on every rank. Waits for all: when one ends with an exit code the launcher ends the rest."""
@@ -132,6 +136,13 @@ class Ranks:
         facts = facts or read_cpu_facts()
         cpus = facts.affinity_cpus if facts.quota_cpus is None else min(facts.affinity_cpus, facts.quota_cpus)
         return max(1, int(cpus // self.local_size))
+
+
+def _start(environ: Mapping[str, str]) -> str:
+    """Which start of the run this is, for torchrun keeps one store over all of them: a rank that is early would find
+    there where others listened before. Agents of several machines count their starts each for itself.
+    """
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") if environ.get("GROUP_WORLD_SIZE") == "1" else "0"
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
