@@ -8,6 +8,7 @@ from hostward.rule_table import (
     Kind,
     Rule,
     braces,
+    layers_of_stage,
     of_other_kind,
     offloaded_experts,
     recomputed,
@@ -71,13 +72,26 @@ OFFLOADING_RULES = (
         "optimizer.offload_mix and optimizer.offload_optimizer_states",
     ),
     Rule(
-        "cpu-offloading-pipeline",
-        UNTIL_BUILT,
-        ("model.cpu_offloading", "model.pipeline_model_parallel_size"),
-        lambda c, _: c.model.cpu_offloading and c.model.pipeline_model_parallel_size > 1,
-        "Currently there is no support for Pipeline parallelism with CPU offloading",
-        "set model.pipeline_model_parallel_size=1 or model.cpu_offloading=false",
-        shared_with_megatron=True,
+        "cpu-offloading-stages",
+        PERMANENT,
+        (
+            "model.cpu_offloading",
+            "model.cpu_offloading_num_layers",
+            "model.num_layers",
+            "model.pipeline_model_parallel_size",
+        ),
+        lambda c, _: (
+            c.model.cpu_offloading
+            and c.model.pipeline_model_parallel_size > 1
+            and 0 < layers_of_stage(c) <= c.model.cpu_offloading_num_layers < c.model.num_layers
+        ),
+        lambda c, _: (
+            f"model.cpu_offloading_num_layers={c.model.cpu_offloading_num_layers} with {layers_of_stage(c)} layers in"
+            f" each of model.pipeline_model_parallel_size={c.model.pipeline_model_parallel_size} stages"
+        ),
+        "set model.cpu_offloading_num_layers to less than the layers of a stage: it counts those of each",
+        documented="model.cpu_offloading_num_layers=... with ... layers in each of"
+        " model.pipeline_model_parallel_size=... stages",
     ),
     Rule(
         "recompute-method",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hostward.activation_rules import OFFLOADING_RULES
+from hostward.layout_rules import LAYOUT_RULES
 from hostward.rule_table import (
     DECAY_ONLY,
     DENSE,
@@ -14,7 +15,6 @@ from hostward.rule_table import (
     batch_sizes,
     changed,
     data_parallel_size,
-    divided_sizes,
     serial,
     streams,
     unset_sizes,
@@ -229,97 +229,6 @@ OPTIMIZER_RULES = (
         "scheduler.lr_warmup_iters ({scheduler.lr_warmup_iters}) is not less than scheduler.lr_decay_iters"
         " ({scheduler.lr_decay_iters})",
         "shorten the warm-up or raise scheduler.lr_decay_iters",
-    ),
-)
-
-EXPERTS, MATRICES = "model.expert_model_parallel_size", "model.tensor_model_parallel_size"
-LAYOUT_RULES = (
-    Rule(
-        "matrices-of-experts",
-        UNTIL_BUILT,
-        (MATRICES, "model.architecture"),
-        lambda c, _: c.model.tensor_model_parallel_size > 1 and c.model.architecture not in DENSE,
-        "model.tensor_model_parallel_size={model.tensor_model_parallel_size} with"
-        " model.architecture={model.architecture} is known, but not built yet",
-        "divide its experts: model.expert_model_parallel_size",
-    ),
-    Rule(
-        "matrices-over-ranks",
-        PERMANENT,
-        (MATRICES, "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
-        lambda c, _: any(size % c.model.tensor_model_parallel_size for size in divided_sizes(c)),
-        "model.tensor_model_parallel_size={model.tensor_model_parallel_size} does not divide model.num_attention_heads,"
-        " model.num_query_groups and model.ffn_hidden_size",
-        "set model.tensor_model_parallel_size to a common divisor of them",
-    ),
-    Rule(
-        "sequences-without-matrices",
-        PERMANENT,
-        (MATRICES, "model.sequence_parallel"),
-        lambda c, _: c.model.sequence_parallel and c.model.tensor_model_parallel_size == 1,
-        "model.sequence_parallel=true has no effect while model.tensor_model_parallel_size=1",
-        "set model.tensor_model_parallel_size too, or model.sequence_parallel=false",
-    ),
-    Rule(
-        "sequences-over-ranks",
-        PERMANENT,
-        (MATRICES, "model.sequence_parallel", "model.seq_length"),
-        lambda c, _: c.model.sequence_parallel and c.model.seq_length % c.model.tensor_model_parallel_size != 0,
-        "model.seq_length ({model.seq_length}) is not divisible by model.tensor_model_parallel_size"
-        " ({model.tensor_model_parallel_size})",
-        "set model.seq_length to a multiple, or model.sequence_parallel=false",
-    ),
-    Rule(
-        "ranks-for-matrices",
-        PERMANENT,
-        (MATRICES,),
-        lambda c, world_size: world_size % c.model.tensor_model_parallel_size != 0,
-        "world size ({world_size}) is not divisible by model.tensor_model_parallel_size"
-        " ({model.tensor_model_parallel_size})",
-        "start as many processes as it says, or a multiple: torchrun --nproc-per-node",
-    ),
-    Rule(
-        "matrices-distributed",
-        PERMANENT,
-        (MATRICES, "ddp.use_distributed_optimizer"),
-        lambda c, _: c.model.tensor_model_parallel_size > 1 and not c.ddp.use_distributed_optimizer,
-        "model.tensor_model_parallel_size={model.tensor_model_parallel_size} needs ddp.use_distributed_optimizer",
-        "set ddp.use_distributed_optimizer=true",
-    ),
-    Rule(
-        "experts-over-ranks",
-        PERMANENT,
-        (EXPERTS, "model.architecture", "model.hf_model_path", "model.num_moe_experts"),
-        lambda c, _: (
-            c.model.expert_model_parallel_size > 1
-            and (
-                c.model.architecture in DENSE
-                or (c.model.num_moe_experts or 0) % c.model.expert_model_parallel_size != 0
-            )
-        ),
-        lambda c, _: (
-            f"model.expert_model_parallel_size={c.model.expert_model_parallel_size} does not divide the experts of a"
-            f" layer ({0 if c.model.architecture in DENSE else c.model.num_moe_experts})"
-        ),
-        "set model.expert_model_parallel_size to a divisor of model.num_moe_experts",
-        documented="model.expert_model_parallel_size=... does not divide the experts of a layer (...)",
-    ),
-    Rule(
-        "ranks-for-experts",
-        PERMANENT,
-        (EXPERTS,),
-        lambda c, world_size: world_size % c.model.expert_model_parallel_size != 0,
-        "world size ({world_size}) is not divisible by model.expert_model_parallel_size"
-        " ({model.expert_model_parallel_size})",
-        "start as many processes as it says, or a multiple: torchrun --nproc-per-node",
-    ),
-    Rule(
-        "experts-distributed",
-        PERMANENT,
-        (EXPERTS, "ddp.use_distributed_optimizer"),
-        lambda c, _: c.model.expert_model_parallel_size > 1 and not c.ddp.use_distributed_optimizer,
-        "model.expert_model_parallel_size={model.expert_model_parallel_size} needs ddp.use_distributed_optimizer",
-        "set ddp.use_distributed_optimizer=true",
     ),
 )
 

@@ -191,8 +191,6 @@ IDLE: Mapping[str, tuple[str, str]] = {
 
 # Options that are known and not carried out yet: {option: the one value that works}.
 NOT_BUILT: Mapping[str, object] = {
-    "model.pipeline_model_parallel_size": 1,
-    "model.virtual_pipeline_model_parallel_size": None,
     "model.context_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
     "model.cuda_graph_impl": "none",
@@ -242,6 +240,10 @@ DIFFERENCES: Mapping[str, str] = {
         "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."
     ),
     "pin_cpu_params is accepted and not read": "It decides whether the memory that weights come back from is pinned.",
+    "Currently there is no support for Pipeline parallelism with CPU offloading": (
+        "There is: model.cpu_offloading_num_layers counts the layers of each rank, recompute_num_layers those of each"
+        " stage."
+    ),
     "optimizer_state_offload_chunk_size_mb bounds the moments alone": "It bounds all streamed state, masters included.",
 }
 
@@ -283,6 +285,16 @@ def batch_sizes(config: Config, world_size: int) -> str:
     ]
     smaller = f", or train.micro_batch_size={' or '.join(fits[-3:])}" if fits else ""
     return f"set train.global_batch_size={near} (any multiple of {whole}){smaller}"
+
+
+def layers_of_stage(config: Config) -> int:
+    """Layers that a process has, where their number is known: 0 for a pretrained folder."""
+    return config.model.num_layers // config.model.pipeline_model_parallel_size
+
+
+def microbatches(config: Config, world_size: int) -> int:
+    """Of one step, in a process."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size(config, world_size))
 
 
 def divided_sizes(config: Config) -> list[int]:

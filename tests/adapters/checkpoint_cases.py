@@ -32,6 +32,7 @@ from hostward.adapters import fsdp2
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.overrides import apply_overrides
 from hostward.train import resume
+from hostward.train.ranks import Ranks
 
 MESHES = {1: None, 2: "pairs", 4: "four"}
 FRACTIONS = ("device", "mixed", "host")
@@ -220,6 +221,7 @@ def run_of(folder: str, mode: str | None) -> Any:
         dataset=SimpleNamespace(fingerprint="words"),
         model=model,
         optimizer=optimizer,
+        ranks=Ranks(dist.get_rank(), dist.get_world_size()),
         scaler=None,
         iteration=2,
         saver=None,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import numpy as np
 import pytest
 from sharded_cases import digest
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradients, small
-from world import World
+from world import World, torchrun
 
-import hostward
 from hostward.config import Config
 from hostward.train import loop
 
@@ -203,10 +199,7 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
     assert words[at : at + 2] == ["-m", "hostward"]
     words[at : at + 2] = [str(ROOT / "tests/adapters/failing_rank.py")]
     words += [*SMALL, *SIZES[MOE], *HOST, "train.train_iters=8", "logger.log_interval=1", "--json", "report.json"]
-    kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    kept |= {"PYTHONPATH": str(Path(hostward.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(command, env=kept, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = torchrun(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no checkpoint in run yet: the run begins at iteration 0" in done.stderr
     assert "rank 1: error: the disk of this rank is gone" in done.stderr

@@ -77,6 +77,7 @@ def train(words: list[str], recipe: str = MOE, *, slow: int | None = None) -> An
         "told": (run.losses, run.grad_norms, run.skipped),
         "bits": snapshot(run.model, run.optimizer),
         "offloaded_bytes": moved,
+        "left_bytes": 0 if run.attachment is None else run.attachment.report().offloaded_bytes,
         "ranks": run.of_ranks,
         "microbatches": run.microbatches,
     }
@@ -153,8 +154,7 @@ def norm_of_given_gradients(run: loop.Run) -> str:
     """The norm of the first step, in hexadecimal, if all whole gradients are those of `gradient_of`."""
     for name, p in run.model.named_parameters():
         whole = gradient_of(name, p.shape, 0)
-        sharded = run.ranks.size > 1
-        p.grad = fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p) if sharded else whole
+        p.grad = fsdp2.like(fsdp2.part_of_saved(name, whole, p).clone(), p) if fsdp2.is_sharded(p) else whole
     run.optimizer.step()
     return run.optimizer.grad_norm.hex()
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import hostward
 
 SIZE = 4
 START_S = 120.0
@@ -113,3 +118,11 @@ def _serve(rank: int, port: int, end: Connection) -> None:
             answer = (None, getattr(importlib.import_module(module), name)(**options))
         finally:
             end.send(answer or (traceback.format_exc(), None))
+
+
+def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Processes of their own, started as users do, in `folder`."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    kept |= {"PYTHONPATH": str(Path(hostward.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    return subprocess.run(command, env=kept, cwd=folder, capture_output=True, text=True, timeout=250)

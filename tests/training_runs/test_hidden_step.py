@@ -23,7 +23,7 @@ from hostward.overrides import apply_overrides
 from hostward.plan import Plan
 from hostward.planner import place_fraction
 from hostward.schedule import Lane
-from hostward.train import loop
+from hostward.train import loop, passes
 from hostward.train.placing import gradient_bytes
 from hostward.train.readback import Numbers, Readback
 from hostward.train.report import measured
@@ -236,13 +236,13 @@ def test_numbers_that_are_late_make_the_same_report(
 
 def test_skipped_steps_keep_their_iteration(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the third iteration is infinite."""
-    real, calls = loop.training_loss, []
+    real, calls = passes.training_loss, []
 
     def spoilt(*arguments: Any) -> torch.Tensor:
         calls.append(None)
         return real(*arguments) * (float("inf") if len(calls) == 6 else 1.0)
 
-    monkeypatch.setattr(loop, "training_loss", spoilt)
+    monkeypatch.setattr(passes, "training_loss", spoilt)
     monkeypatch.setattr(loop, "Readback", lambda device: Readback(device, late=1))
     report = train("train.train_iters=4", *offloaded(1)).report
     assert report["skipped_iterations"] == [2]

@@ -17,7 +17,7 @@ from hostward.engine import simulated
 from hostward.engine.backend import AdamWOperands, Buffer, Tier
 from hostward.host.adamw import AdamWTask
 from hostward.rules import check
-from hostward.train import loop
+from hostward.train import loop, passes
 from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
 from hostward.train.shares import Shares, shares
 
@@ -346,8 +346,8 @@ def test_a_run_without_iterations_is_refused(verify: Cli, train: Cli, tmp_path: 
 
 
 def test_equal_garbage_is_no_identity(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = loop.training_loss
-    monkeypatch.setattr(loop, "training_loss", lambda *arguments: right(*arguments) * float("nan"))
+    right = passes.training_loss
+    monkeypatch.setattr(passes, "training_loss", lambda *arguments: right(*arguments) * float("nan"))
     outcome = verify("--fraction", "0.5")
     assert outcome.code == 1
     assert broken_claims(outcome) == {"the run without offloading trained"}

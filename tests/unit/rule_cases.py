@@ -86,11 +86,11 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             "weights have their one copy where the host step writes it"
         ),
     ),
-    "cpu-offloading-pipeline": (
+    "cpu-offloading-stages": (
         TINY,
-        "model.cpu_offloading=true model.pipeline_model_parallel_size=2",
-        1,
-        "Currently there is no support for Pipeline parallelism with CPU offloading",
+        "model.cpu_offloading=true model.cpu_offloading_num_layers=2 model.pipeline_model_parallel_size=2",
+        2,
+        ("model.cpu_offloading_num_layers=2 with 2 layers in each of model.pipeline_model_parallel_size=2 stages"),
     ),
     "recompute-method": (
         TINY,
@@ -346,15 +346,66 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
     ),
     "ranks-for-experts": (
         TINY,
-        "model.expert_model_parallel_size=4",
-        2,
-        "world size (2) is not divisible by model.expert_model_parallel_size (4)",
+        "model.expert_model_parallel_size=4 model.pipeline_model_parallel_size=2",
+        4,
+        (
+            "world size (4) is not divisible by model.expert_model_parallel_size (4) times"
+            " model.pipeline_model_parallel_size (2)"
+        ),
     ),
     "experts-distributed": (
         TINY,
         "model.expert_model_parallel_size=2 ddp.use_distributed_optimizer=false",
         2,
         "model.expert_model_parallel_size=2 needs ddp.use_distributed_optimizer",
+    ),
+    "ranks-for-stages": (
+        TINY,
+        "model.pipeline_model_parallel_size=2",
+        3,
+        "world size (3) is not divisible by model.pipeline_model_parallel_size (2)",
+    ),
+    "layers-over-stages": (
+        TINY,
+        "model.pipeline_model_parallel_size=3",
+        3,
+        "model.num_layers (4) is not divisible by model.pipeline_model_parallel_size (3)",
+    ),
+    "rounds-without-stages": (
+        TINY,
+        "model.virtual_pipeline_model_parallel_size=2",
+        1,
+        ("model.virtual_pipeline_model_parallel_size=2 has no effect while model.pipeline_model_parallel_size=1"),
+    ),
+    "microbatches-for-rounds": (
+        TINY,
+        "model.virtual_pipeline_model_parallel_size=2 model.pipeline_model_parallel_size=2 train.global_batch_size=12",
+        2,
+        (
+            "3 microbatches in a step are no multiple of model.pipeline_model_parallel_size=2, by which interleaved"
+            " stages take them"
+        ),
+    ),
+    "stages-of-tied-embeddings": (
+        "llama32_1b_pretrain_config",
+        "model.pipeline_model_parallel_size=2",
+        2,
+        (
+            "model.share_embeddings_and_output_weights=true with model.pipeline_model_parallel_size=2: one weight on"
+            " the first and on the last stage is not built yet"
+        ),
+    ),
+    "stages-with-matrices": (
+        DENSE,
+        "model.pipeline_model_parallel_size=2 model.tensor_model_parallel_size=2",
+        4,
+        "model.pipeline_model_parallel_size=2 with model.tensor_model_parallel_size=2 is known, but not built yet",
+    ),
+    "microbatches-for-stages": (
+        TINY,
+        "model.pipeline_model_parallel_size=4 train.micro_batch_size=2",
+        4,
+        "2 microbatches in a step, and model.pipeline_model_parallel_size=4 stages: some would stand idle",
     ),
     "data-needs-path": (TINY, "dataset.format=jsonl", 1, "dataset.format=jsonl needs dataset.path"),
     "data-without-path": (

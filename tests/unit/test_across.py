@@ -46,7 +46,9 @@ def device(data: torch.Tensor) -> Buffer:
     return Buffer(Tier.DEVICE, data, "test")
 
 
-def part(grad: torch.Tensor, start: int, stop: int, shared: dict[int, int], ranks: Threads) -> tuple[Across, Partials]:
+def part(
+    grad: torch.Tensor, start: int, stop: int, shared: dict[int, int], ranks: Threads, stages: Threads | None = None
+) -> tuple[Across, Partials]:
     """What the rank with elements [start, stop) has, cut as buckets are: where a chunk begins."""
     head = min(-start % CHUNK, stop - start)
     spans = [(a, b) for a, b in ((start, start + head), (start + head, stop)) if b > a]
@@ -61,7 +63,7 @@ def part(grad: torch.Tensor, start: int, stop: int, shared: dict[int, int], rank
             sums.append(int(s[0]))
             exponents.append(int(e[0]))
     counted = torch.ones(len(sums), dtype=torch.int64)
-    across = Across(ranks, fragments, len(shared), lambda n: device(torch.empty(n)), counted)
+    across = Across(ranks, fragments, len(shared), lambda n: device(torch.empty(n)), counted, stages)
     for (_, kept), value in zip(across.of(0), values, strict=True):
         kept.data.copy_(value)
     return across, Partials(
@@ -71,23 +73,31 @@ def part(grad: torch.Tensor, start: int, stop: int, shared: dict[int, int], rank
 
 def over_ranks(grad: torch.Tensor, borders: Sequence[int]) -> list[tuple[int, int, float]]:
     """Total, exponent and flag on every rank."""
-    edges = [0, *borders, len(grad)]
-    shared = {c: i for i, c in enumerate(sorted({b // CHUNK for b in borders if b % CHUNK and b < len(grad)}))}
-    ranks = Threads(len(edges) - 1)
-    found: list[tuple[int, int, float] | None] = [None] * (len(edges) - 1)
+    return over_stages([(grad, borders)])
 
-    def run(rank: int, start: int, stop: int) -> None:
-        across, partials = part(grad, start, stop, shared, ranks)
-        flag = torch.ones(1) if rank == 1 else None
+
+def over_stages(stages: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> list[tuple[int, int, float]]:
+    """The same of stages, each with a gradient of its own, and borders in it between as many ranks."""
+    size = len(stages[0][1]) + 1
+    between = [Threads(len(stages)) if len(stages) > 1 else None for _ in range(size)]
+    found: dict[tuple[int, int], tuple[int, int, float]] = {}
+
+    def run(stage: int, rank: int, span: tuple[int, int], shared: dict[int, int], ranks: Threads) -> None:
+        across, partials = part(stages[stage][0], *span, shared, ranks, between[rank])
+        flag = torch.ones(1) if (stage, rank) == (0, 1) else None
         (high, low), top, overflow = across.totals(partials, flag)
-        found[rank] = int(high) * 2**31 + int(low), int(top), float(overflow)
+        found[stage, rank] = int(high) * 2**31 + int(low), int(top), float(overflow)
 
-    threads = [threading.Thread(target=run, args=(r, a, b)) for r, (a, b) in enumerate(pairwise(edges))]
+    threads = []
+    for s, (grad, borders) in enumerate(stages):
+        shared = {c: i for i, c in enumerate(sorted({b // CHUNK for b in borders if b % CHUNK and b < len(grad)}))}
+        spans, ranks = pairwise([0, *borders, len(grad)]), Threads(size)
+        threads += [threading.Thread(target=run, args=(s, r, span, shared, ranks)) for r, span in enumerate(spans)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [f for f in found if f is not None]
+    return list(found.values())
 
 
 def whole(grad: torch.Tensor) -> tuple[int, int]:
@@ -123,6 +133,16 @@ def test_totals_do_not_depend_on_borders(borders: list[int], zeros: slice | None
     grad = gradient(len(borders), zeros)
     found = over_ranks(grad, borders)
     assert found == [(*whole(grad), 1.0)] * (len(borders) + 1)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 1.0, 2.0**40])
+def test_totals_of_stages_are_those_of_all_their_gradients(scale: float) -> None:
+    """Stages have other chunks in common, and other numbers of them."""
+    first, second = gradient(1), gradient(2) * scale
+    third = torch.zeros(NUMEL)
+    stages = [(first, [1, 5000, 3 * CHUNK + 7]), (second, [CHUNK, 2 * CHUNK, 2 * CHUNK + 1]), (third, [0, 0, 3])]
+    padded = [torch.nn.functional.pad(grad, (0, -NUMEL % CHUNK)) for grad, _ in stages]
+    assert over_stages(stages) == [(*whole(torch.cat(padded)), 1.0)] * 12
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from hostward import recipes
 from hostward.config import Config, options
 from hostward.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
 from hostward.host.threads import CpuFacts
+from hostward.overrides import apply_overrides
 from hostward.rank_failures import Failure, raised_by_all
 from hostward.run_report import NodeRow, RankRow
+from hostward.train import memory
 from hostward.train.alike import OWN, differing, what_runs
+from hostward.train.models import named_shapes
 from hostward.train.ranks import Ranks
 from hostward.train.ranks_report import nodes, stragglers
 
@@ -28,6 +34,30 @@ def test_without_a_launcher_there_is_one_rank() -> None:
 def test_neighbours_share_samples() -> None:
     found = [(r.data_rank, r.data_size) for r in (Ranks(i, 4, sharing=2) for i in range(4))]
     assert found == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_stages_have_neighbouring_ranks_and_each_the_whole_batch() -> None:
+    config = apply_overrides(recipes.load("qwen3_moe_tiny_pretrain_config"), ["model.pipeline_model_parallel_size=2"])
+    found = [Ranks(i, 4).placed(config) for i in range(4)]
+    assert [(r.stage, r.data_rank, r.data_size) for r in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert all(r.divided for r in found)
+    assert not Ranks(0, 2).placed(config).divided
+    assert Ranks(0, 1).of_model(7) == 7
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [(1, None), (2, None), (2, 2), (4, 1)])
+def test_each_rank_is_weighed_for_its_stages(stages: int, rounds: int | None) -> None:
+    config = recipes.load("qwen3_moe_tiny_pretrain_config")
+    config.model.virtual_pipeline_model_parallel_size = rounds
+    sizes = {name: math.prod(shape) for name, shape in named_shapes(config, 300).items()}
+    layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    expected = [4 // stages * layer] * stages
+    expected[0] += sizes["model.embed_tokens.weight"]
+    expected[-1] += sizes["model.norm.weight"] + sizes["lm_head.weight"]
+    ranks = [replace(Ranks(i, stages), stages=stages) for i in range(stages)]
+    found = [memory.require_memory(config, torch.device("cpu"), 300, rank).parameters for rank in ranks]
+    assert found == expected
+    assert sum(found) == sum(sizes.values())
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "1"}, {"WORLD_SIZE": "0"}, {"RANK": "-1"}, {"LOCAL_RANK": "one"}])

@@ -182,22 +182,10 @@ def _placements(tensor: torch.Tensor) -> Sequence[Any]:
     return found
 
 
-class MeshRanks:
-    """The ranks of a device mesh. Collectives run on the current stream, in the mesh's own process groups: with NCCL
-    nothing waits on the host.
-    """
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        self._groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-
-    def largest(self, values: torch.Tensor) -> None:
-        for group in self._groups:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-
-    def total(self, values: torch.Tensor) -> None:
-        for group in self._groups:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
+def mesh_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The process groups of the device mesh that a parameter is divided over, by dimension."""
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return [mesh.get_group(i) for i in range(mesh.ndim)]
 
 
 class Listener(Protocol):

@@ -46,8 +46,8 @@ OPTIONS = (
         r"no support for pipeline parallelism with cpu offloading",
         "activation offloading was refused because of pipeline parallelism",
         "layers' activations of several microbatches are in flight at once, which that implementation does not follow",
-        "model.pipeline_model_parallel_size=1, or offload optimizer state instead: model.cpu_offloading=false "
-        "optimizer.optimizer_cpu_offload=true",
+        "hostward train does both; elsewhere one pipeline stage, or offload optimizer state instead: "
+        "model.cpu_offloading=false optimizer.optimizer_cpu_offload=true",
         f"{GUIDE}; NVIDIA/Megatron-LM#1668, NVIDIA-NeMo/Megatron-Bridge#2992",
     ),
     Failure(

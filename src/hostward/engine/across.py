@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from hostward.host.reference import NOT_FINITE
 
@@ -31,6 +32,23 @@ class Ranks(Protocol):
 
     def total(self, values: torch.Tensor) -> None:
         """Of every element the sum over all ranks."""
+
+
+class GroupRanks:
+    """The processes of process groups, each of which reduces what the one before has reduced. Collectives run on the
+    current stream: with NCCL nothing waits on the host.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = [group for group in groups if group.size() > 1]
+
+    def largest(self, values: torch.Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+
+    def total(self, values: torch.Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,7 @@ class Across:
         n_shared: shared chunks of the model.
         allocate: makes the place where elements of fragments are kept: float32 [elements].
         counted: int64 [partial sums], 0 for those of parts that other ranks have as well, and count; else 1.
+        stages: those that have other parameters, each the sums of its own; None: there are none.
     """
 
     def __init__(
@@ -68,8 +87,10 @@ class Across:
         n_shared: int,
         allocate: Callable[[int], Buffer],
         counted: torch.Tensor,
+        stages: Ranks | None = None,
     ) -> None:
         self.ranks = ranks
+        self._stages = stages
         self._counted = counted
         self.n_shared = n_shared
         sizes = [f.stop - f.start for f in fragments]
@@ -111,6 +132,8 @@ class Across:
         if self._kept is not None:
             shared.index_copy_(0, self._shared, exponents.index_select(0, self._chunks))
         self.ranks.largest(largest)
+        if self._stages is not None:
+            self._stages.largest(largest[:2])  # shared chunks are those of one stage
         top = largest[:1]
         totals = torch.zeros(2 + self.n_shared, dtype=torch.int64, device=sums.device)
         if self._kept is not None:
@@ -120,6 +143,8 @@ class Across:
         totals[:2] = _limbs(sums * self._counted, exponents, top)
         self.ranks.total(totals)
         totals[:2] += _limbs(totals[2:], shared, top)
+        if self._stages is not None:
+            self._stages.total(totals[:2])
         return totals[:2], top, largest[1:2].gt(0).to(torch.float32)
 
     def _fragment_sums(self, values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

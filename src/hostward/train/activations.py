@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from hostward.training.attach import attach
 from hostward.training.attachment import Activations, Attachment
-from hostward.training.layers import find_layers
 from hostward.training.planned import layers_of, recompute_whole
+
+from .models import layers_of as of_model
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> int:
     """Put the model's own checkpoints around the layers that are to be recomputed: all (uniform), or the first
-    `recompute_num_layers` (block), or those of a plan. Returns how many. Raises ConfigError for layers that have none.
+    `recompute_num_layers` (block) that are here, or those of a plan. Returns how many. Raises ConfigError for layers
+    that have none.
     """
     options = config.model
     if plan is None and options.recompute_granularity != "full":
         return 0
-    layers = [layer for _, layer in find_layers(model)]
+    layers = [layer for _, layer in of_model(model)]
     if plan is not None:
         chosen = layers_of(plan).whole
     elif options.recompute_method == "uniform":
@@ -51,7 +53,8 @@ def attach_activations(
         weights = config.model.cpu_offloading_num_layers or None
     if how is None and modules is None and weights is None:
         return None
-    return attach(model, optimizer, activations=how, weights=weights, recompute=modules)
+    inner = [layer for _, layer in of_model(model)]
+    return attach(model, optimizer, activations=how, weights=weights, recompute=modules, layers=inner)
 
 
 def _offloaded(config: Config) -> Activations | None:

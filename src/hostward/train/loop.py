@@ -8,12 +8,11 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hostward.checkpoint import Saver
@@ -35,16 +34,15 @@ from .alike import require_alike, what_runs
 from .beforehand import weighed
 from .beside_gpu import bind_beside_gpu
 from .data import TokenDataset
-from .models import build_model, training_loss
-from .parts import build_in_parts, synchronise_gradients
+from .parts import hold
+from .passes import Passes, WholeModel, passes_of
 from .placing import make_optimizer, share_of, staying_gradients, with_plan
 from .ranks import Ranks
 from .ranks_report import ranks_report
 from .readback import Readback
 from .report import SLOTS, measured
-from .sampling import BACKWARD, FORWARD, MemorySampler
+from .sampling import MemorySampler
 from .schedule_lr import learning_rate
-from .waiting import build_on_cpu
 from .watermark import Watermark
 
 log = logging.getLogger("hostward")
@@ -94,6 +92,8 @@ class Run:
     """Of the plan that the run was started with."""
     watermark: Watermark = field(default_factory=Watermark)
     ranks: Ranks = field(default_factory=Ranks)
+    passes: Passes = field(default_factory=WholeModel)
+    """How a batch goes through the model."""
     data_s: float = 0.0
     """Seconds that this process has spent on reading samples."""
     of_ranks: RanksReport | None = None
@@ -102,6 +102,8 @@ class Run:
     """A signal has asked this process to stop,"""
     stopped: bool = False
     """and the run ends before its last iteration, on all of them (train.exit_signal_handler)."""
+    model_parameters: int = field(init=False)
+    """Of the whole model, wherever they are."""
     share: Config = field(init=False)
     """`config` as this process sees it: its share of the global batch."""
     sampler: MemorySampler = field(init=False)
@@ -112,6 +114,7 @@ class Run:
     def __post_init__(self) -> None:
         self.readback = Readback(self.device)
         self.share = share_of(self.config, self.ranks.data_size)
+        self.model_parameters = self.ranks.of_model(sum(p.numel() for p in self.model.parameters()))
         self.begin_at(self.iteration)
 
     def begin_at(self, iteration: int) -> None:
@@ -178,8 +181,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     """
     ranks = Ranks.of(os.environ)
     check(config, world_size=ranks.size)
-    divided = ranks.size > 1 and config.ddp.use_distributed_optimizer
-    ranks = replace(ranks, sharing=config.model.tensor_model_parallel_size, divided=divided)
+    ranks = ranks.placed(config)
     if ranks.size > 1 and plan is not None:
         raise NotBuiltError(
             f"--plan with {ranks.size} processes is known, but not built yet",
@@ -208,21 +210,25 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    build = build_in_parts if ranks.size > 1 else build_model if waiting is None else build_on_cpu
-    model = build(config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed)
+    held = hold(
+        ranks, config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed, on_cpu=waiting is not None
+    )
+    model, share = held.model, share_of(config, ranks.data_size)
     _require_vocabulary(model, dataset)
     if waiting is not None:
         if resume_from is not None:
             resume.load_weights(model, resume_from)
         move(model, device, weights=waiting.layers)
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
-    optimizer = ranks.agreed(lambda: make_optimizer(model, share_of(config, ranks.data_size), plan, cpus))
+    optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
-    recompute_layers(model, config, plan)
+    for whole in [part.model for part in held.parts] or [model]:
+        recompute_layers(whole, config, plan)
     frontier = () if plan is None else plan.frontier
     run = Run(
-        recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier, ranks=ranks
-    )
+        recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier, ranks=ranks,
+        passes=passes_of(held, share, device),
+    )  # fmt: skip
     if resume_from is not None and waiting is None:
         resume.load(run, resume_from)
     # It takes weights over as they are.
@@ -293,37 +299,8 @@ def train_iteration(run: Run) -> None:
 
 
 def backward(run: Run, *, taken: bool = True) -> torch.Tensor:
-    """Forward and backward of every microbatch; returns the mean loss, float32 on the device.
-
-    Args:
-        taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
-    """
-    total = torch.zeros((), dtype=torch.float32, device=run.device)
-    for microbatch in range(run.microbatches):
-        last = microbatch == run.microbatches - 1
-        inputs, labels = _samples(run, microbatch)
-        if run.ranks.size > 1:
-            synchronise_gradients(run.model, last=last)
-        with run.optimizer.accumulate(last=taken and last):
-            mean = training_loss(run.model, inputs, labels) / run.microbatches
-            total += mean.detach().float()
-            if last:
-                run.sampler.sample(run.iteration, FORWARD)
-            (mean if run.scaler is None else run.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
-    run.sampler.sample(run.iteration, BACKWARD)
-    return total
-
-
-def _samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of one of this process's microbatches. As in Megatron, the samples of a step go to the ranks in
-    turns of a microbatch, so that together they see the batch that one process would see.
-    """
-    began_s = time.perf_counter()
-    size, ranks = run.config.train.micro_batch_size, run.ranks
-    first = run.iteration * run.config.train.global_batch_size + (microbatch * ranks.data_size + ranks.data_rank) * size
-    inputs, labels = (_to_device(a, run.device) for a in run.dataset.batch(first, size))
-    run.data_s += time.perf_counter() - began_s
-    return inputs, labels
+    """As `Passes.backward`: forward and backward of every microbatch."""
+    return run.passes.backward(run, taken=taken)
 
 
 def step(run: Run, loss: torch.Tensor) -> None:
@@ -358,14 +335,8 @@ def collect(run: Run, progress: Callable[[Run], None] | None = None, *, everythi
             progress(run)
 
 
-def _to_device(tokens: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for: from pinned memory, which torch keeps until the copy is done."""
-    tensor = torch.from_numpy(tokens)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def _require_vocabulary(model: torch.nn.Module, dataset: TokenDataset) -> None:
-    rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    rows = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     if dataset.vocab_size > rows:
         raise DataError(
             f"the data needs {dataset.vocab_size} token ids, the model's embedding has {rows} rows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 
-from .models import named_shapes
+from .models import named_shapes, place_in_model
 from .placing import accumulates_in_fp32, gradients_leave, share_of
 from .ranks import Ranks
 from .shares import shares
@@ -55,10 +56,11 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
     """
     shapes = named_shapes(config, vocab_size)
-    count = sum(map(math.prod, shapes.values()))
-    of_experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    held = _held(shapes, ranks, config.model.virtual_pipeline_model_parallel_size or 1)
+    count = sum(math.prod(shapes[name]) for name in held)
+    of_experts = sum(math.prod(shapes[name]) for name in held if ".experts." in name)
     config = share_of(config, ranks.data_size)
-    least = need(config, -(-count // ranks.size) if ranks.divided else count)
+    least = need(config, -(-count // ranks.of_stage) if ranks.divided else count)
     # Divided weights are whole besides, from forward to backward.
     gathered = count - of_experts + of_experts // config.model.expert_model_parallel_size
     whole_bytes = need(config, gathered // ranks.sharing).weight_bytes if ranks.divided else 0
@@ -80,6 +82,16 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
         if device_bytes > free_bytes:
             raise _too_large(least, device_bytes, "device", free_bytes, fix)
     return least
+
+
+def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
+    """Those of a model's parameters that this rank's stages have: the embedding is with the first stage of all, what
+    follows the layers with the last.
+    """
+    places = {name: place_in_model(name) for name in names}
+    layers = 1 + int(max(place for place in places.values() if place < math.inf))
+    each = layers // (ranks.stages * rounds)
+    return [n for n, p in places.items() if int(min(max(p, 0), layers - 1)) // each % ranks.stages == ranks.stage]
 
 
 def _too_large(least: Need, needed_bytes: int, where: str, available_bytes: int, fix: str) -> MemoryLimitError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,23 @@ def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Te
     labels = labels.contiguous()
     loss: torch.Tensor = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
     return loss
+
+
+def layers_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """(path, module) of the layers that are here, in order of use: of a stage there may be one."""
+    if not hasattr(model, "model"):
+        from hostward.training.layers import find_layers
+
+        return find_layers(model)
+    return [(f"model.layers.{name}", layer) for name, layer in model.model.layers.named_children()]
+
+
+def place_in_model(name: str) -> float:
+    """The number of the layer that has a parameter; before all of them the embedding, behind them what follows."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if found is None:
+        return -1 if "embed_tokens" in name else math.inf
+    return int(found[1])
 
 
 def empty_model(described: Any, dtype: torch.dtype) -> Any:

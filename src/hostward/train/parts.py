@@ -1,55 +1,134 @@
-"""A model of which every rank holds a part: built without memory, divided by FSDP2 layer by layer, then filled.
+"""What a process holds of a model. Of one that several share each holds a part: built without memory, divided, filled.
 
-With `ddp.use_distributed_optimizer` weights, gradients and state are divided over all ranks. Without it every rank has
-all of them: the same FSDP2, on a mesh of copies (docs/decisions/0011-ranks-of-a-run.md).
+The stages of a pipeline have layers of their own. With `ddp.use_distributed_optimizer` FSDP2 divides weights, gradients
+and state, layer by layer, over the ranks of a stage, or over all. Without it each of these has all of them: the same
+FSDP2, on a mesh of copies (docs/decisions/0011-ranks-of-a-run.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hostward.training.layers import find_layers
+from hostward.inspect import local_of
 
 from .drawn import Draws, noted
-from .models import empty_model, load_pretrained, transformers_config
+from .models import build_model, empty_model, layers_of, load_pretrained, transformers_config
+from .waiting import build_on_cpu
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hostward.adapters.pipelines import Part
     from hostward.config import Config
 
+    from .ranks import Ranks
 
-def build_in_parts(
-    config: Config, *, vocab_size: int | None, device: torch.device, dtype: torch.dtype, seed: int
-) -> torch.nn.Module:
-    """As `models.build_model`, divided over the ranks of the default process group. Drawn weights have the bits that
-    one process would give them. A pretrained folder is read into host memory by every rank.
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds of a model.
+
+    Args:
+        model: all of it; parameters have the names that they have in the whole model.
+        parts: of a pipeline: its stages that are here.
+        stages: the processes that have the same place in each stage, in order; None: there are no stages.
     """
-    path = config.model.hf_model_path
-    draws = None
+
+    model: torch.nn.Module
+    parts: Sequence[Part] = ()
+    stages: dist.ProcessGroup | None = None
+
+
+def hold(
+    ranks: Ranks,
+    config: Config,
+    *,
+    vocab_size: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    on_cpu: bool = False,
+) -> Held:
+    """Build what this process holds of the model that `models.build_model` describes. Drawn weights have the bits that
+    one process would give them. A pretrained folder is read into host memory by every rank.
+
+    Args:
+        on_cpu: a model of one process is built there, for `hostward.move`.
+
+    Raises:
+        ConfigError, ModelError: as `build_model`, or the model cannot be divided as the options say.
+    """
+    if ranks.size == 1:
+        build = build_on_cpu if on_cpu else build_model
+        return Held(build(config, vocab_size=vocab_size, device=device, dtype=dtype, seed=seed))
+    model, draws = _whole(config, vocab_size, device, dtype)
+    models, named = [model], list(model.named_parameters())
+    held = Held(model)
+    if ranks.stages > 1:
+        held = _stages(model, ranks, config, vocab_size=vocab_size, device=device, dtype=dtype)
+        models = [part.model for part in held.parts]
+    for here in models:
+        if ranks.of_stage > 1:
+            _divide(here, config, device.type, ranks)
+        elif draws is None:
+            here.to(device)
+    if draws is not None:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            _fill(models, draws, named, device)
+    for here in models:
+        here.train()
+    return held
+
+
+def _stages(
+    model: Any, ranks: Ranks, config: Config, *, vocab_size: int | None, device: torch.device, dtype: torch.dtype
+) -> Held:
+    """The stages of this process, cut out of `model` and, of several, out of others like it: with P processes the
+    first has stages 0, P, 2 P, and so on.
+    """
+    from hostward.adapters.pipelines import cut, together
+
+    rounds = config.model.virtual_pipeline_model_parallel_size or 1
+    models = [model, *(_whole(config, vocab_size, device, dtype)[0] for _ in range(rounds - 1))]
+    count = rounds * ranks.stages
+    parts = [cut(here, i * ranks.stages + ranks.stage, count) for i, here in enumerate(models)]
+    mesh = _mesh(device.type, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})
+    return Held(model if rounds == 1 else together(parts), parts, mesh["stages"].get_group())
+
+
+def _whole(
+    config: Config, vocab_size: int | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Draws | None]:
+    """The model without memory and the draws that fill it, or that of a pretrained folder, on the CPU."""
+    path, draws = config.model.hf_model_path, None
     if path is None:
         described = transformers_config(config.model, vocab_size=vocab_size)
         with noted(device) as draws:
             model = empty_model(described, dtype)
-        named = list(model.named_parameters())
     else:
         model = load_pretrained(config.model, path, dtype)
     model.config.use_cache = False
-    _divide(model, config, device.type)
-    if draws is not None:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            _fill(model, draws, named, device)
-    trained: torch.nn.Module = model.train()
-    return trained
+    return model, draws
 
 
-def _divide(model: Any, config: Config, device_type: str) -> None:
-    """Each layer is gathered for itself, and stays whole from its forward to its backward, as in Megatron. Experts
-    of a layer are gathered for themselves, from the ranks that have the same experts.
-    """
-    from torch.distributed import get_world_size
+def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
+    """All ranks: for each stage a mesh of these dimensions."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    named = {"stages": stages, **dims} if stages > 1 else dict(dims)
+    return init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
+
+
+def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
+    """Over the ranks of a stage. Each layer is gathered for itself, and stays whole from its forward to its backward,
+    as in Megatron. Layers of experts are gathered for themselves, from the ranks that have the same experts.
+    """
     from torch.distributed.fsdp import fully_shard
 
     from hostward.adapters.experts import divide_experts
@@ -57,56 +136,81 @@ def _divide(model: Any, config: Config, device_type: str) -> None:
 
     options = config.model
     size, of_experts, of_matrices = (
-        get_world_size(),
+        ranks.of_stage,
         options.expert_model_parallel_size,
         options.tensor_model_parallel_size,
     )
     if of_matrices > 1:
-        grid = init_device_mesh(device_type, (size // of_matrices, of_matrices), mesh_dim_names=("data", "matrices"))
+        grid = _mesh(device_type, ranks.stages, {"data": size // of_matrices, "matrices": of_matrices})
         divide_matrices(model, grid["matrices"], sequences=options.sequence_parallel)
         mesh = grid["data"]
     elif config.ddp.use_distributed_optimizer:
-        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("data",))
+        mesh = _mesh(device_type, ranks.stages, {"data": size})["data"]
     else:
-        mesh = init_device_mesh(device_type, (size, 1), mesh_dim_names=("copies", "data"))
-    layers: list[Any] = [layer for _, layer in find_layers(model)]
+        mesh = _mesh(device_type, ranks.stages, {"copies": size, "data": 1})["copies", "data"]
+    layers: list[Any] = [layer for _, layer in layers_of(model)]
+    gathered = [*layers, *_ends(model)]
+    if options.virtual_pipeline_model_parallel_size is not None:
+        # Of several parts none is all that is here: whoever looks for what FSDP2 divides sees what they consist of.
+        gathered += [model.model.norm] if _has_weights(model.model.norm) else []
     if of_experts > 1:
-        grid = init_device_mesh(device_type, (size // of_experts, of_experts), mesh_dim_names=("data", "experts"))
-        for layer in layers:
-            divide_experts(layer.mlp.experts, grid["experts"])
-            fully_shard(layer.mlp.experts, mesh=grid["data"], reshard_after_forward=False)
-    for part in (*layers, *_ends(model)):
-        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        grid = _mesh(device_type, ranks.stages, {"data": size // of_experts, "experts": of_experts})
+        for experts in [layer.mlp.experts for layer in layers]:
+            divide_experts(experts, grid["experts"])
+            fully_shard(experts, mesh=grid["data"], reshard_after_forward=False)
+    for module in gathered:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def _ends(model: Any) -> list[Any]:
-    """Embedding and output layer, unless they have one weight. The whole model's own parameters are gathered before
-    its first layer, and until the output layer has been stepped nothing would begin.
+def _ends(model: Any) -> list[torch.nn.Module]:
+    """Embedding and output layer, as far as they are here, unless they have one weight. What is the root's own is
+    gathered before its first layer, and until the output layer has been stepped nothing would begin.
     """
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    return [] if embedding.weight is output.weight else [embedding, output]
+    ends = [module for module in (model.model.embed_tokens, model.lm_head) if _has_weights(module)]
+    return [] if len({id(module.weight) for module in ends}) < len(ends) else ends
 
 
-def _fill(model: Any, draws: Draws, named: list[tuple[str, torch.Tensor]], device: torch.device) -> None:
-    """Memory for the parts, and in it what was drawn."""
-    from hostward.adapters import fsdp2
+def _has_weights(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    model.tie_weights()
-    parameters = dict(model.named_parameters())
+
+def _fill(models: Sequence[Any], draws: Draws, named: list[tuple[str, torch.Tensor]], device: torch.device) -> None:
+    """Memory for what is here, and in it what was drawn.
+
+    Args:
+        named: the parameters of the whole model.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    for model in models:
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        if model.config.tie_word_embeddings:
+            model.tie_weights()
+        parameters |= dict(model.named_parameters())
 
     @torch.no_grad()
     def keep(name: str, whole: torch.Tensor) -> None:
-        parameter = parameters[name]
-        fsdp2.part_of(parameter).copy_(fsdp2.part_of_saved(name, whole, parameter))
+        if name in parameters:
+            local_of(parameters[name]).copy_(_part_of(name, whole, parameters[name]))
 
     draws.carry_out(named, device, keep)
+
+
+def _part_of(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What this process has of a parameter's value."""
+    if local_of(parameter) is parameter:
+        return whole
+    from hostward.adapters import fsdp2
+
+    return fsdp2.part_of_saved(name, whole, parameter)
 
 
 def synchronise_gradients(model: Any, *, last: bool) -> None:
     """Say whether the coming backward is that of the last microbatch: weights stay whole until then. Gradients are
     reduced in every one, so that sums take a rank's part of them alone.
     """
-    model.set_is_last_backward(last)
-    model.set_reshard_after_backward(last)
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):  # of a pipeline without further ranks each has its stage to itself
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last)

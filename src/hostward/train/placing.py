@@ -20,6 +20,7 @@ from hostward.sizes import MIB
 from hostward.training.optimizer import AdamW
 
 from . import resume
+from .parts import Held
 from .shares import shares
 
 
@@ -77,9 +78,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     return found
 
 
-def make_optimizer(
-    model: torch.nn.Module, config: Config, plan: PlanFile | None = None, cpus: CpuFacts | None = None
-) -> AdamW:
+def make_optimizer(held: Held, config: Config, plan: PlanFile | None = None, cpus: CpuFacts | None = None) -> AdamW:
     """The optimizer that the options describe; `plan` says where its state goes instead.
 
     Args:
@@ -87,7 +86,7 @@ def make_optimizer(
     """
     options, asked = config.optimizer, shares(config)
     return AdamW(
-        model,
+        held.model,
         lr=options.lr,
         **resume.group_settings(config),
         max_grad_norm=options.clip_grad,
@@ -102,6 +101,7 @@ def make_optimizer(
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
         staging_bytes=options.optimizer_state_offload_chunk_size_mb * MIB or None,
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
+        stages=held.stages,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from hostward.config import Config
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 from hostward.host.threads import CpuFacts, read_cpu_facts
 from hostward.rank_failures import Failure, raised_by_all
@@ -30,7 +31,8 @@ class Ranks:
     Args:
         rank, size: of all; local_rank, local_size: of those on this node.
         sharing: neighbours, among whom one microbatch is divided: they train on the same samples.
-        divided: weights, gradients and state are divided over all; else every rank has all of them.
+        stages: parts of a pipeline, each of `size // stages` neighbours, which have layers that the others have not.
+        divided: weights, gradients and state are divided over all of a stage; else each of these has all of them.
     """
 
     rank: int = 0
@@ -38,6 +40,7 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     sharing: int = 1
+    stages: int = 1
     divided: bool = False
 
     @classmethod
@@ -53,18 +56,33 @@ class Ranks:
             )
         return cls(rank, size, local_rank, local_size)
 
+    def placed(self, config: Config) -> Ranks:
+        """This process, with the place that the options give it."""
+        model = config.model
+        placed = replace(self, sharing=model.tensor_model_parallel_size, stages=model.pipeline_model_parallel_size)
+        return replace(placed, divided=placed.of_stage > 1 and config.ddp.use_distributed_optimizer)
+
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     @property
+    def of_stage(self) -> int:
+        """Ranks of one stage."""
+        return self.size // self.stages
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.of_stage
+
+    @property
     def data_rank(self) -> int:
-        """Of those that train on samples of their own."""
-        return self.rank // self.sharing
+        """Of those of a stage that train on samples of their own."""
+        return self.rank % self.of_stage // self.sharing
 
     @property
     def data_size(self) -> int:
-        return self.size // self.sharing
+        return self.of_stage // self.sharing
 
     @property
     def name(self) -> str:
@@ -122,12 +140,18 @@ class Ranks:
         dist.all_gather_object(found, value)
         return found  # type: ignore[return-value]
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks of a tensor on the run's device, for reports. With NCCL nothing waits on the host."""
+    def of_model(self, number: int) -> int:
+        """The sum over stages of what each rank knows of its stage."""
+        return number if self.stages == 1 else sum(self.gather(number)) // self.of_stage
+
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks of a tensor on the run's device, for reports; of a pipeline over those of the last stage,
+        and it is 0 on the others. With NCCL nothing waits on the host.
+        """
         if self.size > 1:
-            dist.all_reduce(value)
-            value /= self.size
-        return value
+            dist.all_reduce(loss)
+            loss /= self.of_stage
+        return loss
 
     def torch_threads(self, facts: CpuFacts | None = None) -> int | None:
         """CPU threads of torch in this process: those of this node in equal shares; None: torch's own default."""

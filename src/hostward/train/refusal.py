@@ -50,9 +50,8 @@ def require_fit(
     ranks: Ranks,
 ) -> Estimate | None:
     """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, a small model,
-    or experts or matrices divided over ranks. With
-    several ranks each weighs its part, and asks the host for its share of what is free.
-    Seconds are the plan's, or those of the shipped profile of this GPU.
+    or layers, experts or matrices divided over ranks. With several ranks each weighs its part, and asks the host for
+    its share of what is free. Seconds are the plan's, or those of the shipped profile of this GPU.
 
     Args:
         least: what the model needs, wherever it lies.
@@ -61,7 +60,7 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
-    if device.type != "cuda" or config.model.expert_model_parallel_size * ranks.sharing > 1:
+    if device.type != "cuda" or config.model.expert_model_parallel_size * ranks.sharing * ranks.stages > 1:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if least.total_bytes < SMALL_SHARE * free_bytes:

@@ -120,7 +120,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
         moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],
         parameters=run.optimizer.inventory.numel,
-        model_parameters=sum(p.numel() for p in run.model.parameters()),
+        model_parameters=run.model_parameters,
         data=run.dataset.description,
         options=options_set(config),
         machine={**run.optimizer.backend.describe(), "torch": torch.__version__, **_device_facts(run.device)},

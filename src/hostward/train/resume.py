@@ -20,6 +20,8 @@ from hostward.config import Config, to_dict
 from hostward.errors import CheckpointError
 from hostward.inspect import local_of
 
+from .models import place_in_model
+
 if TYPE_CHECKING:
     from .data import TokenDataset
     from .loop import Run
@@ -73,7 +75,7 @@ def save(run: Run) -> None:
         "iteration": run.iteration,
         "consumed_samples": run.iteration * run.config.train.global_batch_size,
         "data": run.dataset.fingerprint,
-        "optimizer": parts.optimizer,
+        "optimizer": _of_all_stages(run, parts.optimizer),
         "scaler": run.scaler.state_dict() if run.scaler is not None else None,
         "python_rng": _python_rng(),
         "numpy_rng": _numpy_rng(),
@@ -82,6 +84,29 @@ def save(run: Run) -> None:
     }
     own = {"python_rng": plain["python_rng"], "numpy_rng": plain["numpy_rng"]}
     _saved(run, run.saver.save(run.iteration, tensors=tensors, plain=plain, own=own if _ranks() > 1 else None))
+
+
+def _of_all_stages(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The plain values of the optimizer, with the names of all of the model's parameters, in its order."""
+    if run.ranks.stages == 1:
+        return optimizer
+    of_ranks = run.ranks.gather([group["params"] for group in optimizer["param_groups"]])
+    of_stages = of_ranks[:: run.ranks.of_stage]
+    names = ([name for stage in of_stages for name in stage[i]] for i in range(len(of_stages[0])))
+    groups = [
+        {**group, "params": sorted(whole, key=place_in_model)}
+        for group, whole in zip(optimizer["param_groups"], names, strict=True)
+    ]
+    return {**optimizer, "param_groups": groups}
+
+
+def _of_this_stage(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What of these plain values this process has."""
+    if run.ranks.stages == 1:
+        return optimizer
+    mine = {name for group in run.optimizer.param_groups for name in group["param_names"]}
+    groups = [{**g, "params": [n for n in g["params"] if n in mine]} for g in optimizer["param_groups"]]
+    return {**optimizer, "param_groups": groups}
 
 
 def look(run: Run) -> None:
@@ -134,8 +159,10 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
     generators = _wanted_generators(run, path, index) if full and options.load_rng else {}
     into |= generators
     if with_weights:
-        others = {k for k in index if not k.startswith("model/")} - set(into)
-        checkpoint.load(path, into, ignore=others, group=processes())
+        others = {k for k in index if not k.startswith("model/")}
+        if run.ranks.stages > 1:  # what no stage has is of another model
+            others.update(*run.ranks.gather(list(into)))
+        checkpoint.load(path, into, ignore=others - set(into), group=processes())
         run.optimizer.reseed()
     else:
         checkpoint.load_some(path, into)  # all files have been checked when the weights were loaded
@@ -143,7 +170,7 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
         return
     run.iteration = int(plain["iteration"])
     if options.load_optim:
-        run.optimizer.load_state_dict(checkpoint.optimizer_state(plain["optimizer"], into))
+        run.optimizer.load_state_dict(checkpoint.optimizer_state(_of_this_stage(run, plain["optimizer"]), into))
         for group in run.optimizer.param_groups:
             group.update(group_settings(run.config))  # what this run was asked for, not what the last one was
         if run.scaler is not None and plain["scaler"] is not None:

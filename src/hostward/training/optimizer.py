@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from hostward.engine.backend import Backend, Tier
@@ -94,6 +95,8 @@ class AdamW(Saving):
         plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
         module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
             is then watched, so that loading equal weights leaves the masters as they are.
+        stages: of a pipeline: the processes that hold the other stages of the model beside this one's, this one among
+            them. The norm is over all of them, and all skip together. None: there are no stages.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
             parameters.
 
@@ -130,6 +133,7 @@ class AdamW(Saving):
         host_threads: int | None = None,
         plan: object = None,
         module: torch.nn.Module | None = None,
+        stages: dist.ProcessGroup | None = None,
         backend: Backend | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -142,7 +146,7 @@ class AdamW(Saving):
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
-        self._backend = backend
+        self._backend, self._stages = backend, stages
         check_count("host_threads", host_threads)
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
         check_count("staging_bytes", self._staging_bytes)
@@ -220,11 +224,7 @@ class AdamW(Saving):
         require_sharding(self._places, new, self._grad_dtype)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         facts = tuple(t.facts for t in self._places.by_use(new))
-        buckets = cut_buckets(
-            facts,
-            first_index=len(self._states),
-            split_master=not self._use_torch_optimizer,
-        )
+        buckets = cut_buckets(facts, first_index=len(self._states), split_master=not self._use_torch_optimizer)
         plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype)
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
@@ -263,7 +263,7 @@ class AdamW(Saving):
         partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         groups = self._places.sharding
-        across = None if groups is None else across_ranks(backend, self._tracked, self._states, first_chunks)
+        across = across_ranks(backend, self._tracked, self._states, first_chunks, self._stages)
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(backend.device) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from hostward.engine.across import Across, Fragment
+from hostward.engine.across import Across, Fragment, GroupRanks
 from hostward.engine.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
 from hostward.errors import ModelError
 from hostward.inspect import Places, Tracked
@@ -43,8 +44,20 @@ def across_ranks(
     tracked: Sequence[Tracked],
     states: Sequence[BucketState],
     first_chunks: Sequence[Sequence[int]],
-) -> Across:
-    """The norm over all ranks of sharded parameters."""
+    stages: dist.ProcessGroup | None,
+) -> Across | None:
+    """The norm over all ranks of sharded parameters, and over processes with other `stages` of a model; None where this
+    process has all.
+    """
+    others = None if stages is None else GroupRanks([stages])
+    device = tracked[0].local.device
+
+    def allocate(elements: int) -> Buffer:
+        return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
+
+    if not tracked[0].sharded:
+        ones = torch.ones(sum(chunks_of(r.numel) for s in states for r in s.bucket.ranges), dtype=torch.int64)
+        return None if others is None else Across(GroupRanks([]), [], 0, allocate, ones.to(device), others)
     from hostward.adapters import fsdp2
 
     layouts = {t.name: fsdp2.Layout.of(t.name, t.parameter) for t in tracked}
@@ -63,9 +76,6 @@ def across_ranks(
                     index = shared[r.name, before + k]
                     fragments.append(Fragment(b, i, start, stop, first_chunks[b][i] + k, index))
 
-    def allocate(elements: int) -> Buffer:
-        return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
-
     parameter = {t.name: t.parameter for t in tracked}
     counted = [
         int(fsdp2.counts(parameter[r.name]))
@@ -73,9 +83,9 @@ def across_ranks(
         for r in state.bucket.ranges
         for _ in range(chunks_of(r.numel))
     ]
-    device = tracked[0].local.device
-    ranks = fsdp2.MeshRanks(tracked[0].parameter)
-    return Across(ranks, fragments, len(shared), allocate, torch.tensor(counted, dtype=torch.int64, device=device))
+    ranks = GroupRanks(fsdp2.mesh_groups(tracked[0].parameter))
+    counts = torch.tensor(counted, dtype=torch.int64, device=device)
+    return Across(ranks, fragments, len(shared), allocate, counts, others)
 
 
 class EmptyParts:

@@ -1,0 +1,215 @@
+"""Stages of a pipeline: the layers that a process keeps of a causal language model, and how
+`torch.distributed.pipelining` calls them.
+
+What goes from stage to stage: hidden states [sequences, tokens, width], and with a load-balancing loss what the routers
+of all layers so far have said [layers, sequences * tokens, experts], of which the last stage takes that loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from hostward.errors import ConfigError, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage of a model, as transformers builds it, without the layers of other stages.
+
+    Args:
+        index, count: which of how many stages.
+        before: layers of the model before this stage.
+    """
+
+    model: Any
+    index: int
+    count: int
+    before: int
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def cut(model: Any, index: int, count: int) -> Part:
+    """Take out of a causal language model what is not of stage `index` of `count`: contiguous layers in equal runs, the
+    embedding with the first, the last norm and the output layer with the last. What stays keeps its name.
+
+    Raises:
+        ConfigError: the layers cannot be divided equally. ModelError: embedding and output layer are one weight.
+    """
+    described, inner = model.config, model.model
+    layers = len(inner.layers)
+    if layers % count:
+        raise ConfigError(
+            f"{layers} layers cannot be divided equally among {count} pipeline stages",
+            fix="choose model.pipeline_model_parallel_size so that it divides them",
+        )
+    if described.tie_word_embeddings:
+        raise ModelError(
+            "the embedding is tied to the output layer, and a pipeline has them on different processes",
+            why="their gradients would have to be added up between the first stage and the last",
+            fix="model.pipeline_model_parallel_size=1; of a model that is built from sizes, "
+            "model.share_embeddings_and_output_weights=false",
+        )
+    each = layers // count
+    part = Part(model, index, count, index * each)
+    for i in range(layers):
+        if not part.before <= i < part.before + each:
+            delattr(inner.layers, str(i))
+    if getattr(described, "layer_types", None) is not None:  # a layer finds its own by counting those that are there
+        described.layer_types = described.layer_types[part.before : part.before + each]
+    if not part.first:
+        inner.embed_tokens = torch.nn.Identity()
+    if not part.last:
+        inner.norm, model.lm_head = torch.nn.Identity(), torch.nn.Identity()
+    return part
+
+
+def together(parts: Sequence[Part]) -> torch.nn.Module:
+    """One module that holds what several parts have, by the names of the whole model. It is not called: they are."""
+    whole, inner, layers = torch.nn.Module(), torch.nn.Module(), torch.nn.ModuleList()
+    first, last = parts[0], parts[-1]
+    if first.first:
+        inner.embed_tokens = first.model.model.embed_tokens
+    inner.layers = layers
+    for part in parts:
+        for name, layer in part.model.model.layers.named_children():
+            layers.add_module(name, layer)
+    if last.last:
+        inner.norm = last.model.model.norm
+    whole.model = inner
+    if last.last:
+        whole.lm_head = last.model.lm_head
+    whole.config = first.model.config
+    return whole.train()
+
+
+class _Forward(torch.nn.Module):
+    """A part as a stage's module. It has no parameters of its own: how they are gathered and reduced, and when, is not
+    the schedule's to say.
+    """
+
+    def __init__(self, part: Part, balanced: bool) -> None:
+        super().__init__()
+        self._part = part
+        self._balanced = balanced
+
+    def forward(self, received: torch.Tensor, routers: torch.Tensor | None = None) -> Any:
+        part = self._part
+        made = part.model(**{"input_ids" if part.first else "inputs_embeds": received}, use_cache=False)
+        if not self._balanced:
+            return made.logits
+        own = torch.stack(made.router_logits)
+        return made.logits, own if routers is None else torch.cat([routers, own])
+
+
+def loss_of(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of what the last stage has made of a microbatch, as the whole model takes it.
+
+    Args:
+        labels: int64 [sequences, tokens], aligned.
+    """
+    logits, routers = output if isinstance(output, (tuple, list)) else (output, None)
+    labels = labels.contiguous()
+    loss: torch.Tensor = model.loss_function(logits, labels, model.config.vocab_size, shift_labels=labels)
+    if routers is None:
+        return loss
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    described = model.config
+    balance = load_balancing_loss_func(routers.unbind(), described.num_experts, described.num_experts_per_tok)
+    balanced: torch.Tensor = loss + described.router_aux_loss_coef * balance
+    return balanced
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """A stage wraps whatever is raised inside: bring it out again."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+
+
+class _Stage(PipelineStage):
+    """A stage that tells of its backward passes.
+
+    Args:
+        around: entered for each, with the part and whether it is the part's last one of the step.
+    """
+
+    def __init__(
+        self, part: Part, around: Callable[[Part, bool], AbstractContextManager[None]], *args: Any, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._part = part
+        self._around = around
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with _own_errors():
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> None:
+        with _own_errors(), self._around(self._part, bool(options.get("last_backward"))):
+            super().backward_one_chunk(*args, **options)
+
+
+def schedule_of(
+    parts: Sequence[Part],
+    group: dist.ProcessGroup,
+    *,
+    sequences: int,
+    tokens: int,
+    microbatches: int,
+    device: torch.device,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    around: Callable[[Part, bool], AbstractContextManager[None]],
+) -> Any:
+    """The schedule that runs a step: 1F1B, interleaved where this process has several parts. Gradients are sums over
+    microbatches.
+
+    Args:
+        group: the processes that hold the stages, in order.
+        sequences, tokens: of a microbatch.
+    """
+    described = parts[0].model.config
+    dtype = next(p.dtype for p in parts[0].model.parameters())
+    balanced = bool(getattr(described, "output_router_logits", False))
+
+    def between(layers: int) -> tuple[torch.Tensor, ...]:
+        """What a stage sends when so many layers are done."""
+        shapes = [(sequences, tokens, described.hidden_size)]
+        if balanced:
+            shapes.append((layers, sequences * tokens, described.num_experts))
+        return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
+
+    def stage(part: Part) -> _Stage:
+        ids = torch.empty((sequences, tokens), dtype=torch.int64, device="meta")
+        each = len(part.model.model.layers)
+        made = between(part.before + each)
+        if part.last:
+            logits = torch.empty((sequences, tokens, described.vocab_size), dtype=dtype, device="meta")
+            made = logits.requires_grad_(), *made[1:]
+        return _Stage(
+            part, around, _Forward(part, balanced), part.index, part.count, device,
+            input_args=(ids,) if part.first else between(part.before), output_args=made, group=group,
+        )  # fmt: skip
+
+    stages = [stage(part) for part in parts]
+    if len(stages) == 1:
+        return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
+    return ScheduleInterleaved1F1B(list(stages), microbatches, loss_fn=loss, scale_grads=False)

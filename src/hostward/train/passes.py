@@ -1,0 +1,143 @@
+"""How the microbatches of a step go through the model: the whole of it here, or a stage of it on each process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .models import training_loss
+from .parts import synchronise_gradients
+from .sampling import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from hostward.adapters.pipelines import Part
+    from hostward.config import Config
+
+    from .loop import Run
+    from .parts import Held
+
+
+class Passes(Protocol):
+    """Knows how a batch is run."""
+
+    def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
+        """Forward and backward of every microbatch; returns their mean loss, float32 on the device, and 0 where it is
+        not known: of a pipeline the last stage knows it.
+
+        Args:
+            taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
+        """
+
+
+def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
+    """What runs the batches of a model that is `held` here."""
+    if held.stages is None:
+        return WholeModel()
+    return Pipeline(held.parts, held.stages, share, device)
+
+
+class WholeModel:
+    """Each microbatch goes forward and backward before the next."""
+
+    def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=run.device)
+        for microbatch in range(run.microbatches):
+            last = microbatch == run.microbatches - 1
+            inputs, labels = _samples(run, microbatch)
+            if run.ranks.size > 1:
+                synchronise_gradients(run.model, last=last)
+            with run.optimizer.accumulate(last=taken and last):
+                mean = training_loss(run.model, inputs, labels) / run.microbatches
+                total += mean.detach().float()
+                if last:
+                    run.sampler.sample(run.iteration, FORWARD)
+                (mean if run.scaler is None else run.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
+        run.sampler.sample(run.iteration, BACKWARD)
+        return total
+
+
+class Pipeline:
+    """Each microbatch goes from stage to stage and back; several are on their way at once."""
+
+    def __init__(self, parts: Sequence[Part], stages: dist.ProcessGroup, share: Config, device: torch.device) -> None:
+        """`share`: the options as this process sees them; `stages`: the processes that hold them."""
+        from hostward.adapters.pipelines import schedule_of
+
+        train = share.train
+        self._parts = parts
+        self._microbatches = train.global_batch_size // train.micro_batch_size
+        self._schedule = schedule_of(
+            parts,
+            stages,
+            sequences=train.micro_batch_size,
+            tokens=share.model.seq_length,
+            microbatches=self._microbatches,
+            device=device,
+            loss=self._loss,
+            around=self._around,
+        )
+        self._run: Run
+        self._taken = False
+        self._total: torch.Tensor
+        self._left = 0
+
+    def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
+        self._run, self._taken = run, taken
+        self._total = torch.zeros((), dtype=torch.float32, device=run.device)
+        self._left = len(self._parts) * self._microbatches
+        if run.scaler is not None:
+            run.scaler.scale(self._total)  # it begins with its first use, and steps are scaled back on every stage
+        first, last = (any(getattr(part, end) for part in self._parts) for end in ("first", "last"))
+        inputs = labels = None
+        if first or last:
+            samples = [_samples(run, microbatch) for microbatch in range(self._microbatches)]
+            inputs, labels = (torch.cat(parts) for parts in zip(*samples, strict=True))
+        given = (inputs,) if first else ()
+        self._schedule.step(*given, target=labels if last else None, return_outputs=False)
+        run.sampler.sample(run.iteration, BACKWARD)
+        return self._total
+
+    def _loss(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        from hostward.adapters.pipelines import loss_of
+
+        mean = loss_of(self._parts[-1].model, output, labels) / self._microbatches
+        self._total += mean.detach().float()
+        scaler = self._run.scaler
+        return mean if scaler is None else scaler.scale(mean)
+
+    @contextmanager
+    def _around(self, part: Part, last_of_part: bool) -> Iterator[None]:
+        run = self._run
+        self._left -= 1
+        last = self._left == 0
+        if last:
+            run.sampler.sample(run.iteration, FORWARD)
+        synchronise_gradients(part.model, last=last_of_part)
+        with run.optimizer.accumulate(last=self._taken and last):
+            yield
+
+
+def _samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of one of this process's microbatches. As in Megatron, the samples of a step go to the ranks in
+    turns of a microbatch, so that together they see the batch that one process would see.
+    """
+    began_s = time.perf_counter()
+    size, ranks = run.config.train.micro_batch_size, run.ranks
+    first = run.iteration * run.config.train.global_batch_size + (microbatch * ranks.data_size + ranks.data_rank) * size
+    inputs, labels = (_to_device(a, run.device) for a in run.dataset.batch(first, size))
+    run.data_s += time.perf_counter() - began_s
+    return inputs, labels
+
+
+def _to_device(tokens: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for: from pinned memory, which torch keeps until the copy is done."""
+    tensor = torch.from_numpy(tokens)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,64 @@
+"""What each rank does of a pipeline, beside what `train_cases` has."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from sharded_cases import mesh_of
+from train_cases import MOE, QWEN3, launched, small
+
+from hostward.errors import HostwardError, MemoryLimitError
+from hostward.train import loop
+from hostward.train.parts import Held
+from hostward.train.passes import passes_of
+from hostward.training.placeholder import MovedGradient
+
+
+def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
+    """By parameter of this rank's first layer: whether gradients of its last layer have left when this one comes, in
+    the last backward and in those before.
+    """
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    layers: list[Any] = list(run.model.model.layers)  # type: ignore[union-attr, arg-type]
+    (late,) = layers[0].input_layernorm.parameters()
+    early = list(layers[-1].mlp.parameters())
+    found: list[bool] = []
+    late.register_post_accumulate_grad_hook(
+        lambda _: found.append(all(isinstance(p.grad, MovedGradient) for p in early))
+    )
+    loop.backward(run)
+    return {"last": found[-1], "before": any(found[:-1]), "microbatches": len(found) == run.microbatches}
+
+
+def failing() -> str:
+    """What comes out of a pipeline of one stage whose forward fails."""
+    from hostward.adapters.pipelines import cut
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    run = loop.prepare(MOE, small())
+    part = cut(run.model, 0, 1)
+    passes = passes_of(Held(run.model, [part], mesh_of("alone").get_group()), run.share, run.device)
+
+    def fail(*_: object) -> None:
+        raise MemoryLimitError("the host is full")
+
+    run.model.model.layers[1].register_forward_pre_hook(fail)  # type: ignore[union-attr, index, operator]
+    try:
+        passes.backward(run, taken=True)
+    except HostwardError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+def place(words: list[str], recipe: str) -> tuple[list[str], int, tuple[int, int]]:
+    """Names of this rank's parameters, the number of the whole model's, and its place in the data."""
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    names = [name for name, _ in run.model.named_parameters()]
+    return names, run.model_parameters, (run.ranks.data_rank, run.ranks.data_size)

@@ -1,0 +1,209 @@
+"""`hostward train` with pipeline stages: what one process has, in every bit where each stage is one process."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sharded_cases import digest, snapshot
+from train_cases import MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradients, small
+from world import World, torchrun
+
+from hostward.config import Config
+from hostward.train import loop
+
+HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+HALF = [HOST[0], "optimizer.optimizer_offload_fraction=0.5", "optimizer.offload_optimizer_states=True"]
+STREAMED = ["optimizer.offload_optimizer_states=True"]
+FOUR = ["model.num_layers=4", "model.pipeline_model_parallel_size=4"]
+"""A stage on each rank."""
+TWO = ["model.num_layers=4", "model.pipeline_model_parallel_size=2"]
+"""Two stages, over the two ranks of each of which FSDP2 divides it."""
+EIGHT = ["model.num_layers=8", "model.pipeline_model_parallel_size=4"]
+TURNS = "model.virtual_pipeline_model_parallel_size=2"
+LARGE = ["model.seq_length=64", "train.micro_batch_size=64", "train.global_batch_size=256"]
+"""What layers save is large enough to leave."""
+
+
+@pytest.fixture(scope="module")
+def trained(world: World) -> Any:
+    """Runs on four ranks, by their words."""
+    return functools.cache(
+        lambda *words, recipe=QWEN3: world.run("train_cases.train", words=list(words), recipe=recipe)
+    )
+
+
+@functools.cache
+def alone(*words: str, recipe: str = QWEN3) -> dict[str, Any]:
+    run = loop.prepare(recipe, config_of(words, recipe))
+    loop.train(run)
+    return {"told": (run.losses, run.grad_norms, run.skipped), "bits": snapshot(run.model, run.optimizer)}
+
+
+def config_of(words: tuple[str, ...] | list[str], recipe: str) -> Config:
+    """Of one process that trains what these words train on several."""
+    return small(*[word for word in words if "parallel" not in word], recipe=recipe)
+
+
+def joined(ranks: list[Any]) -> dict[str, str]:
+    """Bits of all stages, which have no parameter in common, where each is on one rank."""
+    found: dict[str, str] = {}
+    for rank in ranks:
+        assert found.keys().isdisjoint(rank["bits"])
+        found |= rank["bits"]
+    return found
+
+
+BITS = {
+    "experts, half on the host": (MOE, FOUR, HALF),
+    "sums on the host, in float32": (QWEN3, [*FOUR, "model.params_dtype=bf16"], [*HOST, "optimizer.gradients=host"]),
+    "activations leave, layers run again": (
+        QWEN3,
+        [*EIGHT, *LARGE],
+        [
+            *[*STREAMED, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"],
+            *["model.recompute_granularity=full", "model.recompute_method=block", "model.recompute_num_layers=1"],
+        ],
+    ),
+    "stages take turns, parts leave": (
+        MOE,
+        [*EIGHT, TURNS, "model.params_dtype=bf16"],
+        [
+            *["model.fine_grained_activation_offloading=True", "model.offload_modules=[expert_fc1,moe_act]"],
+            *["model.min_offloaded_tensor_size=64", *HOST],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BITS)
+def test_a_pipeline_has_the_bits_of_one_process_at_every_placement(trained: Any, case: str) -> None:
+    """Losses, norms, weights and state, clipped, with 4 or 8 microbatches."""
+    recipe, words, placed = BITS[case]
+    found, expected = trained(*words, *placed, recipe=recipe), alone(*words, recipe=recipe)
+    assert [rank["told"] for rank in found] == [expected["told"]] * 4
+    assert joined(found) == expected["bits"]
+    assert all(rank["offloaded_bytes"] > 0 for rank in found)
+    assert all((rank["left_bytes"] > 0) == ("leave" in case) for rank in found)
+
+
+# -------------------------------------------------------------------- stages that several ranks share
+
+LAYOUTS = {
+    "divided": (QWEN3, TWO),
+    "copies": (QWEN3, [*TWO, "ddp.use_distributed_optimizer=False"]),
+    "experts": (MOE, [*TWO, "model.expert_model_parallel_size=2"]),
+    "stages take turns": (MOE, [*TWO, TURNS]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_over_ranks_train_on_the_batch_of_one_process(world: World, layout: str) -> None:
+    """Weights begin with its bits, gradients are its gradients, and given gradients have its norm, bit for bit."""
+    recipe, words = LAYOUTS[layout]
+    expected = gradients(config_of(words, recipe), recipe)
+    found = world.run("train_cases.gradients_of", words=words, recipe=recipe)
+    for rank in found:
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for name, gradient in rank["gradients"].items():
+            np.testing.assert_allclose(gradient, expected["gradients"][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert {*found[0]["gradients"], *found[2]["gradients"]} == {*expected["gradients"]}
+    assert found[0]["gradients"].keys() == found[1]["gradients"].keys()
+
+    run = loop.prepare(recipe, config_of(words, recipe))
+    whole = {name: digest(p) for name, p in run.model.named_parameters()}
+    initial = world.run("train_cases.initial", words=words, recipe=recipe)
+    assert {**initial[0], **initial[2]} == {**initial[1], **initial[3]} == whole
+    assert world.run("train_cases.norm_of_given", words=words, recipe=recipe) == [norm_of_given_gradients(run)] * 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "placed"),
+    [("divided", HALF), ("copies", STREAMED), ("experts", HOST), ("stages take turns", HALF)],
+    ids=list(LAYOUTS),
+)
+def test_stages_over_ranks_have_the_same_bits_at_every_placement(trained: Any, layout: str, placed: list[str]) -> None:
+    recipe, words = LAYOUTS[layout]
+    bf16 = "model.params_dtype=bf16"
+    expected = trained(*words, bf16, recipe=recipe)
+    for mine, reference in zip(trained(*words, bf16, *placed, recipe=recipe), expected, strict=True):
+        assert mine["told"] == reference["told"] == expected[0]["told"]
+        assert mine["bits"] == reference["bits"]
+        assert mine["offloaded_bytes"] > 0
+        assert mine["microbatches"] == 4
+
+
+def test_gradients_leave_while_the_last_backward_makes_others(world: World) -> None:
+    words = [*TWO, *HOST]
+    for rank in world.run("pipeline_cases.leaving", words=words):
+        assert rank == {"last": True, "before": False, "microbatches": True}
+
+
+def test_a_rank_has_its_layers_alone(world: World) -> None:
+    names, parameters, places = zip(*world.run("pipeline_cases.place", words=FOUR, recipe=MOE), strict=True)
+    assert [{name.split(".")[2] for name in of if ".layers." in name} for of in names] == [{"0"}, {"1"}, {"2"}, {"3"}]
+    others = [[name for name in of if ".layers." not in name] for of in names]
+    assert others == [["model.embed_tokens.weight"], [], [], ["model.norm.weight", "lm_head.weight"]]
+    model = loop.prepare(MOE, config_of(FOUR, MOE)).model
+    assert set(parameters) == {sum(p.numel() for p in model.parameters())}
+    assert set(places) == {(0, 1)}
+
+
+def test_an_error_within_a_stage_keeps_its_type(world: World) -> None:
+    assert world.run("pipeline_cases.failing") == ["MemoryLimitError: the host is full"] * 4
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_path: Path) -> None:
+    """Bit for bit on four stages, from a save beside training; then by four stages in turns on two pairs of ranks, and
+    what these save by one process.
+    """
+    first, second = tmp_path / "first", tmp_path / "second"
+    placed = [*HALF, "train.train_iters=4"]
+    straight = trained(*FOUR, *placed)
+    beside = ["checkpoint.async_save=True", "checkpoint.async_save_mode=snapshot"]
+    trained(*FOUR, *placed, *beside, f"checkpoint.save={first}", "train.train_iters=2")
+    resumed = trained(*FOUR, *placed, f"checkpoint.save={first}", f"checkpoint.load={first}")
+    for before, after in zip(straight, resumed, strict=True):
+        assert after["bits"] == before["bits"]
+        assert after["told"][0] == before["told"][0][2:]
+    trained(*TWO, TURNS, *HOST, "train.train_iters=4", f"checkpoint.load={first}", f"checkpoint.save={second}")
+    for folder in (first, second):
+        words = ("model.num_layers=4", f"checkpoint.load={folder}", "train.train_iters=5")
+        run = loop.prepare(QWEN3, small(*words, recipe=QWEN3))
+        assert run.iteration == 4
+        assert snapshot(run.model, run.optimizer) == joined(straight)
+
+
+def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> None:
+    before, whole = ["train.train_iters=2", f"checkpoint.save={tmp_path}"], "model.num_layers=4"
+    saved = alone(whole, *before)
+    load = f"checkpoint.load={tmp_path}"
+    assert joined(trained(*FOUR, *STREAMED, "train.train_iters=2", load)) == saved["bits"]
+    found = trained(*FOUR, *STREAMED, "train.train_iters=3", load)
+    assert joined(found) == alone(whole, "train.train_iters=3", load)["bits"]
+
+
+# -------------------------------------------------------------------- torchrun
+
+
+def test_torchrun_trains_a_pipeline_and_the_first_rank_reports(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = ["--recipe", MOE, *SMALL, *SIZES[MOE], "model.pipeline_model_parallel_size=2"]
+    run = ("--nproc-per-node", "2", "-m", "hostward", "train")
+    done = torchrun(*run, *words, *HALF, "logger.log_interval=1", "--json", str(report), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss, first and last") == 1
+    content = json.loads(report.read_text())
+    expected = loop.prepare(MOE, small())
+    loop.train(expected)
+    assert content["losses"] == expected.losses
+    assert content["grad_norms"] == expected.grad_norms
+    assert content["model_parameters"] == expected.model_parameters
+    assert [row["rank"] for row in content["ranks"]["ranks"]] == [0, 1]
