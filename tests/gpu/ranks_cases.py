@@ -73,6 +73,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "experts": (MOE, ("model.expert_model_parallel_size=2",)),
     "matrices": (QWEN3, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=True")),
     "tied matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
+    "stages": (QWEN3, ("model.pipeline_model_parallel_size=2",)),
 }
 AWAY = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=2")
 
