@@ -32,6 +32,7 @@ from hostward.planning.time_model import predict
 from hostward.train import loop
 from hostward.train.memory import require_memory
 from hostward.train.models import build_model
+from hostward.train.parts import Held
 from hostward.train.ranks import Ranks
 from hostward.train.refusal import require_fit
 from hostward.train.waiting import waiting_weights
@@ -59,10 +60,11 @@ def before_optimizer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     found: list[dict[str, int]] = []
     real = loop.make_optimizer
 
-    def looked(model: torch.nn.Module, *rest: Any) -> Any:
+    def looked(held: Held, *rest: Any) -> Any:
+        model = held.model
         found.append({name: p.untyped_storage().nbytes() for name, p in model.named_parameters()})
         assert all(is_away(p) for p in model.parameters() if not p.untyped_storage().nbytes())
-        return real(model, *rest)
+        return real(held, *rest)
 
     monkeypatch.setattr(loop, "make_optimizer", looked)
     return found

@@ -13,8 +13,9 @@ from fake_driver import FakeDriver
 
 from hostward.engine.backend import RING, Event, Ledger
 from hostward.engine.commands import KernelLaunch, Streams
+from hostward.engine.cuda_lanes import INDEX, LANES, SECOND, STREAMS
 from hostward.engine.cuda_timing import Timings
-from hostward.engine.cuda_work import INDEX, LANES, SECOND, STREAMS, TableKernel
+from hostward.engine.cuda_work import TableKernel
 from hostward.engine.uploads import Table, Uploads
 from hostward.schedule import Lane
 
@@ -34,6 +35,7 @@ class FakeBackend:
             self.streams.set(INDEX[lane], handle)
         for lane, handle in SECOND_OF.items():
             self.streams.set(SECOND[lane], handle)
+        self.turned = {lane: TURNED + INDEX[lane] for lane in LANES}
         self.ledger = Ledger()
         self.threads = 1
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
@@ -53,9 +55,6 @@ class FakeBackend:
     def handle_of(self, event: Event) -> int:
         assert isinstance(event.native, int)
         return event.native
-
-    def turned(self, lane: Lane) -> int:
-        return TURNED + INDEX[lane]
 
     def _timed_event(self) -> int:
         self.timed_events += 1

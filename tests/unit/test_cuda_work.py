@@ -21,10 +21,8 @@ from hypothesis import strategies as st
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
 from hostward.engine.commands import Command, NativeCall, Verb
+from hostward.engine.cuda_lanes import INDEX, PIECE_BYTES, SECOND, copy_commands
 from hostward.engine.cuda_work import (
-    INDEX,
-    PIECE_BYTES,
-    SECOND,
     TOGETHER,
     CommandWork,
     HostWork,
@@ -32,7 +30,6 @@ from hostward.engine.cuda_work import (
     TableWork,
     TaskWork,
     batch_of,
-    copy_commands,
 )
 from hostward.engine.host_task import add_task
 from hostward.errors import DeviceError
@@ -453,7 +450,7 @@ def test_no_stream_has_more_than_a_piece_to_copy_at_a_time(sizes: list[int], lan
 def test_a_long_copy_goes_to_both_streams_of_its_lane() -> None:
     backend = FakeBackend()
     here, there = STREAM_OF[Lane.D2H], SECOND_OF[Lane.D2H]
-    turned, done, rest = backend.turned(Lane.D2H), backend.event(), 4096
+    turned, done, rest = backend.turned[Lane.D2H], backend.event(), 4096
     memory = [torch.empty(2 * PIECE_BYTES + rest, dtype=torch.uint8) for _ in range(3)]
     source, target = Buffer(Tier.DEVICE, memory[0], "test"), Buffer(Tier.HOST, memory[1], "test")
     work = CommandWork(backend, "copy", Lane.D2H, [], done, [(target, source)])  # type: ignore[arg-type]

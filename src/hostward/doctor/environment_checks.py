@@ -141,8 +141,8 @@ def serial_cuda(facts: Facts) -> list[Finding]:
         found.append(Finding(WARNING, "CUDA_LAUNCH_BLOCKING is on", why, "unset CUDA_LAUNCH_BLOCKING"))
     if facts.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
         why = (
-            "all streams share one queue of the device: copies wait behind kernels, and a model's own small copies behind "
-            "all state that is on its way. Megatron sets it to order tensor-parallel communication"
+            "all streams share one queue of the device: copies wait behind kernels, and a model's own small ones "
+            "behind all state that is on its way. Megatron sets it to order tensor-parallel communication"
         )
         fix = "unset CUDA_DEVICE_MAX_CONNECTIONS unless tensor parallelism asks for it"
         found.append(Finding(WARNING, "CUDA_DEVICE_MAX_CONNECTIONS=1", why, fix))

@@ -302,9 +302,7 @@ class Backend(ABC):
 
     @abstractmethod
     def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
-        """A stream of somebody else waits for these events: what it is given from now on runs behind them. No lane
-        waits for it, nor it for a lane.
-        """
+        """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane."""
 
     def batch(self, works: Sequence[Work]) -> Batch:
         """These works to be issued together; each also alone."""
@@ -327,13 +325,11 @@ class Backend(ABC):
         """Wait on the host until all lanes are empty; raises what a host function reported."""
 
     def caller_stream(self) -> torch.Stream | None:
-        """The stream that the caller's operations go to now; None where there are none."""
+        """Where the caller's operations go now; None: there are no streams."""
         return None
 
     def memory_of(self, stream: torch.Stream | None) -> AbstractContextManager[None]:
-        """Device memory that is allocated inside belongs to `stream`, whose later operations can use it again. The
-        compute lane goes on behind what that stream has been given so far. None: the current one.
-        """
+        """What is allocated inside is memory of `stream`; the compute lane goes on behind what that has been given."""
         return contextlib.nullcontext()
 
     def compute_key(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -34,13 +35,10 @@ from .backend import (
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_compute import ComputeLane
 from .cuda_kernels import KernelTables
-from .cuda_memory import device_slab, fetch, host_blocks
+from .cuda_lanes import INDEX, LANES, LaneStreams
+from .cuda_memory import device_slab, fetch, host_blocks, memory_of
 from .cuda_timing import Timings
 from .cuda_work import (
-    INDEX,
-    LANES,
-    SECOND,
-    STREAMS,
     CommandWork,
     CudaEvent,
     HostWork,
@@ -51,7 +49,6 @@ from .cuda_work import (
 )
 from .driver import (
     capture_number,
-    current_context,
     event_create,
     event_destroy,
     event_elapsed_ms,
@@ -86,16 +83,8 @@ class CudaBackend(Backend):
         self.turn = 0
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
         """Error words of the host functions of each pending turn."""
-        with torch.cuda.device(self.device):
-            side = [lane for lane in LANES if lane is not Lane.COMPUTE]
-            self._side = {lane: torch.cuda.Stream(self.device) for lane in side}  # type: ignore[no-untyped-call]
-            self.context = current_context()  # that of the streams
-            self._seconds = {lane: torch.cuda.Stream(self.device) for lane in SECOND}  # type: ignore[no-untyped-call]
-            self.streams = Streams(STREAMS, self.context)
-        for lane, stream in self._side.items():
-            self.streams.set(INDEX[lane], stream.cuda_stream)
-        for copies, stream in self._seconds.items():
-            self.streams.set(SECOND[copies], stream.cuda_stream)
+        self._lanes = LaneStreams(self.device)
+        self._side, self.streams, self.context = self._lanes.side, self._lanes.table, self._lanes.context
         self._events: list[int] = []
         self._unused: list[int] = []
         self._unused_in_captures: list[int] = []
@@ -103,7 +92,8 @@ class CudaBackend(Backend):
         self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
         self._fences = [[self._plain_event(self._unused) for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
-        self._turned = {lane: self._plain_event(self._unused) for lane in LANES}
+        # Between the streams of copy lanes: recording one anew changes no wait that is enqueued.
+        self.turned = {lane: self._plain_event(self._unused) for lane in LANES}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self.timings = Timings(self._timed_event, event_elapsed_ms)
         numa_node = numa_node_of(pci_address(self.device.index))
@@ -111,7 +101,7 @@ class CudaBackend(Backend):
         current = functools.partial(self.current, Lane.COMPUTE)
         self._kernels = KernelTables(self.device, self._upload_arena, current)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
-        weakref.finalize(self, _drain, [*self._side.values(), *self._seconds.values()], self._events)
+        weakref.finalize(self, _drain, self._lanes.all(), self._events)
 
     # ---------------------------------------------------------------- memory
 
@@ -325,7 +315,7 @@ class CudaBackend(Backend):
         event_synchronize(self.handle_of(event))
 
     def synchronise(self) -> None:
-        for stream in (*self._side.values(), *self._seconds.values(), torch.cuda.current_stream(self.device)):
+        for stream in (*self._lanes.all(), torch.cuda.current_stream(self.device)):
             stream.synchronize()
         for kept in self._kept:
             kept.clear()
@@ -337,15 +327,8 @@ class CudaBackend(Backend):
     def caller_stream(self) -> torch.Stream | None:
         return torch.cuda.current_stream(self.device)
 
-    @contextlib.contextmanager
-    def memory_of(self, stream: torch.Stream | None) -> Iterator[None]:
-        here = torch.cuda.current_stream(self.device)
-        if not isinstance(stream, torch.cuda.Stream) or stream == here:
-            yield
-            return
-        here.wait_stream(stream)  # its operations may still use what the allocator hands out
-        with torch.cuda.stream(stream):
-            yield
+    def memory_of(self, stream: torch.Stream | None) -> AbstractContextManager[None]:
+        return memory_of(self.device, stream)
 
     def compute_key(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
@@ -386,12 +369,6 @@ class CudaBackend(Backend):
         if not isinstance(event.native, int):
             raise PlacementError("an event of another backend", fix="use events of the backend that is waited on")
         return event.native
-
-    def turned(self, lane: Lane) -> int:
-        """The driver's event between the two streams of a copy lane. Recorded anew at each turn, which changes nothing
-        for waits that have been enqueued.
-        """
-        return self._turned[lane]
 
     def keep(self, memory: object) -> None:
         """Keep it alive until this turn is over: a host function uses it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -64,3 +65,15 @@ def fetch(stream: torch.Stream, into: torch.Tensor, data: torch.Tensor) -> None:
         there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         there.record()
     there.synchronize()
+
+
+@contextlib.contextmanager
+def memory_of(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+    """See `Backend.memory_of`."""
+    here = torch.cuda.current_stream(device)
+    if not isinstance(stream, torch.cuda.Stream) or stream == here:
+        yield
+        return
+    here.wait_stream(stream)  # its operations may still use what the allocator hands out
+    with torch.cuda.stream(stream):
+        yield

@@ -12,10 +12,10 @@ import torch
 from hostward.host.accumulate import AccumulateTask, NormTask
 from hostward.host.adamw import AdamWTask
 from hostward.schedule import Lane
-from hostward.sizes import MIB
 
 from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Tier, Work
 from .commands import Command, CommandBatch, CommandList, KernelLaunch, Verb
+from .cuda_lanes import INDEX, copy_commands
 from .cuda_timing import UNTIMED
 from .host_task import host_task
 from .uploads import Table
@@ -23,13 +23,6 @@ from .uploads import Table
 if TYPE_CHECKING:
     from .cuda import CudaBackend
 
-LANES = tuple(Lane)
-INDEX = {lane: i for i, lane in enumerate(LANES)}
-SECOND = {Lane.H2D: len(LANES), Lane.D2H: len(LANES) + 1}
-"""By copy lane: the index of its second stream. Long copies go to both in turn (decision 13)."""
-STREAMS = len(LANES) + len(SECOND)
-PIECE_BYTES = 64 * MIB
-"""A copy of somebody else waits for at most one such piece: 1.2 ms of the link."""
 TOGETHER = 32
 """Works in one native call, at most: the device need not wait for the last of hundreds to be written."""
 
@@ -177,40 +170,6 @@ class Together(Batch):
         enqueue(self._backend, self._listed, self._prepares, self._commands)
 
 
-def copy_commands(lane: Lane, sizes: Sequence[int], turned: int) -> tuple[list[Command], list[tuple[int, int, int]]]:
-    """Copies of so many bytes, in pieces that go to the lane's two streams in turn, each behind the one before. They
-    begin and end on the lane itself. Addresses are left to be written.
-
-    Args:
-        turned: an event for the waits between the two.
-
-    Returns:
-        The commands, and of each COPY among them: its index, the index of its copy, its first byte in that.
-    """
-    home, second = INDEX[lane], SECOND.get(lane, INDEX[lane])
-    commands: list[Command] = []
-    copies: list[tuple[int, int, int]] = []
-    here, filled_bytes = home, 0
-
-    def turn() -> None:
-        nonlocal here, filled_bytes
-        there = second if here == home else home
-        commands.extend((Command(Verb.RECORD, here, turned), Command(Verb.WAIT, there, turned)))
-        here, filled_bytes = there, 0
-
-    for i, nbytes in enumerate(sizes):
-        for first in range(0, max(nbytes, 1), PIECE_BYTES):
-            piece_bytes = min(PIECE_BYTES, nbytes - first)
-            if filled_bytes + piece_bytes > PIECE_BYTES and second != home:
-                turn()
-            filled_bytes += piece_bytes
-            copies.append((len(commands), i, first))
-            commands.append(Command(Verb.COPY, here, 0, 0, piece_bytes))
-    if here != home:
-        turn()
-    return commands, copies
-
-
 class CommandWork(ListedWork):
     """Copies, or nothing but waits."""
 
@@ -228,7 +187,7 @@ class CommandWork(ListedWork):
         super().__init__(backend, name, lane, waits, done)
         sizes = [source.nbytes for _, source in pairs]
         self.nbytes = sum(sizes)
-        moves, copies = copy_commands(lane, sizes, backend.turned(lane)) if pairs else ([], [])
+        moves, copies = copy_commands(lane, sizes, backend.turned[lane]) if pairs else ([], [])
         # What a pure wait costs is the wait itself.
         before, operation = (self._waits, moves) if moves else ([], self._waits)
         self.listed = made = self.commands(before, operation, self.recording())

@@ -1,0 +1,82 @@
+"""The streams of a CUDA device's lanes, and copies that go to two of them in turn (decision 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hostward.schedule import Lane
+from hostward.sizes import MIB
+
+from .commands import Command, Streams, Verb
+from .driver import current_context
+
+LANES = tuple(Lane)
+INDEX = {lane: i for i, lane in enumerate(LANES)}
+SECOND = {Lane.H2D: len(LANES), Lane.D2H: len(LANES) + 1}
+"""By copy lane: the index of its second stream. Long copies go to both in turn ."""
+STREAMS = len(LANES) + len(SECOND)
+PIECE_BYTES = 64 * MIB
+"""A copy of somebody else waits for at most one such piece: 1.2 ms of the link."""
+
+
+class LaneStreams:
+    """Streams of all lanes but compute, which is wherever the caller is. Made once (H4, H15).
+
+    `side`: by lane. `seconds`: by copy lane, the other one. `table`: all of them, as commands name them; `context`: the
+    driver's, that they belong to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self.side = {lane: _stream(device) for lane in LANES if lane is not Lane.COMPUTE}
+            self.seconds = {lane: _stream(device) for lane in SECOND}
+            self.context = current_context()
+        self.table = Streams(STREAMS, self.context)
+        for lane, stream in self.side.items():
+            self.table.set(INDEX[lane], stream.cuda_stream)
+        for copies, stream in self.seconds.items():
+            self.table.set(SECOND[copies], stream.cuda_stream)
+
+    def all(self) -> list[torch.cuda.Stream]:
+        return [*self.side.values(), *self.seconds.values()]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return made
+
+
+def copy_commands(lane: Lane, sizes: Sequence[int], turned: int) -> tuple[list[Command], list[tuple[int, int, int]]]:
+    """Copies of so many bytes, in pieces that go to the lane's two streams in turn, each behind the one before. They
+    begin and end on the lane itself. Addresses are left to be written.
+
+    Args:
+        turned: an event for the waits between the two.
+
+    Returns:
+        The commands, and of each COPY among them: its index, the index of its copy, its first byte in that.
+    """
+    home, second = INDEX[lane], SECOND.get(lane, INDEX[lane])
+    commands: list[Command] = []
+    copies: list[tuple[int, int, int]] = []
+    here, filled_bytes = home, 0
+
+    def turn() -> None:
+        nonlocal here, filled_bytes
+        there = second if here == home else home
+        commands.extend((Command(Verb.RECORD, here, turned), Command(Verb.WAIT, there, turned)))
+        here, filled_bytes = there, 0
+
+    for i, nbytes in enumerate(sizes):
+        for first in range(0, max(nbytes, 1), PIECE_BYTES):
+            piece_bytes = min(PIECE_BYTES, nbytes - first)
+            if filled_bytes + piece_bytes > PIECE_BYTES and second != home:
+                turn()
+            filled_bytes += piece_bytes
+            copies.append((len(commands), i, first))
+            commands.append(Command(Verb.COPY, here, 0, 0, piece_bytes))
+    if here != home:
+        turn()
+    return commands, copies
