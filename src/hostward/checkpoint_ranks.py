@@ -146,7 +146,9 @@ class Ranks:
                 if step.error is not None and not isinstance(step.error, Exception):
                     raise step.error
                 told = [(f"rank {rank}", cause) for rank, cause in enumerate(causes)]
-                raise raised_by_all(told, what=what, fix=_INTACT, kind=CheckpointError) from step.error
+                error = raised_by_all(told, what=what, fix=_INTACT, kind=CheckpointError)
+                error.everywhere = False  # each rank says so: the first may be ended while it clears up
+                raise error from step.error
             if _BUSY not in states:
                 return
 

@@ -91,6 +91,15 @@ _STAGE_RULES = (
         "set one of the two to 1",
     ),
     Rule(
+        "stages-in-fp16",
+        UNTIL_BUILT,
+        (PIPELINE, "model.params_dtype"),
+        lambda c, _: c.model.pipeline_model_parallel_size > 1 and c.model.params_dtype == "fp16",
+        "model.params_dtype=fp16 with model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}: one loss"
+        " scale on all stages is not built yet",
+        "set model.params_dtype=bf16, which needs no loss scale",
+    ),
+    Rule(
         "microbatches-for-stages",
         PERMANENT,
         (PIPELINE, *BATCH),

@@ -37,6 +37,13 @@ def _device_to_itself() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
+    with devices_to_itself():
+        yield
+
+
+@contextmanager
+def devices_to_itself() -> Iterator[None]:
+    """Nobody else in this test run uses the devices. Not to be entered twice."""
     with (Path(tempfile.gettempdir()) / f"hostward-tests-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

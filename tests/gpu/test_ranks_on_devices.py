@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import devices_to_itself
 from ranks_cases import LAYOUTS
 
 RANKS = 2
@@ -25,9 +26,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ranks")
     program = Path(__file__).with_name("ranks_cases.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    done = subprocess.run(
-        [*command, str(program), str(folder)], env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S
-    )
+    words = [*command, str(program), str(folder)]
+    with devices_to_itself():  # made before what each test waits for
+        done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
     read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
     def of(case: str) -> list[Any]:

@@ -137,13 +137,29 @@ def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert kept.usual_folder() == tmp_path / "home" / ".cache" / "hostward" / "workloads"
 
 
+def shadow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source tree of transformers that Python would import first."""
+    (folder / "transformers").mkdir()
+    (folder / "transformers" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)  # what is imported hides what would be
+
+
+def test_nothing_is_kept_of_a_tree_in_front_of_the_installed_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert kept.usual_folder() is not None
+    shadow(tmp_path, monkeypatch)
+    assert kept.usual_folder() is None
+
+
 def test_nothing_is_kept_of_packages_that_are_edited_where_they_lie(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     info = tmp_path / "transformers-99.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: transformers\nVersion: 99.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    shadow(tmp_path, monkeypatch)
     assert kept.usual_folder() is not None
     (info / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": True}}))
     assert kept.usual_folder() is None

@@ -12,6 +12,8 @@ from networks import MIXES, loss_of, make, microbatch
 from optimizer_cases import assert_equal, snapshot
 
 from hostward.engine.simulated import Order
+from hostward.errors import NotBuiltError
+from hostward.training.sharded import require_no_scaler
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 
@@ -81,3 +83,11 @@ def test_a_scaler_and_gradients_set_by_hand(context: bool) -> None:
         assert not optimizer.last_step_skipped
         results.append(snapshot(model, optimizer) | {"norm": torch.tensor(optimizer.grad_norm)})
     assert_equal(*results)
+
+
+def test_a_scaler_over_stages_is_refused_until_all_of_them_know_what_one_saw() -> None:
+    flag = torch.zeros(1)
+    require_no_scaler(None, flag, flag)
+    require_no_scaler("stages", None, None)
+    with pytest.raises(NotBuiltError, match="a gradient scaler over the stages of a pipeline"):
+        require_no_scaler("stages", None, flag)

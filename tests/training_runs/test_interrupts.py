@@ -11,6 +11,7 @@ import pytest
 from cli_runs import SMALL, different, iterations_saved, offloaded, saved, start_process, wait_for
 from conftest import Cli
 
+from hostward.cli import run_files
 from hostward.train import loop
 
 LOITER = """
@@ -115,9 +116,18 @@ def test_t62_sigterm_ends_the_iteration_and_saves(
     assert different(saved(folder)[0], saved(tmp_path / "straight")[0]) == []
 
 
-def test_the_second_sigterm_does_not_wait(
+def test_a_launchers_own_sigterm_behind_the_schedulers_is_the_same(
     cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    signal_in_iteration(monkeypatch, 2, times=2)
+    folder = tmp_path / "run"
+    outcome = cli("train", *SMALL, f"dataset.path={text}", *ASKED, f"checkpoint.save={folder}")
+    assert outcome.code == 143
+    assert len(iterations_saved(folder)) == 1
+
+
+def test_a_later_sigterm_does_not_wait(cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "PATIENCE_S", 0.0)
     signal_in_iteration(monkeypatch, 2, times=2)
     folder = tmp_path / "run"
     outcome = cli("train", *SMALL, f"dataset.path={text}", *ASKED, f"checkpoint.save={folder}")

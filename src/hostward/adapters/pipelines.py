@@ -51,18 +51,7 @@ def cut(model: Any, index: int, count: int) -> Part:
     """
     described, inner = model.config, model.model
     layers = len(inner.layers)
-    if layers % count:
-        raise ConfigError(
-            f"{layers} layers cannot be divided equally among {count} pipeline stages",
-            fix="choose model.pipeline_model_parallel_size so that it divides them",
-        )
-    if described.tie_word_embeddings:
-        raise ModelError(
-            "the embedding is tied to the output layer, and a pipeline has them on different processes",
-            why="their gradients would have to be added up between the first stage and the last",
-            fix="model.pipeline_model_parallel_size=1; of a model that is built from sizes, "
-            "model.share_embeddings_and_output_weights=false",
-        )
+    require_divisible(layers, described.tie_word_embeddings, count)
     each = layers // count
     part = Part(model, index, count, index * each)
     for i in range(layers):
@@ -75,6 +64,22 @@ def cut(model: Any, index: int, count: int) -> Part:
     if not part.last:
         inner.norm, model.lm_head = torch.nn.Identity(), torch.nn.Identity()
     return part
+
+
+def require_divisible(layers: int, tied: bool, count: int) -> None:
+    """Raises as `cut` does for a model of so many layers, whose embedding is tied to its output layer or not."""
+    if layers % count:
+        raise ConfigError(
+            f"{layers} layers cannot be divided equally among {count} pipeline stages",
+            fix="choose model.pipeline_model_parallel_size so that it divides them",
+        )
+    if tied:
+        raise ModelError(
+            "the embedding is tied to the output layer, and a pipeline has them on different processes",
+            why="their gradients would have to be added up between the first stage and the last",
+            fix="model.pipeline_model_parallel_size=1; of a model that is built from sizes, "
+            "model.share_embeddings_and_output_weights=false",
+        )
 
 
 def together(parts: Sequence[Part]) -> torch.nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import threading
 import time
@@ -28,6 +29,10 @@ _SHARE = 0.005
 """Of a run's time, at most, that goes into such reports."""
 
 
+PATIENCE_S = 5.0
+"""Schedulers signal all processes, and a launcher passes its own signal on: for so long others are the same SIGTERM."""
+
+
 class Terminated(BaseException):
     """SIGTERM has arrived. Like KeyboardInterrupt, no Exception: nothing that mends errors takes it for one."""
 
@@ -37,17 +42,19 @@ def terminable(ask: Callable[[], None] | None = None) -> Iterator[None]:
     """Inside, a SIGTERM raises Terminated, and the next one ends the process as it would without.
 
     Args:
-        ask: called for the very first SIGTERM, which then raises nothing.
+        ask: called for the very first SIGTERM, which then raises nothing, nor do others that come with it.
     """
+    asked_s = -math.inf
     if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal ask
+        nonlocal ask, asked_s
         if ask is not None:
             ask()
-            ask = None
+            ask, asked_s = None, time.monotonic()
+        if time.monotonic() - asked_s < PATIENCE_S:
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated

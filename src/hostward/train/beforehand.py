@@ -15,6 +15,7 @@ from hostward.run_report import Estimate
 from . import resume
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
+from .models import pretrained_config
 from .ranks import Ranks
 from .refusal import require_fit, require_same_model
 from .waiting import Waiting, waiting_weights
@@ -38,6 +39,12 @@ def weighed(
         resume.require_same_samples(config, dataset, resume_from)
     if plan is not None:
         require_same_model(plan, config, dataset.vocab_size)
+    if ranks.stages > 1 and config.model.hf_model_path is not None:
+        from hostward.adapters.pipelines import require_divisible
+
+        described = pretrained_config(config.model, config.model.hf_model_path)
+        rounds = config.model.virtual_pipeline_model_parallel_size or 1
+        require_divisible(described.num_hidden_layers, described.tie_word_embeddings, ranks.stages * rounds)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
     least = require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)

@@ -7,6 +7,7 @@ version, Python's version, and the variables that torch and transformers read. N
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -34,10 +35,10 @@ _VARIABLES = ("TORCH", "TRANSFORMERS_", "USE_", "XLA_")
 
 def usual_folder() -> Path | None:
     """`hostward/workloads` in the user's cache folder; None where there is no such user, or where torch or transformers
-    may change without a new version: installed from a folder that somebody edits, or not as packages.
+    may change without a new version: installed from a folder that somebody edits, or imported from elsewhere.
     """
     try:
-        if any('"editable": true' in (metadata.distribution(p).read_text("direct_url.json") or "") for p in _TRACING):
+        if any('"editable": true' in _origin(p) or _shadowed(p) for p in _TRACING):
             return None
         named = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (named if named.is_absolute() else Path.home() / ".cache") / "hostward" / "workloads"
@@ -63,7 +64,7 @@ def recalled(folder: Path | None, question: Mapping[str, Any], trace: Callable[[
         replace_text(path, to_text(found), what="trace of a model")
         for old in sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime)[:-MOST_FILES]:
             old.unlink(missing_ok=True)
-    except (OSError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         # The next call takes as long as this one.
         log.info("what was found of the model is not kept: %s", error)
     return found
@@ -74,10 +75,23 @@ def _key(question: Mapping[str, Any]) -> str:
         "question": question,
         "source": _source(),
         "packages": sorted(set(_packages())),
+        "origins": [_origin(package) for package in _TRACING],
         "python": platform.python_version(),
         "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _origin(package: str) -> str:
+    """Where a package was installed from, down to the commit, if not from an index."""
+    return metadata.distribution(package).read_text("direct_url.json") or ""
+
+
+def _shadowed(package: str) -> bool:
+    """Whether Python would import it from another folder than the one it is installed in."""
+    found = importlib.util.find_spec(package)
+    installed = Path(str(metadata.distribution(package).locate_file(""))).resolve()
+    return found is None or found.origin is None or not Path(found.origin).resolve().is_relative_to(installed)
 
 
 def _source() -> str:

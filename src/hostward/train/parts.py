@@ -67,7 +67,7 @@ def hold(
         build = build_on_cpu if on_cpu else build_model
         return Held(build(config, vocab_size=vocab_size, device=device, dtype=dtype, seed=seed))
     model, draws = _whole(config, vocab_size, device, dtype)
-    models, named = [model], list(model.named_parameters())
+    models, named = [model], list(model.named_parameters()) if draws is not None else []
     held = Held(model)
     if ranks.stages > 1:
         held = _stages(model, ranks, config, vocab_size=vocab_size, device=device, dtype=dtype)
@@ -95,9 +95,10 @@ def _stages(
     from hostward.adapters.pipelines import cut, together
 
     rounds = config.model.virtual_pipeline_model_parallel_size or 1
-    models = [model, *(_whole(config, vocab_size, device, dtype)[0] for _ in range(rounds - 1))]
     count = rounds * ranks.stages
-    parts = [cut(here, i * ranks.stages + ranks.stage, count) for i, here in enumerate(models)]
+    parts = [cut(model, ranks.stage, count)]
+    for i in range(1, rounds):  # one whole model at a time
+        parts.append(cut(_whole(config, vocab_size, device, dtype)[0], i * ranks.stages + ranks.stage, count))
     mesh = _mesh(device.type, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})
     return Held(model if rounds == 1 else together(parts), parts, mesh["stages"].get_group())
 

@@ -93,8 +93,6 @@ class Pipeline:
         self._run, self._taken = run, taken
         self._total = torch.zeros((), dtype=torch.float32, device=run.device)
         self._left = len(self._parts) * self._microbatches
-        if run.scaler is not None:
-            run.scaler.scale(self._total)  # it begins with its first use, and steps are scaled back on every stage
         first, last = (any(getattr(part, end) for part in self._parts) for end in ("first", "last"))
         inputs = labels = None
         if first or last:
@@ -110,8 +108,7 @@ class Pipeline:
 
         mean = loss_of(self._parts[-1].model, output, labels) / self._microbatches
         self._total += mean.detach().float()
-        scaler = self._run.scaler
-        return mean if scaler is None else scaler.scale(mean)
+        return mean
 
     @contextmanager
     def _around(self, part: Part, last_of_part: bool) -> Iterator[None]:

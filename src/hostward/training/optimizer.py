@@ -39,7 +39,7 @@ from .mix import Mix
 from .options import named_options
 from .placeholder import Where
 from .saving import Saving
-from .sharded import EmptyParts, Sharded, across_ranks, require_sharding
+from .sharded import EmptyParts, Sharded, across_ranks, require_no_scaler, require_sharding
 from .slots import CudaGauge, Slots
 from .sources import Readers
 from .state import (
@@ -335,6 +335,7 @@ class AdamW(Saving):
                 then.
         """
         self._issuer.require_whole()
+        require_no_scaler(self._stages, *self._scaling())
         loss = None
         if closure is not None:
             with torch.enable_grad():
