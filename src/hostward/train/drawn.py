@@ -15,7 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hostward.config import Config
 from hostward.errors import ModelError
+from hostward.inspect import local_of
+
+from .models import empty_model, load_pretrained, transformers_config
 
 _DRAWS = {"uniform_", "normal_", "fill_", "zero_"}
 _FACTORIES = {torch.empty, torch.ones, torch.zeros}
@@ -116,3 +120,62 @@ def noted(device: torch.device) -> Iterator[Draws]:
     draws = Draws()
     with device, _WithoutMemory(), _Noting(draws):
         yield draws
+
+
+def without_memory(
+    config: Config, vocab_size: int | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Draws | None]:
+    """The model that `config.model` describes, without memory, and the draws on `device` that fill it; or that of a
+    pretrained folder, on the CPU.
+    """
+    path, draws = config.model.hf_model_path, None
+    if path is None:
+        described = transformers_config(config.model, vocab_size=vocab_size)
+        with noted(device) as draws:
+            model = empty_model(described, dtype)
+    else:
+        model = load_pretrained(config.model, path, dtype)
+    model.config.use_cache = False
+    return model, draws
+
+
+def fill(
+    models: Sequence[Any],
+    draws: Draws,
+    named: list[tuple[str, torch.Tensor]],
+    device: torch.device,
+    seed: int,
+    *,
+    memory: torch.device | None = None,
+) -> None:
+    """Memory for what is here of a model, and in it what was drawn. The caller's generators are left as they were.
+
+    Args:
+        models: what is here.
+        named: the parameters of the whole model.
+        device: where weights are drawn, one at a time; memory: where they are kept, by default there too.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    for model in models:
+        model._apply(lambda tensor: torch.empty_like(tensor, device=memory or device) if tensor.is_meta else tensor)
+        if model.config.tie_word_embeddings:
+            model.tie_weights()
+        parameters |= dict(model.named_parameters())
+
+    @torch.no_grad()
+    def keep(name: str, whole: torch.Tensor) -> None:
+        if name in parameters:
+            local_of(parameters[name]).copy_(_part_of(name, whole, parameters[name]))
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        draws.carry_out(named, device, keep)
+
+
+def _part_of(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What this process has of a parameter's value."""
+    if local_of(parameter) is parameter:
+        return whole
+    from hostward.adapters import fsdp2
+
+    return fsdp2.part_of_saved(name, whole, parameter)

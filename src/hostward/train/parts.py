@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hostward.inspect import local_of
-
-from .drawn import Draws, noted
-from .models import build_model, empty_model, layers_of, load_pretrained, transformers_config
+from .drawn import fill, without_memory
+from .models import build_model, layers_of
 from .waiting import build_on_cpu
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ def hold(
     if ranks.size == 1:
         build = build_on_cpu if on_cpu else build_model
         return Held(build(config, vocab_size=vocab_size, device=device, dtype=dtype, seed=seed))
-    model, draws = _whole(config, vocab_size, device, dtype)
+    model, draws = without_memory(config, vocab_size, device, dtype)
     models, named = [model], list(model.named_parameters()) if draws is not None else []
     held = Held(model)
     if ranks.stages > 1:
@@ -78,9 +76,7 @@ def hold(
         elif draws is None:
             here.to(device)
     if draws is not None:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            _fill(models, draws, named, device)
+        fill(models, draws, named, device, seed)
     for here in models:
         here.train()
     return held
@@ -98,24 +94,10 @@ def _stages(
     count = rounds * ranks.stages
     parts = [cut(model, ranks.stage, count)]
     for i in range(1, rounds):  # one whole model at a time
-        parts.append(cut(_whole(config, vocab_size, device, dtype)[0], i * ranks.stages + ranks.stage, count))
+        whole, _ = without_memory(config, vocab_size, device, dtype)
+        parts.append(cut(whole, i * ranks.stages + ranks.stage, count))
     mesh = _mesh(device.type, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})
     return Held(model if rounds == 1 else together(parts), parts, mesh["stages"].get_group())
-
-
-def _whole(
-    config: Config, vocab_size: int | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Draws | None]:
-    """The model without memory and the draws that fill it, or that of a pretrained folder, on the CPU."""
-    path, draws = config.model.hf_model_path, None
-    if path is None:
-        described = transformers_config(config.model, vocab_size=vocab_size)
-        with noted(device) as draws:
-            model = empty_model(described, dtype)
-    else:
-        model = load_pretrained(config.model, path, dtype)
-    model.config.use_cache = False
-    return model, draws
 
 
 def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
@@ -174,36 +156,6 @@ def _ends(model: Any) -> list[torch.nn.Module]:
 
 def _has_weights(module: torch.nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _fill(models: Sequence[Any], draws: Draws, named: list[tuple[str, torch.Tensor]], device: torch.device) -> None:
-    """Memory for what is here, and in it what was drawn.
-
-    Args:
-        named: the parameters of the whole model.
-    """
-    parameters: dict[str, torch.Tensor] = {}
-    for model in models:
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-        if model.config.tie_word_embeddings:
-            model.tie_weights()
-        parameters |= dict(model.named_parameters())
-
-    @torch.no_grad()
-    def keep(name: str, whole: torch.Tensor) -> None:
-        if name in parameters:
-            local_of(parameters[name]).copy_(_part_of(name, whole, parameters[name]))
-
-    draws.carry_out(named, device, keep)
-
-
-def _part_of(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this process has of a parameter's value."""
-    if local_of(parameter) is parameter:
-        return whole
-    from hostward.adapters import fsdp2
-
-    return fsdp2.part_of_saved(name, whole, parameter)
 
 
 def synchronise_gradients(model: Any, *, last: bool) -> None:

@@ -15,8 +15,8 @@ from hostward.planning.plan_file import PlanFile
 from hostward.training.layers import find_layers
 from hostward.training.planned import layers_of
 
-from .drawn import noted
-from .models import empty_model, load_pretrained, meta_model, transformers_config
+from .drawn import fill, without_memory
+from .models import meta_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +52,8 @@ def build_on_cpu(
     Raises:
         ConfigError, ModelError: as there; a weight that is not drawn as the model is made.
     """
-    path = config.model.hf_model_path
-    if path is None:
-        described = transformers_config(config.model, vocab_size=vocab_size)
-        with noted(device) as draws:
-            model = empty_model(described, dtype)
-        named = list(model.named_parameters())
-        model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
-        model.tie_weights()
-        parameters = dict(model.named_parameters())
-
-        @torch.no_grad()
-        def keep(name: str, whole: torch.Tensor) -> None:
-            parameters[name].copy_(whole)
-
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            draws.carry_out(named, device, keep)
-    else:
-        model = load_pretrained(config.model, path, dtype)
-    model.config.use_cache = False
+    model, draws = without_memory(config, vocab_size, device, dtype)
+    if draws is not None:
+        fill([model], draws, list(model.named_parameters()), device, seed, memory=torch.device("cpu"))
     trained: torch.nn.Module = model.train()
     return trained
