@@ -53,7 +53,8 @@ from hostward.engine.backend import (
 from hostward.engine.commands import CommandBatch, DriverTable, KernelLaunch, Streams
 from hostward.engine.cuda import CudaBackend
 from hostward.engine.cuda_kernels import KernelTables
-from hostward.engine.cuda_work import LANES, ListedWork
+from hostward.engine.cuda_lanes import STREAMS
+from hostward.engine.cuda_work import ListedWork
 from hostward.host.adamw import bias_tables
 from hostward.inventory import MasterKind
 from hostward.kernels import adamw, norm
@@ -104,11 +105,12 @@ class OffDevice(CudaBackend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self._made = 0
         self.ledger, self.threads, self.turn = Ledger(), 1, 0
-        self.driver, self.streams = idle_driver(), Streams(len(LANES))
+        self.driver, self.streams = idle_driver(), Streams(STREAMS)
+        self.turned = {lane: i + 1 for i, lane in enumerate(Lane)}
         self.errors = [torch.zeros(1, dtype=torch.int32).numpy() for _ in range(RING)]
         self._kept: list[list[object]] = [[] for _ in range(RING)]
-        self._made = 0
         self._kernels = KernelTables(self.device, self._upload_arena, contextlib.nullcontext)
 
     def event(self) -> Event:
@@ -137,6 +139,9 @@ class OffDevice(CudaBackend):
 
     def capturing(self) -> bool:
         return False
+
+    def memory_of(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def follow_compute(self) -> None:
         pass
