@@ -17,7 +17,6 @@ from .errors import ConfigError
 from .gradient_model import Facts, Gradients
 from .inventory import SPLIT_ELEMENTS, Inventory, MasterKind, master_kind, state_bytes_per_element
 from .lowering.optimizer import INBOXES, inbox_bytes
-from .lowering.staging import FEWEST
 from .plan import Placement
 from .save_buffers import MOST_WRITERS, PIECE_BYTES
 from .sizes import MIB
@@ -69,6 +68,8 @@ class Needs:
     phases: tuple[PhaseNeeds, ...]
     slots: int = 0
     """Staging slots from the fourth step on."""
+    stage_at: int = 0
+    """The bucket at whose gradient point they are taken."""
 
     @property
     def device_peak_bytes(self) -> int:
@@ -127,8 +128,8 @@ class MemoryModel:
         workspaces = CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
         rest: dict[Owner, float] = {Owner.STATE: state, Owner.WORKSPACE: workspaces}
         slots = step.slots()
-        first: dict[Owner, float] = {**rest, **step.peak(min(FEWEST, slots.most), None)}
-        steady: dict[Owner, float] = {**rest, **step.peak(slots.count, slots.unstage_at)}
+        first: dict[Owner, float] = {**rest, **step.peak(step.first_slots)}
+        steady: dict[Owner, float] = {**rest, **step.peak(slots)}
         resident = step.resident_weight_bytes
         # Weights that leave come from the CPU, and are on the device one layer at a time (`hostward.move`). They cannot
         # wait there where several ranks share a model.
@@ -153,7 +154,7 @@ class MemoryModel:
             _phase(RESUME, loading, {**settled, Owner.COPIES: self._loaded_bytes}, settled),
             _phase(SLEEP, {}, asleep, asleep),
         )
-        return Needs(phases, slots.count)
+        return Needs(phases, slots.count, slots.stage_at)
 
     def _host(self, choice: Choice, gradients: Gradients, parked_bytes: float) -> dict[Owner, float]:
         """Host bytes of a step, all of them page-locked."""

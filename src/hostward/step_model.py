@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from .choice import LEAVES, Choice, Keep
 from .gradient_model import Facts, Gradients, Made
-from .lowering.staging import Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
+from .lowering.staging import FEWEST, Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
 from .plan import Placement
 from .workload import Curve, Layer, Moment, PerToken, Way
 
@@ -54,10 +54,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """Staging slots: how many there are, at most would be, and before which layer's forward they go back."""
+    """Staging slots: how many there are, at most would be, and from which bucket's gradient point to which layer's next
+    forward they are held.
+    """
 
     count: int
     most: int
+    stage_at: int
     unstage_at: str | None
 
 
@@ -107,7 +110,7 @@ class StepModel:
         streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
         self._slot_bytes = slot_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
         self._most = most_slots(len(streamed), self._slot_bytes, choice.staging_bytes)
-        self._stage_at = late_bucket(facts.numels)
+        self._late = late_bucket(facts.numels)
 
     def _at(self, moment: Moment) -> float:
         found = self._bytes_at.get(id(moment))
@@ -212,11 +215,20 @@ class StepModel:
     def slots(self) -> SlotCount:
         """As the engine settles them after its profile of the third step."""
         if not self._most:
-            return SlotCount(0, 0, None)
+            return SlotCount(0, 0, self._late, None)
         settled = settle(
-            self._spans(), slot_size_bytes=self._slot_bytes, most=self._most, stage_at=self._stage_at
-        ) or Settled(self._most, None)
-        return SlotCount(settled.count, self._most, settled.unstage_at)
+            self._spans(),
+            slot_size_bytes=self._slot_bytes,
+            most=self._most,
+            stage_at=self._late,
+            early=not any(self._away) and not any(self._offloaded),
+        ) or Settled(self._most, self._late, None)
+        return SlotCount(settled.count, self._most, settled.stage_at, settled.unstage_at)
+
+    @property
+    def first_slots(self) -> SlotCount:
+        """Before that profile."""
+        return SlotCount(min(FEWEST, self._most), self._most, self._late, None)
 
     def _spans(self) -> list[Span]:
         samples, points = [s.bytes for s in self._timeline.samples], self._timeline.points
@@ -228,17 +240,13 @@ class StepModel:
             found.append(Span(layer, bucket, 0, round(peak)))
         return found
 
-    def peak(self, slots: int, unstage_at: str | None) -> Mapping[Owner, float]:
-        """By owner, at the moment at which the device holds the most.
-
-        Args:
-            slots: how many are held from the point `stage` in backward to `unstage_at` in forward; None: the last.
-        """
+    def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
+        """By owner, at the moment at which the device holds the most."""
         samples, points = self._timeline.samples, self._timeline.points
-        held = slots * self._slot_bytes
-        staged = next((at for at, _, b in points if b is not None and b <= self._stage_at), len(samples) - 1)
+        held = slots.count * self._slot_bytes
+        staged = next((at for at, _, b in points if b is not None and b <= slots.stage_at), len(samples) - 1)
         uses = [(at, layer) for at, layer, _ in points if layer is not None]
-        back = next((at for at, layer in uses if layer == unstage_at), uses[-1][0] if uses else 0)
+        back = next((at for at, layer in uses if layer == slots.unstage_at), uses[-1][0] if uses else 0)
         most = max(range(len(samples)), key=lambda t: samples[t].bytes + (held if t >= staged or t < back else 0))
         found, slots_held = samples[most], held if most >= staged or most < back else 0
         return {

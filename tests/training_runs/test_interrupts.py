@@ -39,7 +39,7 @@ def interrupted(program: str, words: list[str]) -> tuple[int, str]:
     try:
         wait_for(process, "LOITERING")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
 from hostward.lowering.staging import FEWEST
 from hostward.plan import Placement
+from hostward.schedule import Lane
 from hostward.training.slots import Slots
 
 SLOT = 1024
@@ -36,25 +39,35 @@ def state(layer: str) -> Any:
     return SimpleNamespace(placement=Placement.STREAMED, bucket=bucket, streamed=lambda: [buffer])
 
 
-def made(forward: list[int], backward: list[int]) -> Slots:
+def made(forward: list[int], backward: list[int], backend: SimulatedBackend | None = None) -> Slots:
     """One bucket a layer; peaks of their spans."""
     layers = [f"layers.{i}" for i in range(len(forward))]
     gauge = Peaks([*forward, *backward])
-    return Slots(SimulatedBackend(threads=1), [state(layer) for layer in layers], gauge=gauge)
+    return Slots(backend or SimulatedBackend(threads=1), [state(layer) for layer in layers], gauge=gauge)
 
 
-def profiled(forward: list[int], backward: list[int]) -> Slots:
-    """After its third step."""
+def profiled(
+    forward: list[int], backward: list[int], *, order: Sequence[int] = (), others: Sequence[int] = ()
+) -> Slots:
+    """After its third step. `order`: of gradient points, from last to first without; `others`: bytes that somebody else
+    reads before each of them.
+    """
+    backend = SimulatedBackend(threads=1)
     layers = [f"layers.{i}" for i in range(len(forward))]
-    slots = made(forward, backward)
+    slots = made(forward, backward, backend)
     slots.settle()
     slots.settle()
     for layer in layers:
         slots.sample_use(layer)
-    for b in reversed(range(len(layers))):
+    for b, nbytes in zip_longest(order or reversed(range(len(layers))), others, fillvalue=0):
+        backend.ledger.copied_bytes[Lane.H2D] += nbytes
         slots.sample(b)
     slots.settle()
     return slots
+
+
+def staged_at(slots: Slots, order: Sequence[int]) -> int:
+    return next(b for b in order if slots.ready(b))
 
 
 @pytest.mark.parametrize("inner", [0, 3])
@@ -64,6 +77,47 @@ def test_what_a_layer_allocates_between_its_points_is_not_taken(inner: int) -> N
     backward[3] += inner
     slots = profiled([1, 2, 4, 6, 8, 9], [n * SLOT for n in backward])
     assert slots.count == min(6, FEWEST + 10 - max(backward[3:]))
+
+
+FORWARD, BACKWARD = [1, 2, 4, 6, 8, 9], [10, 8, 6, 6, 6, 5]
+
+
+@pytest.mark.parametrize(
+    ("backward", "first", "count"),
+    [
+        ([10, 8, 6, 6, 6, 5], 3, 6),  # from bucket 3 on nothing takes more than from bucket 2 on
+        ([10, 8, 7, 6, 6, 5], 2, 6),  # bucket 3 takes one more: five slots would fit
+        ([10, 1, 1, 1, 1, 1], 4, 6),
+        ([1, 1, 1, 10, 1, 1], 5, FEWEST),  # no more fit later
+        ([1, 1, 1, 1, 1, 10], 5, FEWEST),
+    ],
+)
+def test_state_is_read_as_soon_as_all_slots_fit(backward: list[int], first: int, count: int) -> None:
+    slots = profiled([n * SLOT for n in FORWARD], [n * SLOT for n in backward])
+    assert slots.count == count
+    assert staged_at(slots, range(5, -1, -1)) == first
+
+
+@pytest.mark.parametrize(
+    ("others", "first"),
+    [
+        ([100], 3),  # before the first of them: that was forward's
+        ([0, 0, 0, 1], 2),
+        ([0, 0, 0, 0, 0, 1], 2),
+    ],
+)
+def test_what_others_read_in_backward_comes_first(others: list[int], first: int) -> None:
+    slots = profiled([n * SLOT for n in FORWARD], [n * SLOT for n in BACKWARD], others=others)
+    assert slots.count == 6
+    assert staged_at(slots, range(5, -1, -1)) == first
+
+
+def test_a_point_behind_a_lower_one_is_none_to_begin_at() -> None:
+    """Gradients come in any order. Bucket 4 comes when all slots fit, but whoever began there would begin at 3."""
+    order = [5, 3, 4, 2, 1, 0]
+    slots = profiled([n * SLOT for n in FORWARD], [n * SLOT for n in [10, 8, 6, 6, 6, 5]], order=order)
+    assert slots.count == 6
+    assert staged_at(slots, order) == 2
 
 
 def test_slots_go_back_before_the_layer_that_needs_the_memory() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hostward.inventory import MasterKind, align
 
 FEWEST = 2
 """One slot is read or written while the other is stepped."""
 STAGED_SHARE = 0.4
-"""Share of backward, by elements, that is left when the slots are taken: reading them takes about as long."""
+"""Share of backward, by elements, that is left when the slots are taken, if others read over the link as well: long
+enough for most of the slots, and late enough to let the others through.
+"""
 SLOT_ALIGNMENT_BYTES = 256
 
 _LOW_BYTES = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}
@@ -30,9 +33,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How many slots there are from now on, and the layer before whose forward they are given back; None: the last."""
+    """How many slots there are from now on, the bucket at whose gradient point they are taken, or the first below it,
+    and the layer before whose forward they are given back; None: the last.
+    """
 
     count: int
+    stage_at: int
     unstage_at: str | None
 
 
@@ -65,17 +71,28 @@ def late_bucket(numels: Sequence[int]) -> int:
     return 0
 
 
-def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: int) -> Settled | None:
-    """From the spans of one step: slots may use what backward has freed, and FEWEST of them besides. None: backward
-    reported no point.
+def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: int, early: bool) -> Settled | None:
+    """From the spans of one step: slots may use what backward has freed, and FEWEST of them besides. There are as many
+    as fit from `stage_at` on. `early`: they are taken where as many fit first, since reading them is in nobody's way.
+    None: backward reported no point.
     """
     limit = max((span.peak_bytes for span in spans), default=0) + FEWEST * slot_size_bytes
     points = [i for i, span in enumerate(spans) if span.bucket is not None]
     if not points:
         return None
+    later = list(accumulate((span.peak_bytes for span in reversed(spans)), max))[::-1]
+    """By span: the most from it on."""
+
+    def fitting(i: int) -> int:
+        return min(most, (limit - later[i]) // slot_size_bytes)
+
     staged = next((i for i in points if (spans[i].bucket or 0) <= stage_at), points[0])
-    later = max(span.peak_bytes for span in spans[staged:])
-    count = min(most, (limit - later) // slot_size_bytes)
+    count = fitting(staged)
+    if early:
+        lowest = list(accumulate((spans[i].bucket or 0 for i in points), min))
+        # Of points that are the first below some bucket.
+        first = (i for i, low in zip(points, lowest, strict=True) if spans[i].bucket == low)
+        stage_at = next((spans[i].bucket or 0 for i in first if fitting(i) >= count), stage_at)
     held = count * slot_size_bytes
     uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
-    return Settled(count, next((layer for layer, peak in uses if peak + held > limit), None))
+    return Settled(count, stage_at, next((layer for layer, peak in uses if peak + held > limit), None))

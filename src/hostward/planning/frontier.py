@@ -117,7 +117,7 @@ class Frontier:
         choice = replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
         if choice not in self._seen:
             needs = self._required(self.workload, choice)
-            prediction = predict_of(self.costs, choice, needs.slots)
+            prediction = predict_of(self.costs, choice, needs)
             if self._seen:
                 # What the device saves by not stepping some state itself has never been seen in a measured step: no
                 # offloading is promised to be faster than none.

@@ -67,7 +67,7 @@ def required_of(workload: Workload) -> Required:
     def needs(asked: Workload, choice: Choice) -> Needs:
         found = whole(asked, choice)
         phases = tuple(_gathering(phase, gathered_bytes) for phase in found.phases)
-        return Needs(phases, found.slots)
+        return replace(found, phases=phases)
 
     return needs
 

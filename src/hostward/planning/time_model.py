@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hostward.choice import Choice
-from hostward.memory_model import required
+from hostward.memory_model import Needs, required
 from hostward.workload import Workload
 
 from .costs import Costs
@@ -71,15 +71,15 @@ class Prediction:
 
 def predict(workload: Workload, choice: Choice, speeds: Speeds) -> Prediction:
     """The step of `workload` as `choice` has it."""
-    return predict_of(Costs(workload, speeds), choice, required(workload, choice).slots)
+    return predict_of(Costs(workload, speeds), choice, required(workload, choice))
 
 
-def predict_of(costs: Costs, choice: Choice, slots: int) -> Prediction:
-    """As `predict`, for many choices of one workload; `slots` as the memory model counts them."""
+def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
+    """As `predict`, for many choices of one workload; `needs`: of the choice."""
     microbatches = costs.workload.microbatches
     units = costs.units(choice)
-    pair_s, pair_busy_s = _middle_s(costs, Turn(costs, choice, slots, units)) if microbatches > 2 else (0.0, {})
-    turn = Turn(costs, choice, slots, units)
+    pair_s, pair_busy_s = _middle_s(costs, Turn(costs, choice, needs, units)) if microbatches > 2 else (0.0, {})
+    turn = Turn(costs, choice, needs, units)
     marks = []
     for _ in range(2):
         first = len(turn.program.works)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hostward.choice import LEAVES, Choice, Keep
-from hostward.lowering.staging import late_bucket
+from hostward.memory_model import Needs
 from hostward.plan import Placement
 
 from .costs import Costs, Unit
@@ -24,11 +24,11 @@ class Turn:
     """Appends the parts of a step to a program, with what each waits for across parts.
 
     Args:
-        slots: staging slots of streamed buckets (`hostward.memory_model` counts them).
+        needs: of the choice: staging slots of streamed buckets, and when they are taken.
         units: as `costs` makes them of the choice.
     """
 
-    def __init__(self, costs: Costs, choice: Choice, slots: int, units: Sequence[Unit]) -> None:
+    def __init__(self, costs: Costs, choice: Choice, needs: Needs, units: Sequence[Unit]) -> None:
         self.costs, self.choice = costs, choice
         self.program = Program()
         self.units = units
@@ -41,7 +41,8 @@ class Turn:
         self.leaving = leaving
         self.window = max(1, len(costs.repeated) - len(leaving))
         self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
-        self.slots = self._units_staged(slots)
+        self.slots = self._units_staged(needs.slots)
+        self._staged_layer = self._layer_of(needs.stage_at)
         # Newest work of each kind, by unit or layer.
         self.compute: int | None = None
         self.offloads: dict[int, int] = {}
@@ -60,8 +61,9 @@ class Turn:
         largest = max(self.units[i].state_bytes for i in self.streamed)
         return max(1, min(len(self.streamed), slots * slot_bytes // largest))
 
-    def _staged_layer(self) -> int:
-        return late_bucket([sum(self.units[u].numel for u in self._of(i)) for i in range(len(self.costs.layers))])
+    def _layer_of(self, bucket: int) -> int:
+        name = self.costs.workload.inventory.buckets[bucket].layer
+        return next(i for i, cost in enumerate(self.costs.layers) if cost.layer.name == name)
 
     def _of(self, layer: int) -> Sequence[int]:
         return self.by_layer.get(self.costs.layers[layer].layer.name, ())
@@ -115,7 +117,7 @@ class Turn:
         waiting = list(released)
         downloads: list[int] = []
         left_before: list[int | None] = [None] * _IN_FLIGHT
-        staged_at = self._staged_layer() if last else -1
+        staged_at = self._staged_layer if last else -1
         leaves = last or self.choice.gradients_on_host
         for i in reversed(range(len(costs.layers))):
             if costs.layers[i].layer.repeated:

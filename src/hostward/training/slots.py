@@ -3,6 +3,7 @@
 Slots are taken during backward, when it has freed enough, and given back during the next forward, before activations
 need the memory. How many fit, and when, comes from a profile of one step: the most device memory that was allocated
 from each gradient point or use point to the next. Staging may then use what backward has freed, and two slots besides.
+State is read as soon as there is room, unless activations or weights are read back in backward, which come first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hostward.lowering.staging import (
     slot_bytes,
 )
 from hostward.plan import Placement
+from hostward.schedule import Lane
 
 from .state import BucketState
 
@@ -89,6 +91,8 @@ class Slots:
         self._stage_at = late_bucket([s.bucket.numel for s in states])
         self._unstage_at: str | None = None
         self._seen = 0
+        self._uploaded: list[int] = []
+        """Bytes that had been enqueued to go to the device at each gradient point of the profiled step."""
         self._profiling = False
 
     def _set_count(self, count: int) -> None:
@@ -146,6 +150,8 @@ class Slots:
 
     def sample(self, bucket: int) -> None:
         """Backward has reached a bucket's gradient point."""
+        if self._profiling:
+            self._uploaded.append(self._backend.ledger.copied_bytes[Lane.H2D])
         self._begin_span(None, bucket)
 
     def sample_use(self, layer: str) -> None:
@@ -178,13 +184,19 @@ class Slots:
         self._end_span(self._gauge)
         self._profiled, self._profiling = True, False
         spans, self._spans = self._spans, []
-        settled = settle(spans, slot_size_bytes=self.slot_bytes, most=self._most, stage_at=self._stage_at)
+        settled = settle(
+            spans,
+            slot_size_bytes=self.slot_bytes,
+            most=self._most,
+            stage_at=self._stage_at,
+            early=self._uploaded[:1] == self._uploaded[-1:],  # activations and weights that come back would wait
+        )
         if settled is None:
             return False
         before = self.count
         if settled.count != before:  # else operations stay bound to the views that there are
             self._set_count(settled.count)
-        self._unstage_at = settled.unstage_at
+        self._stage_at, self._unstage_at = settled.stage_at, settled.unstage_at
         return self.count != before
 
 
