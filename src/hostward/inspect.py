@@ -143,16 +143,16 @@ class Places:
         return inner if plain not in paths and inner in paths else plain
 
     def by_use(self, tracked: Sequence[Tracked]) -> list[Tracked]:
-        """In order of use in forward, if they are given in order of their modules: FSDP2 reads what it gathers together
-        when the first of it is used. A root that owns embedding and output layer needs both before its first layer.
+        """In order of use in forward, if they are given in order of their modules: FSDP2 reads what a module gathers
+        when that is entered. What the root owns, be it a last norm alone, is needed before its first layer.
         """
         if self.sharding is None:
             return list(tracked)
         index = {id(t.parameter): i for i, t in enumerate(tracked)}
         first: dict[int, int] = {}
-        for group in self.sharding.gathered_together():
-            members = [index[id(p)] for p in group if id(p) in index]
-            first |= dict.fromkeys(members, min(members, default=0))
+        for group, inside in self.sharding.gathered_together():
+            entered = min((index[id(p)] for p in inside if id(p) in index), default=0)
+            first |= {index[id(p)]: entered for p in group if id(p) in index}
         return [t for _, t in sorted(enumerate(tracked), key=lambda at: first.get(at[0], at[0]))]
 
     def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> Tracked:

@@ -85,13 +85,14 @@ def sharded(
     *,
     policy: bool = False,
     prefetch: bool = False,
+    alone: Sequence[str] = (),
     **options: Any,
 ) -> Net:
-    """The network after fully_shard, block by block. `policy`: compute and reduce in bf16."""
+    """The network after fully_shard, block by block. `policy`: compute and reduce in bf16; `alone`: other modules."""
     model = Net().to(DTYPES[dtype])
     if policy:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for block in model.blocks:
+    for block in [*model.blocks, *map(model.get_submodule, alone)]:
         fully_shard(block, mesh=mesh_of(mesh), **options)
     fully_shard(model, mesh=mesh_of(mesh), **options)
     if prefetch:
@@ -393,9 +394,12 @@ def tiny(mix: str = "device", order: str = "late") -> dict[str, Any]:
     return {"bits": snapshot(model, optimizer), "told": told, "counts": counts}
 
 
-def order_of_use() -> tuple[list[str], bool]:
-    """Layers of the buckets, in order; and whether state is staged when backward is over."""
-    model = sharded()
+def order_of_use(alone: Sequence[str] = ()) -> tuple[list[str], bool]:
+    """Layers of the buckets, in order; and whether state is staged when backward is over. `alone`: are gathered by
+    themselves, as the blocks are, and then the scale is frozen.
+    """
+    model = sharded(alone=alone)
+    model.scale.requires_grad_(not alone)
     optimizer = adamw(model, "streamed")
     with optimizer.accumulate(last=True):
         loss_of(model, 1).backward()

@@ -128,3 +128,11 @@ def test_what_is_gathered_together_is_stepped_together_and_state_is_staged_in_ba
         blocks = [layer for layer in layers if layer.startswith("blocks.")]
         assert [layer for layer in layers if layer != "root"] == ["embed", "head", *blocks]  # one rank has the scale
         assert staged
+
+
+def test_what_is_used_last_is_stepped_first_where_the_root_owns_it(world: World) -> None:
+    """The root is gathered before anything else: were the head stepped in its own place, forward would wait for all."""
+    for layers, staged in world.run("sharded_cases.order_of_use", alone=["embed"]):
+        blocks = [layer for layer in layers if layer.startswith("blocks.")]
+        assert layers == ["embed", "head", *blocks]
+        assert staged

@@ -207,10 +207,13 @@ class Groups:
     def __init__(self, root: torch.nn.Module | None) -> None:
         """Raises ModelError for a version of FSDP2 that is not known."""
         found: dict[int, Any] = {}
+        self._inside: dict[int, set[int]] = {}
+        """By group: the groups of the modules before whose forward it is gathered, by id."""
         for module in () if root is None else root.modules():
-            state: Any = _get_module_fsdp_state(module)
-            if state is not None:
-                found |= {id(group): group for group in _groups_of(state)}
+            for group in _groups_of(module):
+                found[id(group)] = group
+                inside = {id(each) for part in module.modules() for each in _groups_of(part)}
+                self._inside[id(group)] = self._inside.get(id(group), set()) | inside
         for group in found.values():
             _require_known(group)
         self._groups = list(found.values())
@@ -220,9 +223,10 @@ class Groups:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def gathered_together(self) -> list[list[torch.Tensor]]:
-        """Parameters by group, in order of modules."""
-        return [_parameters(group.fsdp_params) for group in self._groups]
+    def gathered_together(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """By group: its parameters, and all of its modules. It is gathered when one of these modules is entered."""
+        of = {id(group): _parameters(group.fsdp_params) for group in self._groups}
+        return [(own, [p for inside in self._inside[number] for p in of[inside]]) for number, own in of.items()]
 
     def reshard(self) -> None:
         """Let go of whole parameters, except in the middle of a forward or a backward. FSDP2 leaves those of the root
@@ -287,7 +291,10 @@ class Groups:
         self._removals.clear()
 
 
-def _groups_of(state: Any) -> list[Any]:
+def _groups_of(module: torch.nn.Module) -> list[Any]:
+    state: Any = _get_module_fsdp_state(module)
+    if state is None:
+        return []
     several = getattr(state, "_fsdp_param_groups", None)  # one group by another name up to torch 2.11
     return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
 
