@@ -12,6 +12,7 @@ from hostward.host.adamw import bias_tables
 from hostward.inventory import MasterKind
 from hostward.schedule import Lane
 
+from .across import Ranks
 from .backend import AdamWOperands, Backend, BoundRange, Buffer, Constants, Hyper, Scalars, Tier, Work
 
 # Far more than any cache holds: what the caches serve is no rate of memory.
@@ -20,8 +21,9 @@ _COPIED_BYTES = 512 * 1024 * 1024
 _ROUNDS = 3
 
 
-def measure_rates(backend: Backend) -> Rates:
-    """Measure on idle lanes of a CUDA backend; what is allocated for it is given back.
+def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
+    """Measure on idle lanes of a CUDA backend; what is allocated for it is given back. With `ranks`, which all measure
+    now: each of them beside the others, and the mean of all, so that all decide the same by it.
 
     Raises:
         MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left.
@@ -32,22 +34,34 @@ def measure_rates(backend: Backend) -> Rates:
         taken.extend(backend.allocate(tier, [elements], dtype, "rate measurement", pinned=tier is Tier.HOST))
         return taken[-1]
 
+    def seconds(works: Sequence[Work], last: Sequence[Work]) -> float:
+        if ranks is not None:
+            ranks.total(torch.zeros(1, device=backend.device))  # nobody begins before the last is here
+        return _seconds(backend, works, last)
+
     try:
         step = _host_step(backend, take, _ELEMENTS)
         up = take(Tier.DEVICE, _COPIED_BYTES, torch.uint8), take(Tier.HOST, _COPIED_BYTES, torch.uint8)
         down = take(Tier.HOST, _COPIED_BYTES, torch.uint8), take(Tier.DEVICE, _COPIED_BYTES, torch.uint8)
         copies = [backend.copy(lane, [pair], name="rate") for lane, pair in ((Lane.H2D, up), (Lane.D2H, down))]
+        backend.synchronise()  # lanes know nothing of each other here
         for work in (step, *copies):
             work.issue()
-        step_s = _seconds(backend, [step] * _ROUNDS, [step])
-        copy_s = _seconds(backend, copies * _ROUNDS, copies)
+        step_s = seconds([step] * _ROUNDS, [step])
+        copy_s = seconds(copies * _ROUNDS, copies)
         # Each beside the other, which goes on for longer.
-        busy_step_s = _seconds(backend, [step] * _ROUNDS + copies * 3 * _ROUNDS, [step])
-        busy_copy_s = _seconds(backend, [step] * 6 * _ROUNDS + copies * _ROUNDS, copies)
+        busy_step_s = seconds([step] * _ROUNDS + copies * 3 * _ROUNDS, [step])
+        busy_copy_s = seconds([step] * 6 * _ROUNDS + copies * _ROUNDS, copies)
     finally:
         backend.free(taken)
     elements, copied_bytes = _ROUNDS * _ELEMENTS, _ROUNDS * 2 * _COPIED_BYTES
-    return Rates(elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
+    own = (elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
+    if ranks is None:
+        return Rates(*own)
+    told = torch.tensor([*own, 1.0], dtype=torch.float64, device=backend.device)
+    ranks.total(told)
+    *sums, count = told.tolist()
+    return Rates(*(rate / count for rate in sums))
 
 
 def measure_host_step(backend: Backend, elements: int = _ELEMENTS) -> float:

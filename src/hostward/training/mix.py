@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from hostward.engine.across import Ranks
 from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
 from hostward.errors import ConfigError, MemoryLimitError
@@ -57,23 +58,35 @@ class Mix:
         self.rates: Rates | None = None
         """Measured once, before state is allocated; None if nothing depended on them."""
 
-    def streamed_share(self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float) -> float:
-        """The share of offloaded state to stream. On a device without a link there is nothing to overlap, and all of
-        it is stepped on the host. Raises MemoryLimitError where there is no room to measure.
+    def streamed_share(
+        self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float, ranks: Ranks | None = None
+    ) -> float:
+        """The share of offloaded state to stream, the same on all of `ranks`. On a device without a link there is
+        nothing to overlap, and all of it is stepped on the host. Raises MemoryLimitError where there is no room to
+        measure.
         """
         if isinstance(self._asked, float):
             return self._asked
-        if backend.device.type != "cuda" or not offload_fraction or not buckets:
+        if backend.device.type != "cuda" or not offload_fraction:
             return 0.0
         if self.rates is None:
-            self.rates = measure_rates(backend)
+            self.rates = measure_rates(backend, ranks)
+        if not buckets:  # a rank without any has measured beside the others
+            return 0.0
         first = buckets[0]
         return streamed_share(
             self.rates, state_bytes=state_bytes_per_element(first.kind), weight_bytes=first.dtype.itemsize_bytes
         )
 
-    def place(self, backend: Backend, inventory: Inventory, grad_dtype: torch.dtype | None = None) -> Plan:
-        """Placements of all buckets; `grad_dtype` is that of gradients, None: that of the weights.
+    def place(
+        self,
+        backend: Backend,
+        inventory: Inventory,
+        grad_dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ) -> Plan:
+        """Placements of all buckets; `grad_dtype` is that of gradients, None: that of the weights. `ranks`: have parts
+        of the same parameters, and all place now.
 
         Raises:
             ConfigError: a plan of other buckets. MemoryLimitError: weights and gradients alone exceed `device_memory`.
@@ -82,9 +95,9 @@ class Mix:
             return self._plan.placements(inventory)
         buckets = inventory.buckets
         if self._budget_bytes is not None:
-            self.offload_fraction = _least_fraction(buckets, grad_dtype, self._budget_bytes)
+            self.offload_fraction = _most(_least_fraction(buckets, grad_dtype, self._budget_bytes), backend, ranks)
             self._budget_bytes = None  # groups that come later are placed alike
-        share = self.streamed_share(backend, buckets, self.offload_fraction)
+        share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
         return place_fraction(buckets, self.offload_fraction, share)
 
 
@@ -120,6 +133,15 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
             fix=f"device_memory={fixed + FEWEST * largest:,} at least, or a plan that lets weights leave",
         )
     return min(1.0, away / state)
+
+
+def _most(fraction: float, backend: Backend, ranks: Ranks | None) -> float:
+    """Of all ranks: parts differ in size, and the decisions that follow are made together."""
+    if ranks is None:
+        return fraction
+    told = torch.tensor([fraction], dtype=torch.float64, device=backend.device)
+    ranks.largest(told)
+    return float(told)
 
 
 def _gradients_of(plan: PlanFile) -> str:

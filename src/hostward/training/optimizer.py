@@ -39,7 +39,7 @@ from .mix import Mix
 from .options import named_options
 from .placeholder import Where
 from .saving import Saving
-from .sharded import EmptyParts, Sharded, across_ranks, require_no_scaler, require_sharding
+from .sharded import EmptyParts, Sharded, across_ranks, ranks_of, require_no_scaler, require_sharding
 from .slots import CudaGauge, Slots
 from .sources import Readers
 from .state import (
@@ -225,7 +225,7 @@ class AdamW(Saving):
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         facts = tuple(t.facts for t in self._places.by_use(new))
         buckets = cut_buckets(facts, first_index=len(self._states), split_master=not self._use_torch_optimizer)
-        plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype)
+        plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype, ranks_of(new))
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         summed = summed_on_host(buckets, placements) if self._sums_on_host else frozenset()

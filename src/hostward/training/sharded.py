@@ -49,6 +49,15 @@ def require_no_scaler(stages: object, *scaling: torch.Tensor | None) -> None:
         )
 
 
+def ranks_of(tracked: Sequence[Tracked]) -> GroupRanks | None:
+    """Those that have parts of these parameters; None where this process has all."""
+    if not tracked[0].sharded:
+        return None
+    from hostward.adapters import fsdp2
+
+    return GroupRanks(fsdp2.mesh_groups(tracked[0].parameter))
+
+
 def across_ranks(
     backend: Backend,
     tracked: Sequence[Tracked],
@@ -65,7 +74,8 @@ def across_ranks(
     def allocate(elements: int) -> Buffer:
         return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
 
-    if not tracked[0].sharded:
+    ranks = ranks_of(tracked)
+    if ranks is None:
         ones = torch.ones(sum(chunks_of(r.numel) for s in states for r in s.bucket.ranges), dtype=torch.int64)
         return None if others is None else Across(GroupRanks([]), [], 0, allocate, ones.to(device), others)
     from hostward.adapters import fsdp2
@@ -93,7 +103,6 @@ def across_ranks(
         for r in state.bucket.ranges
         for _ in range(chunks_of(r.numel))
     ]
-    ranks = GroupRanks(fsdp2.mesh_groups(tracked[0].parameter))
     counts = torch.tensor(counted, dtype=torch.int64, device=device)
     return Across(ranks, fragments, len(shared), allocate, counts, others)
 
