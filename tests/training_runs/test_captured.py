@@ -1,8 +1,8 @@
 """Iterations as one CUDA graph, on a fake graph that keeps its rules: the bits are those of the run without.
 
-Seen red: gradients added to those of the replay before; `.grad` left as zero_grad() leaves it; batches that are not
-copied in; weights that have not arrived; a step that leaves placeholders in `.grad`; a capture beside a save; a graph
-that outlives a run that failed.
+Seen red: `.grad` left as zero_grad() leaves it; batches that are not copied in; weights that have not arrived at the
+capture, or at a replay; a step that takes gradients away; a capture beside a save; a graph that outlives its run;
+staging slots for memory that no backward frees.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ GRAPHS = "model.cuda_graph_impl=full_iteration"
 
 class FakeGraph:
     """Stands for a CUDA graph on a CPU. What it recorded runs again at each replay, and its results go to memory that
-    is always the same and that holds nothing between recording and the first replay.
+    is always the same and that holds nothing between recording and the first replay. Nothing in it waits for weights.
     """
 
-    made: list[FakeGraph]
-
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, run: loop.Run) -> None:
         self.nbytes = 0
         self.replays = 0
         self.closed = False
-        self._model = model
+        self._run = run
         self._function: Callable[[], torch.Tensor]
         self._result: torch.Tensor
         self.gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def record(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        assert all(p.grad is None for p in self._model.parameters()), "gradients would be added to what is there"
+        assert all(p.grad is None for p in self._run.model.parameters()), "gradients would be added to what is there"
+        assert not self._run.optimizer._issuer.pending, "weights have not arrived"
         self._function = function
         self._result = torch.full_like(function(), NAN)
-        for p in self._model.parameters():
+        for p in self._run.model.parameters():
             if p.grad is not None:
                 p.grad = torch.full_like(p.grad, NAN)
                 self.gradients.append((p, p.grad))
@@ -64,6 +63,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         assert not self.closed
+        assert not self._run.optimizer._issuer.pending, "weights have not arrived"
         for p, _ in self.gradients:
             p.grad = None
         self._result.copy_(self._function())
@@ -77,9 +77,6 @@ class FakeGraph:
         self.closed = True
 
 
-Graphs = Callable[[loop.Run], list[FakeGraph]]
-
-
 def configured(text: Path, *words: str, recipe: str = LLAMA) -> Config:
     return apply_overrides(recipes.load(recipe), [*DENSE, f"dataset.path={text}", *words])
 
@@ -89,7 +86,7 @@ def capture(run: loop.Run) -> list[FakeGraph]:
     made: list[FakeGraph] = []
 
     def new() -> FakeGraph:
-        made.append(FakeGraph(run.model))
+        made.append(FakeGraph(run))
         return made[-1]
 
     run.passes = Captured(new)
@@ -163,9 +160,9 @@ def test_t44_a_scaler_whose_first_steps_are_skipped(text: Path, placement: str) 
 
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "layers": (
-        *("model.cpu_offloading=true", "model.cpu_offloading_num_layers=2"),
-        "model.cpu_offloading_retain_pinned_cpu_buffers=true",
+    "modules leave": (
+        *("model.fine_grained_activation_offloading=true", "model.offload_modules=[core_attn,attn_proj]"),
+        "model.min_offloaded_tensor_size=16",
     ),
     "norms again": ("model.recompute_granularity=selective", "model.recompute_modules=[layernorm,mlp_act]"),
     "layers again": (
@@ -176,7 +173,10 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_t44_with_activations_that_leave_or_are_made_again(text: Path, activations: str) -> None:
-    both(text, *ACTIVATIONS[activations], *offloaded(1))
+    _, run, _ = both(text, *ACTIVATIONS[activations], *offloaded(1))
+    if activations == "modules leave":
+        assert run.attachment is not None
+        assert run.attachment.report().offloaded_bytes > 0
 
 
 def test_t44_evaluation_between_replays(text: Path) -> None:
@@ -197,6 +197,22 @@ def test_t44_evaluation_between_replays(text: Path) -> None:
     plain, graphed = found.values()
     assert plain == graphed
     assert len(plain) == 8
+
+
+@pytest.mark.parametrize("placement", ["host", "mixed"])
+def test_t44_ordinary_iterations_between_replays(text: Path, placement: str) -> None:
+    """Their weights arrive in the next forward, which a replay does not have."""
+    found = []
+    for with_graphs in (False, True):
+        run = loop.prepare(LLAMA, configured(text, *PLACEMENTS[placement]))
+        graphs = capture(run) if with_graphs else []
+        for i in range(10):
+            loop.step(run, loop.backward(run, taken=i % 3 != 2))
+            run.optimizer.zero_grad()
+        assert [graph.replays for graph in graphs] == ([10 - 3 - WARM_UP_ITERATIONS] if with_graphs else [])
+        found.append(bits(run))
+        run.passes.close()
+    assert different(*found) == []
 
 
 @pytest.mark.parametrize("mode", ["at once", "stream", "snapshot"])
@@ -248,14 +264,15 @@ def test_t44_nothing_is_left_of_a_graph(text: Path) -> None:
 def test_t44_a_run_that_fails_leaves_nothing_of_its_graph(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = loop.prepare(LLAMA, configured(text, *PLACEMENTS["host"]))
     made = capture(run)
-    real = FakeGraph.replay
+    real = loop.step
 
-    def replay(graph: FakeGraph) -> None:
-        if graph.replays == 2:
+    def step(run: loop.Run, loss: torch.Tensor) -> None:
+        if made and made[0].replays == 3:
+            assert all(p.grad is not None for p in run.model.parameters())
             raise KeyboardInterrupt
-        real(graph)
+        real(run, loss)
 
-    monkeypatch.setattr(FakeGraph, "replay", replay)
+    monkeypatch.setattr(loop, "step", step)
     with pytest.raises(KeyboardInterrupt):
         loop.train(run)
     assert run.iteration == WARM_UP_ITERATIONS + 2

@@ -123,11 +123,12 @@ class Captured:
         self._seen = 0
         self._graph: Graph | None = None
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._loss: torch.Tensor
+        self._loss: torch.Tensor | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._restore: Callable[[], None] | None = None
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
+        """As `Passes.backward`. Without `taken` it is an ordinary one."""
         if not taken:
             return self._eager.backward(run, taken=False)
         if self._restore is None:
@@ -135,8 +136,8 @@ class Captured:
         if self._seen < WARM_UP_ITERATIONS:
             self._seen += 1
             return self._eager.backward(run, taken=True)
-        if self._graph is None:
-            self._graph = self._record(run)
+        if self._graph is None or self._loss is None:
+            self._graph, self._loss = self._record(run)
         for microbatch, (inputs, labels) in enumerate(self._batches):
             new_inputs, new_labels = samples(run, microbatch)
             inputs.copy_(new_inputs)
@@ -156,7 +157,7 @@ class Captured:
         for parameter, gradient in self._gradients:
             if parameter.grad is gradient:
                 parameter.grad = None
-        self._graph = None
+        self._graph = self._loss = None
         self._batches, self._gradients = [], []
         self._seen = 0
         if self._restore is not None:
@@ -173,13 +174,17 @@ class Captured:
                 WARM_UP_ITERATIONS,
             )
 
-    def _record(self, run: Run) -> Graph:
+    def _record(self, run: Run) -> tuple[Graph, torch.Tensor]:
         resume.finish(run)  # copies of a save from another thread would end the capture
         run.optimizer.zero_grad(set_to_none=True)
         run.optimizer.arrive()
         self._batches = [samples(run, microbatch) for microbatch in range(run.microbatches)]
         graph = self._new_graph()
-        self._loss = graph.record(lambda: self._passes(run))
+        try:
+            loss = graph.record(lambda: self._passes(run))
+        except BaseException:
+            run.optimizer.zero_grad(set_to_none=True)  # what is there has never been computed
+            raise
         self._gradients = [(p, p.grad) for p in run.model.parameters() if p.grad is not None]
         run.graph_bytes = max(0, graph.nbytes - sum(gradient.nbytes for _, gradient in self._gradients))
         log.info(
@@ -187,7 +192,7 @@ class Captured:
             run.iteration,
             gib(graph.nbytes),
         )
-        return graph
+        return graph, loss
 
     def _passes(self, run: Run) -> torch.Tensor:
         """What is recorded. Order and dtype of every addition are those of `WholeModel`."""
