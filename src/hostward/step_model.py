@@ -132,8 +132,7 @@ class StepModel:
 
     def _forward(self, timeline: _Timeline) -> None:
         layers = self._workload.layers
-        apart = self._gradients.accumulate or self._captured  # a graph's gradients have its memory in forward as well
-        waiting = {} if apart else self._gradients.used_in_forward()
+        waiting = {} if self._gradients.accumulate else self._gradients.used_in_forward()
         held = self._gradients.before_bytes + sum(waiting.values())
         kept = 0.0
         for i, layer in enumerate(layers):

@@ -21,8 +21,10 @@ from hostward import recipes
 from hostward.config import Config
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.overrides import apply_overrides
+from hostward.sizes import MIB
 from hostward.train import captured, loop
 from hostward.train.captured import WARM_UP_ITERATIONS, Captured, require_capturable
+from hostward.train.placing import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
 
 LLAMA = "llama32_1b_pretrain_config"
 NAN = float("nan")
@@ -305,6 +307,24 @@ def test_t44_too_few_iterations_are_told(text: Path, caplog: pytest.LogCaptureFi
         loop.train(run)
     assert made == []
     assert "does nothing in 3 iterations" in caplog.text
+
+
+def test_t44_what_a_captured_run_is_weighed_with(text: Path) -> None:
+    """Gradients stay in any case, and slots have no memory that backward has freed."""
+    words = (*PLACEMENTS["mixed"], "train.global_batch_size=2", "train.device=cuda")
+    plain, graphed = configured(text, *words), configured(text, *words, GRAPHS)
+    run = loop.prepare(LLAMA, configured(text, *words[:-1]))
+    inventory, plan = run.optimizer.inventory, run.optimizer.plan
+    assert gradients_leave(plain)
+    assert not gradients_leave(graphed)
+    assert gradient_bytes(graphed, inventory, plan) == 2 * inventory.numel
+    assert staying_gradients(graphed, inventory, plan) == {p.name for p in inventory.parameters}
+    assert staying_gradients(plain, inventory, plan) < staying_gradients(graphed, inventory, plan)
+    assert staging_bytes(plain, lambda: inventory) is None
+    largest = max(bucket.offsets[-1] for bucket in inventory.buckets)
+    assert staging_bytes(graphed, lambda: inventory) == 2 * 10 * largest
+    graphed.optimizer.optimizer_state_offload_chunk_size_mb = 3
+    assert staging_bytes(graphed, lambda: inventory) == 3 * MIB
 
 
 # -------------------------------------------------------------------- refused
