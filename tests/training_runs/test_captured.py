@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import different, offloaded
+from cli_runs import different, iterations_saved, offloaded
 from conftest import Cli
 
 from hostward import recipes
@@ -281,6 +281,20 @@ def test_t44_a_run_that_fails_leaves_nothing_of_its_graph(text: Path, monkeypatc
     assert [graph.closed for graph in made] == [True]
     assert all(p.grad is None for p in run.model.parameters())
     assert run.model.config._attn_implementation == "sdpa"
+
+
+def test_t44_a_run_that_is_asked_to_stop_saves_and_ends(text: Path, tmp_path: Path) -> None:
+    words = (f"checkpoint.save={tmp_path}/run", "train.exit_signal_handler=true", *PLACEMENTS["mixed"])
+    run = loop.prepare(LLAMA, configured(text, *words))
+    made = capture(run)
+
+    def ask(run: loop.Run) -> None:
+        run.stop_asked = run.iteration >= WARM_UP_ITERATIONS + 2
+
+    loop.train(run, progress=ask)
+    assert run.stopped
+    assert iterations_saved(tmp_path / "run") == [f"iter_{WARM_UP_ITERATIONS + 3:07}"]
+    assert [graph.closed for graph in made] == [True]
 
 
 def test_t44_gradients_stay_where_they_are_and_leave_in_the_step(text: Path) -> None:

@@ -66,7 +66,7 @@ class CudaGraph:
         torch.cuda.synchronize(self._device)
         with _no_collection():
             torch.cuda.empty_cache()  # what eager iterations left would stand beside the pool
-            before_bytes = torch.cuda.memory_reserved(self._device)
+            before_bytes, stream = torch.cuda.memory_reserved(self._device), torch.cuda.current_stream(self._device)
             try:
                 with torch.cuda.graph(self._graph):
                     result = function()
@@ -86,6 +86,8 @@ class CudaGraph:
                     why=f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
                     fix="set model.cuda_graph_impl=none",
                 ) from error
+            finally:
+                torch.cuda.set_stream(stream)  # where the end of a capture fails it stays on that of the capture
         self.nbytes = torch.cuda.memory_reserved(self._device) - before_bytes
         return result
 
