@@ -19,11 +19,11 @@ from conftest import Cli
 
 from hostward import recipes
 from hostward.config import Config
-from hostward.errors import ConfigError, NotBuiltError
+from hostward.errors import ConfigError, MemoryLimitError, ModelError, NotBuiltError
 from hostward.overrides import apply_overrides
 from hostward.sizes import MIB
 from hostward.train import captured, loop
-from hostward.train.captured import WARM_UP_ITERATIONS, Captured, require_capturable
+from hostward.train.captured import WARM_UP_ITERATIONS, Captured, _told, require_capturable
 from hostward.train.placing import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
 
 LLAMA = "llama32_1b_pretrain_config"
@@ -351,6 +351,27 @@ def test_there_are_no_graphs_on_a_cpu(refused: Cli, text: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="a machine without a GPU"):
             loop.prepare(LLAMA, config)
+
+
+def test_what_torch_raises_of_a_capture_is_told() -> None:
+    """Of two errors the first; an error of hostward's own as it is."""
+
+    def failed(first: Exception) -> RuntimeError:
+        try:
+            try:
+                raise first
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+        except RuntimeError as error:
+            return error
+
+    own = ModelError("ours")
+    assert _told(failed(own)) is own
+    told = _told(failed(RuntimeError("operation not permitted when stream is capturing\nmore")))
+    assert isinstance(told, ModelError)
+    assert told.why == "RuntimeError: operation not permitted when stream is capturing"
+    assert isinstance(_told(failed(torch.OutOfMemoryError("none left"))), MemoryLimitError)
+    assert isinstance(_told(torch.OutOfMemoryError("none left")), MemoryLimitError)
 
 
 def test_plans_and_graphs_exclude_each_other(cli: Cli) -> None:

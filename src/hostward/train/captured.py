@@ -70,22 +70,8 @@ class CudaGraph:
             try:
                 with torch.cuda.graph(self._graph):
                     result = function()
-            except torch.OutOfMemoryError as error:
-                raise MemoryLimitError(
-                    "the device has no room for a CUDA graph of forward and backward",
-                    why=str(error).partition("\n")[0],
-                    fix="offload more, or set model.cuda_graph_impl=none: a graph keeps its memory between replays",
-                ) from error
             except RuntimeError as error:
-                # What ended the capture, not what the end of it found.
-                cause = error.__context__ or error
-                if isinstance(cause, HostwardError):
-                    raise cause from error
-                raise ModelError(
-                    "forward and backward cannot be captured in a CUDA graph",
-                    why=f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
-                    fix="set model.cuda_graph_impl=none",
-                ) from error
+                raise _told(error) from error
             finally:
                 torch.cuda.set_stream(stream)  # where the end of a capture fails it stays on that of the capture
         self.nbytes = torch.cuda.memory_reserved(self._device) - before_bytes
@@ -97,6 +83,23 @@ class CudaGraph:
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         self._graph.reset()
+
+
+def _told(error: RuntimeError) -> HostwardError:
+    """The error for a capture that has failed, from what torch raised."""
+    cause = error.__context__ or error  # what ended the capture, not what the end of it found
+    why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    if isinstance(cause, HostwardError):
+        return cause
+    if isinstance(cause, torch.OutOfMemoryError):
+        return MemoryLimitError(
+            "the device has no room for a CUDA graph of forward and backward",
+            why=why,
+            fix="offload more, or set model.cuda_graph_impl=none: a graph keeps its memory between replays",
+        )
+    return ModelError(
+        "forward and backward cannot be captured in a CUDA graph", why=why, fix="set model.cuda_graph_impl=none"
+    )
 
 
 @contextmanager
