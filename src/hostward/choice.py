@@ -46,3 +46,5 @@ class Choice:
     """Whether gradients of several microbatches are added up on the host."""
     staging_bytes: int | None = None
     """Most device bytes of staging slots; None: what backward has freed."""
+    captured: bool = False
+    """Whether forward and backward are a CUDA graph, whose memory nothing else may use between them."""

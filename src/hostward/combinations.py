@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hostward.activation_rules import OFFLOADING_RULES
+from hostward.graph_rules import GRAPH_RULES
 from hostward.layout_rules import LAYOUT_RULES
 from hostward.rule_table import (
     DECAY_ONLY,
@@ -304,4 +305,11 @@ RUN_RULES = (
     ),
 )
 
-COMBINATIONS: tuple[Rule, ...] = (*MODEL_RULES, *OFFLOADING_RULES, *OPTIMIZER_RULES, *LAYOUT_RULES, *RUN_RULES)
+COMBINATIONS: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *OFFLOADING_RULES,
+    *GRAPH_RULES,
+    *OPTIMIZER_RULES,
+    *LAYOUT_RULES,
+    *RUN_RULES,
+)

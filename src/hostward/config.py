@@ -150,7 +150,7 @@ class ModelConfig(Options):
         default_factory=list, metadata=describe("Modules of selective recomputation.")
     )
     cuda_graph_impl: str = option(
-        "none", "CUDA graph capture.", choices=("none", "local", "transformer_engine", "full_iteration")
+        "none", "CUDA graphs: full_iteration only.", choices=("none", "local", "transformer_engine", "full_iteration")
     )
 
 

@@ -44,7 +44,7 @@ class Gradients:
     """Of one step in steady state.
 
     With one microbatch, or where the host adds them up, gradients of host buckets leave during backward, a few at a
-    time; with more, all are there from the second microbatch on, in float32.
+    time; with more, all are there from the second microbatch on, in float32. Those that a CUDA graph writes all stay.
     """
 
     def __init__(self, facts: Facts, choice: Choice) -> None:
@@ -60,7 +60,7 @@ class Gradients:
         self._leaving = {
             b
             for b, placement in enumerate(choice.placements)
-            if placement is Placement.HOST and (not several or b in self.summed)
+            if placement is Placement.HOST and not choice.captured and (not several or b in self.summed)
         }
         self.accumulate = several
         """Whether those that stay are added to what is there already."""

@@ -24,7 +24,7 @@ from .step_model import Owner, StepModel
 from .workload import Workload
 
 CUBLAS_WORKSPACES = 2
-"""One of the thread that runs forward, one of autograd's."""
+"""One of the thread that runs forward, one of autograd's; as many more on the stream of a capture."""
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """Of each on a GPU of compute capability 9.0 and later; less on earlier ones."""
 KERNEL_TABLES_BYTES = 2 * MIB
@@ -125,7 +125,8 @@ class MemoryModel:
             for b, placement in enumerate(choice.placements)
             if placement is Placement.DEVICE
         )
-        workspaces = CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
+        streams = 2 if choice.captured else 1
+        workspaces = streams * CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
         rest: dict[Owner, float] = {Owner.STATE: state, Owner.WORKSPACE: workspaces}
         slots = step.slots()
         first: dict[Owner, float] = {**rest, **step.peak(step.first_slots)}

@@ -193,7 +193,6 @@ IDLE: Mapping[str, tuple[str, str]] = {
 NOT_BUILT: Mapping[str, object] = {
     "model.context_parallel_size": 1,
     "model.expert_tensor_parallel_size": 1,
-    "model.cuda_graph_impl": "none",
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,
     "ddp.grad_reduce_in_fp32": False,
@@ -203,6 +202,7 @@ NOT_BUILT: Mapping[str, object] = {
 
 # The same, with several processes.
 NOT_BUILT_FOR_RANKS: Mapping[str, object] = {
+    "model.cuda_graph_impl": "none",
     "model.cpu_offloading_weights": False,
 }
 
@@ -225,10 +225,9 @@ DIFFERENCES: Mapping[str, str] = {
         "They have to be set: fused attention saves nothing that its recomputation would spare."
     ),
     "fine_grained_offloading_max_inflight_offloads counts by name of module": "It counts all groups of a layer.",
-    "cuda_graph_impl=full_iteration captures iterations, with cpu_offloading as well": (
-        "`hostward train` captures nothing. In a loop of one's own torch.cuda.graph captures forward and backward, "
-        "offloaded activations included (training/cpu-offloading.md)."
-    ),
+    "cuda_graph_warmup_steps": "Three iterations come before the capture of cuda_graph_impl=full_iteration.",
+    "fine_grained_offloading_max_inflight_offloads must be a non-negative integer [...] with full-iteration CUDA "
+    "graphs": "It may be None.",
     "There is no checkpoint.async_save_mode": (
         "Saving beside training takes a second host copy of the state, or lets the next step wait for the disk."
     ),
@@ -307,6 +306,11 @@ def serial(config: Config) -> bool:
     """Whether the step has its own time, between backward and forward."""
     options = config.optimizer
     return not options.overlap_cpu_optimizer_d2h_h2d or options.use_torch_optimizer_for_cpu_offload
+
+
+def captured(config: Config) -> bool:
+    """Whether forward and backward of an iteration become a CUDA graph."""
+    return config.model.cuda_graph_impl == "full_iteration"
 
 
 def streams(config: Config) -> bool:

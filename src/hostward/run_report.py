@@ -114,9 +114,10 @@ class OwnerSamples:
     """Bytes by owner at some moments of some iterations, in order of time.
 
     at_iteration: 4.5 is the middle of the iteration that leads from 4 steps to 5. moments: "forward" is the end of the
-    last microbatch's forward, "backward" that of its backward, "step" is when the step has been issued. Every owner's
-    column is as long as these. rest_of_device_bytes: what torch's CUDA allocator holds besides, which is saved
-    activations and workspaces; None without a GPU, where nobody counts them.
+    last microbatch's forward, which an iteration that is a CUDA graph does not have, "backward" that of its backward,
+    "step" is when the step has been issued. Every owner's column is as long as these. rest_of_device_bytes: what
+    torch's CUDA allocator holds besides, which is saved activations and workspaces; None without a GPU, where nobody
+    counts them.
     """
 
     at_iteration: tuple[float, ...]

@@ -82,7 +82,7 @@ class StepModel:
 
     def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
         workload = self._workload = facts.workload
-        self._gradients = gradients
+        self._gradients, self._captured = gradients, choice.captured
         self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
         layers = workload.layers
         self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
@@ -247,8 +247,13 @@ class StepModel:
         staged = next((at for at, _, b in points if b is not None and b <= slots.stage_at), len(samples) - 1)
         uses = [(at, layer) for at, layer, _ in points if layer is not None]
         back = next((at for at, layer in uses if layer == slots.unstage_at), uses[-1][0] if uses else 0)
-        most = max(range(len(samples)), key=lambda t: samples[t].bytes + (held if t >= staged or t < back else 0))
-        found, slots_held = samples[most], held if most >= staged or most < back else 0
+
+        def slots_at(t: int) -> int:
+            # The graph's memory is there during the step as well.
+            return held if self._captured or t >= staged or t < back else 0
+
+        most = max(range(len(samples)), key=lambda t: samples[t].bytes + slots_at(t))
+        found, slots_held = samples[most], slots_at(most)
         return {
             Owner.WEIGHTS: found.weights,
             Owner.GRADIENTS: found.gradients,

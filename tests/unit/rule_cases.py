@@ -194,6 +194,82 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         1,
         "CUDA graphs not supported with CPU offloading.",
     ),
+    "graphs-of-layers": (
+        DENSE,
+        "model.cuda_graph_impl=transformer_engine",
+        1,
+        (
+            "model.cuda_graph_impl=transformer_engine captures parts of the model, forward and backward apart, and is "
+            "not built"
+        ),
+    ),
+    "graphs-on-a-cpu": (
+        DENSE,
+        "model.cuda_graph_impl=full_iteration train.device=cpu",
+        1,
+        "model.cuda_graph_impl=full_iteration with train.device=cpu, which has no CUDA graphs",
+    ),
+    "graphs-of-experts": (
+        TINY,
+        "model.cuda_graph_impl=full_iteration",
+        1,
+        (
+            "model.cuda_graph_impl=full_iteration with model.architecture=qwen3_moe is not built: how many tokens each "
+            "expert gets may be asked by the host"
+        ),
+    ),
+    "graphs-attention": (
+        DENSE,
+        "model.cuda_graph_impl=full_iteration model.attn_implementation=eager",
+        1,
+        (
+            "model.cuda_graph_impl=full_iteration with model.attn_implementation=eager, whose mask comes from the host "
+            "in every forward"
+        ),
+    ),
+    "graphs-weights": (
+        DENSE,
+        (
+            "model.cuda_graph_impl=full_iteration model.cpu_offloading=true model.cpu_offloading_num_layers=1 "
+            "model.cpu_offloading_weights=true model.cpu_offloading_activations=false "
+            "optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=1.0"
+        ),
+        1,
+        (
+            "model.cuda_graph_impl=full_iteration with model.cpu_offloading_weights=true is not built: weights that "
+            "come and go have no fixed address"
+        ),
+    ),
+    "graphs-host-memory": (
+        DENSE,
+        "model.cuda_graph_impl=full_iteration model.cpu_offloading=true model.cpu_offloading_num_layers=1",
+        1,
+        (
+            "model.cuda_graph_impl=full_iteration with activations whose host memory is given back between iterations: "
+            "replays copy to fixed addresses"
+        ),
+    ),
+    "graphs-gradients": (
+        DENSE,
+        (
+            "model.cuda_graph_impl=full_iteration optimizer.optimizer_cpu_offload=true "
+            "optimizer.optimizer_offload_fraction=1.0 optimizer.gradients=host"
+        ),
+        1,
+        (
+            "model.cuda_graph_impl=full_iteration with optimizer.gradients=host: gradients stay where the graph writes "
+            "them, until the step"
+        ),
+    ),
+    "graphs-recompute": (
+        DENSE,
+        (
+            "model.cuda_graph_impl=full_iteration model.recompute_granularity=selective "
+            "model.recompute_modules=[layernorm,mlp]"
+        ),
+        1,
+        "model.cuda_graph_impl=full_iteration with {'mlp'} in model.recompute_modules: they may draw random numbers",
+    ),
     "offload-modules-unknown": (
         TINY,
         "model.fine_grained_activation_offloading=true model.offload_modules=[zebra,core_attn,apple]",

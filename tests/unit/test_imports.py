@@ -30,6 +30,7 @@ LAYERS = (
         "rule_table",
         "combinations",
         "activation_rules",
+        "graph_rules",
         "layout_rules",
         "overrides",
         "options_doc",

@@ -13,7 +13,19 @@ from hostward.choice import Choice, Keep
 from hostward.errors import ConfigError
 from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
-from hostward.memory_model import FIRST_STEP, LOAD, RESUME, SAVE, SLEEP, STEADY_STEP, TRAINING, Needs, required
+from hostward.memory_model import (
+    CUBLAS_WORKSPACE_BYTES,
+    CUBLAS_WORKSPACES,
+    FIRST_STEP,
+    LOAD,
+    RESUME,
+    SAVE,
+    SLEEP,
+    STEADY_STEP,
+    TRAINING,
+    Needs,
+    required,
+)
 from hostward.plan import Placement
 from hostward.workload import Curve, Layer, Moment, PerToken, Saved, Way, Workload
 
@@ -136,6 +148,18 @@ def test_slots_use_what_backward_has_freed_and_two_besides() -> None:
     assert device(small, "staging slots") <= small.slots * slot
     assert needs(STREAMED, staging_bytes=slot).slots == 1
     assert needs(HOST).slots == 0
+
+
+def test_t44_a_graph_keeps_its_gradients_and_its_memory_during_the_step() -> None:
+    work = workload(loss=100_000.0)
+    apart, captured = (needs(STREAMED, work=work, staging_bytes=20 * NUMEL, captured=on) for on in (False, True))
+    assert captured.slots == apart.slots == 2
+    assert (device(apart, "staging slots"), device(captured, "staging slots")) == (0, 20 * NUMEL)
+    assert device(captured, "logits and loss") == device(apart, "logits and loss") == 100_000 * TOKENS
+    apart, captured = (needs(HOST, Keep.RECOMPUTE, captured=on) for on in (False, True))
+    assert device(apart, "gradients") <= (GRADIENTS_IN_FLIGHT + 1) * 2 * NUMEL
+    assert device(captured, "gradients") == 2 * NUMEL * (LAYERS + 2)
+    assert device(captured, "workspaces") - device(apart, "workspaces") == CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES
 
 
 def test_without_curves_sums_are_used() -> None:

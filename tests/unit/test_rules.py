@@ -144,11 +144,23 @@ def test_known_options_that_are_not_built_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_BUILT_FOR_RANKS)
 def test_what_is_not_built_for_several_processes_is_refused_there_alone(name: str) -> None:
-    switches = ""
-    if "weights" in name:
-        switches = "model.cpu_offloading=true model.cpu_offloading_num_layers=1 optimizer.optimizer_cpu_offload=true "
-        switches += "optimizer.optimizer_offload_fraction=1.0 "
-    config = tiny(f"train.micro_batch_size=1 {switches}{name}={'true' if switches else 'folder'}")
+    switches, on = {
+        "model.cpu_offloading_weights": (
+            (
+                "model.cpu_offloading=true model.cpu_offloading_num_layers=1 optimizer.optimizer_cpu_offload=true "
+                "optimizer.optimizer_offload_fraction=1.0"
+            ),
+            "true",
+        ),
+        "model.cuda_graph_impl": (
+            (
+                "model.architecture=qwen3 model.num_moe_experts=null model.moe_ffn_hidden_size=null "
+                "model.moe_router_topk=2 model.moe_aux_loss_coeff=0 model.ffn_hidden_size=256"
+            ),
+            "full_iteration",
+        ),
+    }[name]
+    config = tiny(f"train.micro_batch_size=1 {switches} {name}={on}")
     check(config)
     with pytest.raises(NotBuiltError) as caught:
         check(config, world_size=2)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hostward.errors import ConfigError, UnknownNameError
+from hostward.errors import ConfigError, NotBuiltError, UnknownNameError
 
 from .output import require_replaceable, require_writable
 from .recipe import DEFAULT_RECIPE, configured
@@ -172,12 +172,19 @@ def _answer(
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
     from hostward.planning.shards import sharded
+    from hostward.rule_table import captured
     from hostward.rules import check
     from hostward.train.kept import usual_folder
     from hostward.train.planning import asked_of, phases_of
     from hostward.train.workload import recipe_workload
 
     check(config, world_size=1)
+    if captured(config):
+        raise NotBuiltError(
+            "hostward plan with model.cuda_graph_impl=full_iteration is known, but not built yet",
+            why="it counts on memory that backward frees, and on a step that hides behind forward and backward",
+            fix="set model.cuda_graph_impl=none; hostward train weighs a captured run before it starts",
+        )
     workload = sharded(recipe_workload(config, name=name, folder=usual_folder()), gpus)
     return workload, asked_of(config, workload, speeds), phases_of(config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hostward.rule_table import captured
 from hostward.training.attach import attach
 from hostward.training.attachment import Activations, Attachment
 from hostward.training.planned import layers_of, recompute_whole
@@ -33,7 +34,7 @@ def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | No
         chosen = frozenset(range(len(layers)))
     else:
         chosen = frozenset(range(min(options.recompute_num_layers or 0, len(layers))))
-    recompute_whole(model, layers, chosen)
+    recompute_whole(model, layers, chosen, draws=not captured(config))
     return len(chosen)
 
 
@@ -67,6 +68,7 @@ def _offloaded(config: Config) -> Activations | None:
             min_elements=options.min_offloaded_tensor_size,
             fraction=options.activation_offload_fraction,
             max_in_flight=options.fine_grained_offloading_max_inflight_offloads,
+            retain_pinned_buffers=captured(config),  # replays copy to fixed addresses
         )
     count = options.cpu_offloading_num_layers
     if not (options.cpu_offloading and count and options.cpu_offloading_activations):

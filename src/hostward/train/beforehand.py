@@ -10,9 +10,11 @@ from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
+from hostward.rule_table import captured
 from hostward.run_report import Estimate
 
 from . import resume
+from .captured import require_capturable
 from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import pretrained_config
@@ -45,6 +47,8 @@ def weighed(
         described = pretrained_config(config.model, config.model.hf_model_path)
         rounds = config.model.virtual_pipeline_model_parallel_size or 1
         require_divisible(described.num_hidden_layers, described.tie_word_embeddings, ranks.stages * rounds)
+    if captured(config) and config.model.hf_model_path is not None:
+        require_capturable(pretrained_config(config.model, config.model.hf_model_path))
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
     least = require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)

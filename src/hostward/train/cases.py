@@ -41,6 +41,7 @@ _OFFLOADING = (
     "model.min_offloaded_tensor_size",
     "model.activation_offload_fraction",
     "model.fine_grained_offloading_max_inflight_offloads",
+    "model.cuda_graph_impl",
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
     "optimizer.overlap_cpu_optimizer_d2h_h2d",
@@ -53,7 +54,12 @@ _OFFLOADING = (
     "optimizer.optimizer_state_offload_chunk_size_mb",
 )
 
-_KEPT_AS_GIVEN = ("model.cpu_offloading", "model.fine_grained_activation_offloading", "optimizer.gradients")
+_KEPT_AS_GIVEN = (
+    "model.cpu_offloading",
+    "model.fine_grained_activation_offloading",
+    "model.cuda_graph_impl",
+    "optimizer.gradients",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hostward.engine.trace import Trace
 from hostward.errors import DataError, DeviceError, NotBuiltError
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
+from hostward.rule_table import captured
 from hostward.rules import check, idle_switches
 from hostward.run_report import Estimate, FrontierPoint, OffloadReport, RanksReport
 from hostward.training.attachment import Attachment
@@ -33,6 +34,7 @@ from .activations import attach_activations, recompute_layers
 from .alike import require_alike, what_runs
 from .beforehand import weighed
 from .beside_gpu import bind_beside_gpu
+from .captured import require_graphs
 from .data import TokenDataset
 from .parts import hold
 from .passes import Passes, WholeModel, passes_of
@@ -75,6 +77,8 @@ class Run:
     iteration_s: list[float] = field(default_factory=list)
     slot_bytes: int = 0
     """Most device memory of streamed state seen between a step and the next forward."""
+    graph_bytes: int = 0
+    """Device memory that a CUDA graph of forward and backward keeps between iterations, gradients left out."""
     attachment: Attachment | None = None
     """Offloading of activations, where it is asked for."""
     saved: Path | None = None
@@ -190,6 +194,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     for told in idle_switches(config) if ranks.first else ():
         log.warning("%s", told)
     device = choose_device(config.train.device, ranks.local_rank)
+    if captured(config):
+        require_graphs(device, plan)
     if plan is not None:
         config = with_plan(config, plan)
         if device.type == "cuda" and not force:
@@ -254,7 +260,7 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
             run.iteration,
             until,
         )
-    with resume.saves(run), deterministic(run.config.model.deterministic_mode):
+    with resume.saves(run), deterministic(run.config.model.deterministic_mode), closing(run.passes):
         run.clock_s = time.perf_counter()
         for first, end in _windows(run.iteration, until, metered):
             _iterate(run, first, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ LLAMA3_LOW_FREQ_FACTOR = 1.0
 LLAMA3_HIGH_FREQ_FACTOR = 4.0
 LLAMA3_ORIGINAL_CONTEXT_TOKENS = 8192
 LLAMA3_CONTEXT_TOKENS = 131072
+_MASKLESS = "hostward_causal"
+"""Name of an attention in transformers' table."""
 
 
 def build_model(
@@ -87,6 +90,28 @@ def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Te
     labels = labels.contiguous()
     loss: torch.Tensor = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
     return loss
+
+
+def attend_without_mask(model: Any) -> Callable[[], None]:
+    """Let the layers of a model attend causally by scaled_dot_product_attention's own flag, and never by a mask.
+
+    transformers asks the device in every forward whether sequences are packed, and makes a mask where it may not ask,
+    as in the capture of a CUDA graph: another kernel, and other bits. Where no mask is needed this gives the same ones.
+
+    Returns what undoes it.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    before = model.config._attn_implementation
+    # No function makes masks for this name: then none is made.
+    AttentionInterface.register(_MASKLESS, sdpa_attention_forward)
+    model.set_attn_implementation(_MASKLESS)
+
+    def undo() -> None:
+        model.set_attn_implementation(before)
+
+    return undo
 
 
 def layers_of(model: Any) -> list[tuple[str, torch.nn.Module]]:

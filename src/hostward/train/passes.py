@@ -1,15 +1,20 @@
-"""How the microbatches of a step go through the model: the whole of it here, or a stage of it on each process."""
+"""How the microbatches of a step go through the model: the whole of it here, or a stage of it on each process.
+`hostward.train.captured` has one more way.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from hostward.rule_table import captured
 
 from .models import training_loss
 from .parts import synchronise_gradients
@@ -36,9 +41,16 @@ class Passes(Protocol):
             taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
         """
 
+    def close(self) -> None:
+        """The run is over, or has failed."""
+
 
 def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
     """What runs the batches of a model that is `held` here."""
+    if captured(share):
+        from .captured import Captured, CudaGraph
+
+        return Captured(partial(CudaGraph, device))
     if held.stages is None:
         return WholeModel()
     return Pipeline(held.parts, held.stages, share, device)
@@ -51,7 +63,7 @@ class WholeModel:
         total = torch.zeros((), dtype=torch.float32, device=run.device)
         for microbatch in range(run.microbatches):
             last = microbatch == run.microbatches - 1
-            inputs, labels = _samples(run, microbatch)
+            inputs, labels = samples(run, microbatch)
             if run.ranks.size > 1:
                 synchronise_gradients(run.model, last=last)
             with run.optimizer.accumulate(last=taken and last):
@@ -62,6 +74,9 @@ class WholeModel:
                 (mean if run.scaler is None else run.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
         run.sampler.sample(run.iteration, BACKWARD)
         return total
+
+    def close(self) -> None:
+        """Nothing outlives an iteration."""
 
 
 class Pipeline:
@@ -96,12 +111,15 @@ class Pipeline:
         first, last = (any(getattr(part, end) for part in self._parts) for end in ("first", "last"))
         inputs = labels = None
         if first or last:
-            samples = [_samples(run, microbatch) for microbatch in range(self._microbatches)]
-            inputs, labels = (torch.cat(parts) for parts in zip(*samples, strict=True))
+            found = [samples(run, microbatch) for microbatch in range(self._microbatches)]
+            inputs, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         given = (inputs,) if first else ()
         self._schedule.step(*given, target=labels if last else None, return_outputs=False)
         run.sampler.sample(run.iteration, BACKWARD)
         return self._total
+
+    def close(self) -> None:
+        """Nothing outlives an iteration."""
 
     def _loss(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
         from hostward.adapters.pipelines import loss_of
@@ -122,7 +140,7 @@ class Pipeline:
             yield
 
 
-def _samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels of one of this process's microbatches. As in Megatron, the samples of a step go to the ranks in
     turns of a microbatch, so that together they see the batch that one process would see.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -12,12 +13,14 @@ from hostward.errors import ConfigError
 from hostward.host.threads import CpuFacts, default_threads
 from hostward.inventory import Inventory
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
+from hostward.lowering.staging import FEWEST, slot_bytes, streamed_bytes
 from hostward.plan import Placement, Plan
 from hostward.planner import summed_on_host
 from hostward.planning.plan_file import PlanFile
-from hostward.rule_table import serial
+from hostward.rule_table import captured, serial
 from hostward.sizes import MIB
 from hostward.training.optimizer import AdamW
+from hostward.training.workload_of import inventory_of
 
 from . import resume
 from .parts import Held
@@ -38,7 +41,7 @@ def accumulates(config: Config) -> bool:
 
 def gradients_leave(config: Config) -> bool:
     """Whether gradients of the host share leave the device while backward makes others."""
-    return not serial(config) and (not accumulates(config) or sums_on_host(config))
+    return not serial(config) and not captured(config) and (not accumulates(config) or sums_on_host(config))
 
 
 def sums_on_host(config: Config) -> bool:
@@ -99,10 +102,19 @@ def make_optimizer(held: Held, config: Config, plan: PlanFile | None = None, cpu
         use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
         gradients=options.gradients,
         grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
-        staging_bytes=options.optimizer_state_offload_chunk_size_mb * MIB or None,
+        staging_bytes=staging_bytes(config, lambda: inventory_of(held.model)),
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
         stages=held.stages,
     )
+
+
+def staging_bytes(config: Config, inventory: Callable[[], Inventory]) -> int | None:
+    """Most device bytes of staging slots; None: what backward frees, and two slots. A CUDA graph frees nothing."""
+    asked = config.optimizer.optimizer_state_offload_chunk_size_mb * MIB
+    if asked or not captured(config):
+        return asked or None
+    parts = [streamed_bytes(bucket.kind, bucket.offsets[-1]) for bucket in inventory().buckets]
+    return FEWEST * slot_bytes(parts)
 
 
 def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
@@ -129,7 +141,7 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
 
 def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
     """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
-    leaving = [] if serial(config) else _leaving(config, inventory, plan)
+    leaving = [] if serial(config) or captured(config) else _leaving(config, inventory, plan)
     return frozenset(_names_besides(leaving, _names(inventory)))
 
 

@@ -20,15 +20,15 @@ from hostward.planning.plan_file import PlanFile
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
+from hostward.rule_table import captured
 from hostward.run_report import Estimate
-from hostward.sizes import MIB
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
 
 from .memory import Need
 from .models import meta_model
-from .placing import sums_on_host
+from .placing import staging_bytes, sums_on_host
 from .planning import asked_of, phases_of
 from .ranks import Ranks
 from .workload import recipe_workload
@@ -76,7 +76,9 @@ def require_fit(
     needs = required_of(workload)(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     refuse(needs, budgets, CURE)
-    return estimate(workload, choice, needs, plan, profile_of(torch.cuda.get_device_name(device)))
+    # Predicted seconds are those of a step that hides behind forward and backward.
+    hardware = None if captured(config) else profile_of(torch.cuda.get_device_name(device))
+    return estimate(workload, choice, needs, plan, hardware)
 
 
 def estimate(
@@ -111,5 +113,6 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
         tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(layers))),
         forced.offloaded_weights or frozenset(),
         sums_on_host(config),
-        config.optimizer.optimizer_state_offload_chunk_size_mb * MIB or None,
+        staging_bytes(config, lambda: workload.inventory),
+        captured(config),
     )

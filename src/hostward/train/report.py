@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .loop import Run
 
 SLOTS = "staging slots"
+GRAPH = "CUDA graph"
 
 
 def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None:
@@ -147,6 +148,7 @@ def _memory(run: Run) -> MemoryReport:
     ledger, cuda = run.optimizer.backend.ledger, run.device.type == "cuda"
     at_most = {"gradients": gradient_bytes(run.share, run.optimizer.inventory, run.optimizer.plan)}
     at_most |= {SLOTS: run.slot_bytes} if run.slot_bytes else {}
+    at_most |= {GRAPH: run.graph_bytes} if run.graph_bytes else {}
     return MemoryReport(
         device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
         host_by_owner_bytes=ledger.by_owner(Tier.HOST),

@@ -115,6 +115,12 @@ def look(run: Run) -> None:
         _saved(run, run.saver.poll())
 
 
+def finish(run: Run) -> None:
+    """Wait for a save that is being made beside training. Raises what it failed with."""
+    if run.saver is not None:
+        _saved(run, run.saver.finish())
+
+
 @contextmanager
 def saves(run: Run) -> Iterator[None]:
     """Around training: the last checkpoint is made behind it, and one under way is given up if it fails."""
@@ -122,8 +128,7 @@ def saves(run: Run) -> Iterator[None]:
         yield
         if run.config.checkpoint.save is not None:
             save(run)
-        if run.saver is not None:
-            _saved(run, run.saver.finish())
+        finish(run)
     finally:
         if run.saver is not None:
             run.saver.close()

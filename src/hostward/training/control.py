@@ -92,6 +92,13 @@ class Control(torch.optim.Optimizer):
         self.discard_gradients()
         super().zero_grad(set_to_none)
 
+    def replayed(self) -> None:
+        """Say that a CUDA graph has written the gradients in `.grad`: they stay there, whatever ran before the replay.
+
+        A loop that does nothing but replay and step need not call this: the capture says it.
+        """
+        self._handover.captured = True
+
     def trace(self) -> Tracing:
         """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
 

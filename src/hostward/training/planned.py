@@ -77,8 +77,14 @@ def _first(yes: Sequence[bool], what: str) -> int:
     return count
 
 
-def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int]) -> None:
+def recompute_whole(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int], *, draws: bool = True
+) -> None:
     """Put transformers' own checkpoint around these layers, and take it from the others.
+
+    Args:
+        draws: whether they may draw random numbers, so that the state of the generators is kept; a CUDA graph that is
+            being captured cannot read it.
 
     Raises ConfigError for layers that have none.
     """
@@ -95,7 +101,7 @@ def recompute_whole(model: torch.nn.Module, layers: Sequence[torch.nn.Module], c
             "model.recompute_granularity=selective, or null",
         )
     if chosen and enable is not None:
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False, "preserve_rng_state": draws})
     for number, layer in enumerate(layers):
         if hasattr(layer, _SWITCH):
             setattr(layer, _SWITCH, number in chosen)
