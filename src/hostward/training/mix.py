@@ -9,7 +9,7 @@ import torch
 
 from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
-from hostward.errors import ConfigError, MemoryLimitError
+from hostward.errors import ConfigError, MemoryLimitError, PageLockError
 from hostward.hardware import Rates
 from hostward.inventory import Bucket, Inventory, state_bytes_per_element
 from hostward.lowering.staging import FEWEST
@@ -66,7 +66,7 @@ class Mix:
         if backend.device.type != "cuda" or not offload_fraction or not buckets:
             return 0.0
         if self.rates is None:
-            self.rates = measure_rates(backend)
+            self.rates = _measured(backend)
         first = buckets[0]
         return streamed_share(
             self.rates, state_bytes=state_bytes_per_element(first.kind), weight_bytes=first.dtype.itemsize_bytes
@@ -86,6 +86,18 @@ class Mix:
             self._budget_bytes = None  # groups that come later are placed alike
         share = self.streamed_share(backend, buckets, self.offload_fraction)
         return place_fraction(buckets, self.offload_fraction, share)
+
+
+def _measured(backend: Backend) -> Rates:
+    try:
+        return measure_rates(backend)
+    except PageLockError as error:
+        raise PageLockError(
+            error.what,
+            why="; ".join(filter(None, (error.why, "the rate of copies is measured to choose what is streamed"))),
+            fix="streamed_fraction=0.0 (in a run: no optimizer.offload_mix) steps all of it on the host, whose state "
+            f"is not page-locked; or {error.fix}",
+        ) from error
 
 
 def _budget_bytes(offload_fraction: object, device_memory: int | str | None) -> int | None:
