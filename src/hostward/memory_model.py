@@ -16,7 +16,7 @@ from .choice import Choice
 from .errors import ConfigError
 from .gradient_model import Facts, Gradients
 from .inventory import SPLIT_ELEMENTS, Inventory, MasterKind, master_kind, state_bytes_per_element
-from .lowering.optimizer import INBOXES, inbox_bytes
+from .lowering.optimizer import inbox_bytes
 from .lowering.staging import FEWEST
 from .plan import Placement
 from .save_buffers import MOST_WRITERS, PIECE_BYTES
@@ -169,11 +169,8 @@ class MemoryModel:
                 stepped += state + 8 * len(bucket.ranges)
                 weights += elements * bucket.dtype.itemsize_bytes
                 landing += elements * gradients.landed_itemsize_bytes(bucket)
-        partials = 0.0
-        if gradients.summed:
-            inboxes = inbox_bytes([buckets[b] for b in gradients.summed]) // INBOXES
-            landing += inboxes * min(INBOXES, len(gradients.summed))
-            partials += self._partial_bytes
+        landing += sum(inbox_bytes([buckets[b] for b in gradients.summed]))
+        partials = self._partial_bytes if gradients.summed else 0
         frozen = sum(la.frozen_weight_bytes for la in workload.repeated if la.name in choice.offloaded_weights)
         lanes = 2 if Placement.STREAMED in choice.placements else 1
         rest = {

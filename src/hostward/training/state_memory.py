@@ -62,7 +62,7 @@ class Asked:
         return found
 
     def _inbox_bytes(self) -> int:
-        return inbox_bytes([self.buckets[b] for b in self.summed])
+        return sum(inbox_bytes([self.buckets[b] for b in self.summed]))
 
     def _changed(self, changes: Sequence[str]) -> Asked:
         stepped, gradients, weights = (change in changes for change in _CHANGES)
