@@ -54,6 +54,8 @@ class Mix:
         self.gradients = "device" if gradients is None else gradients
         self.staging_bytes = None if self._plan is None else self._plan.staging_bytes
         """Of the plan: device memory for streamed state; None: not bounded."""
+        self.pin_gradients = self._plan is None or self._plan.pin_gradients
+        self.pin_weights = self._plan is None or self._plan.pin_weights
         self.rates: Rates | None = None
         """Measured once, before state is allocated; None if nothing depended on them."""
 

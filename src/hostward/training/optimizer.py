@@ -79,7 +79,7 @@ class AdamW(Saving):
             False: everything happens within `step`.
         pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
             where their weights come back from. Without it the caller waits for copies: same bits, much slower. The
-            state of these buckets never is.
+            state of these buckets never is. A plan may say so too.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters: other bits, and slower.
         gradients: where gradients of host-stepped buckets are added up over microbatches; None: as the plan says, or
             "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
@@ -137,7 +137,8 @@ class AdamW(Saving):
         self.max_grad_norm = checked_norm(max_grad_norm)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
         self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory)
-        self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
+        self._pin_gradients = pin_gradients and self._mix.pin_gradients
+        self._pin_weights = pin_weights and self._mix.pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
