@@ -61,6 +61,9 @@ def test_a_plan_that_locks_less_is_carried_out(small: Workload) -> None:
     switches = {"pin_gradients": False, "pin_weights": False}
     unpinned = plan(replace(small, **switches), choice)  # type: ignore[arg-type]
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    words = "optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"
+    by_options = workload(*words, "optimizer.pin_cpu_grads=False", "optimizer.pin_cpu_params=False")
+    assert (by_options.pin_gradients, by_options.pin_weights) == (False, False)
     asked = with_plan(config, unpinned).optimizer
     assert (asked.pin_cpu_grads, asked.pin_cpu_params) == (False, False)
     model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
