@@ -4,7 +4,8 @@
 
 Rows of step.py and activations.py, and runs of `hostward train --json`. Nothing is allocated: the models are built on
 the meta device, and what they hold is found there (`hostward.training.workload_of`). `device` is the peak of torch's
-allocator; `host` is what was page-locked, for activations alone in rows of activations.py.
+allocator; `host` is what was taken of the host, for activations alone in rows of activations.py. (Older
+results of step.py tell what was page-locked, which then was all of it.)
 
 A row is left out where the result does not tell enough: other libraries, skipped rows, streamed state that was cut into
 other buckets than today, and rows with one iteration before those that count (the optimizer measures itself in the
@@ -141,8 +142,9 @@ def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | Non
     needs = required(work, choice).phase(STEADY_STEP)
     device = device_bytes(needs, with_optimizer=options is not None)
     measured = row["device_peak_bytes"]
-    pinned = needs.pinned_bytes if options is not None else None
-    return Row(file, row["row"], row["tokens"], device, measured, pinned, row.get("pinned_bytes"))
+    host = needs.host_bytes if options is not None else None
+    taken = row.get("host_bytes", row.get("pinned_bytes"))
+    return Row(file, row["row"], row["tokens"], device, measured, host, taken)
 
 
 def of_activations(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | None:
@@ -172,8 +174,8 @@ def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
     memory = result["memory"]
     name = " ".join([result["recipe"], *(w for w in words if w.startswith("model."))])
     device = device_bytes(needs, with_optimizer=True)
-    host = needs.pinned_bytes
-    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], host, memory["pinned_bytes"])
+    taken = sum(memory["host_by_owner_bytes"].values())
+    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], needs.host_bytes, taken)
 
 
 def device_bytes(needs: PhaseNeeds, *, with_optimizer: bool) -> int:

@@ -381,6 +381,7 @@ def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
         "placed_parameters": shares,
         "buckets": len(plan.buckets),
         "offloaded_buckets": sum(b.placement != "device" for b in plan.buckets),
+        "host_bytes": sum(n for (tier, _), n in ledger.held_bytes.items() if tier == "host"),
         "pinned_bytes": ledger.pinned_bytes,
         "backend": dict(optimizer.backend.describe()),
         **({**enqueued(run, optimizer), "trace": traced(run, contender)} if run.job.traced else {}),

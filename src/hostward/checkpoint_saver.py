@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -15,10 +16,12 @@ from hostward.checkpoint_ranks import Ranks
 from hostward.checkpoint_request import JSON, check_plain, plain_bytes, values_of
 from hostward.checkpoint_save import Request, Save, Snapshot, snapshot_bytes
 from hostward.engine.backend import Backend, Buffer, Tier
-from hostward.errors import CheckpointError, HostwardError
+from hostward.errors import CheckpointError, HostwardError, PageLockError
 from hostward.inspect import local_of
 from hostward.save_buffers import PIECE_BYTES, writer_count
 from hostward.training.sources import Source
+
+log = logging.getLogger("hostward")
 
 Mode = Literal["snapshot", "stream"]
 MODES: tuple[Mode, ...] = ("snapshot", "stream")
@@ -165,7 +168,7 @@ class Saver:
             count = _threads(values)
             if len(self._rooms) < count or self._rooms[0].nbytes < room_bytes:
                 self._give_back()
-                self._rooms = backend.allocate(Tier.HOST, [room_bytes] * count, torch.uint8, OWNER, pinned=True)
+                self._rooms = _rooms(backend, [room_bytes] * count)
         if self.mode == "snapshot":
             wanted_bytes = snapshot_bytes(sources)
             if self._snapshot is not None and self._snapshot.size_bytes < wanted_bytes:
@@ -201,6 +204,15 @@ class _UnderWay:
     def give_up(self) -> None:
         self._save.stop.ask()
         self.wait()
+
+
+def _rooms(backend: Backend, sizes_bytes: list[int]) -> list[Buffer]:
+    try:
+        return backend.allocate(Tier.HOST, sizes_bytes, torch.uint8, OWNER, pinned=True)
+    except PageLockError as error:
+        # A run that has no page to lock left must not lose its checkpoint for it: they are copied through all the same.
+        log.warning("%s: the device is read through plain memory, which takes longer", error.what)
+        return backend.allocate(Tier.HOST, sizes_bytes, torch.uint8, OWNER)
 
 
 def _sources(values: Mapping[str, Value]) -> list[Source]:

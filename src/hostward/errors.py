@@ -59,6 +59,10 @@ class MemoryLimitError(HostwardError):
     """A byte budget (device, host, pinned, cgroup) that the plan exceeds, or an allocation that failed."""
 
 
+class PageLockError(MemoryLimitError):
+    """Host memory that the driver refuses to page-lock, for copies to and from the device."""
+
+
 class NativeError(HostwardError):
     """The native host library is missing, was built for another version, or reported an error."""
 

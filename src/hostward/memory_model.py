@@ -16,7 +16,7 @@ from .choice import Choice
 from .errors import ConfigError
 from .gradient_model import Facts, Gradients
 from .inventory import SPLIT_ELEMENTS, Inventory, MasterKind, master_kind, state_bytes_per_element
-from .lowering.optimizer import INBOXES, inbox_bytes
+from .lowering.optimizer import inbox_bytes
 from .plan import Placement
 from .save_buffers import MOST_WRITERS, PIECE_BYTES
 from .sizes import MIB
@@ -118,7 +118,7 @@ class MemoryModel:
         _check(self.workload, choice)
         gradients = Gradients(self._facts, choice)
         step = StepModel(self._facts, choice, gradients)
-        host = self._host(choice, gradients, step.parked_bytes)
+        host, pinned = self._host(choice, gradients, step.parked_bytes)
         buckets = self.workload.inventory.buckets
         state = sum(
             self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
@@ -138,48 +138,64 @@ class MemoryModel:
         waiting = [layer.weight_bytes for layer in layers if layer.name in choice.offloaded_weights]
         there = self.workload.weight_bytes - sum(waiting) + max(waiting, default=0)
         loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
-        asleep = {**host, Owner.STATE: host[Owner.STATE] + state, Owner.WEIGHTS: host[Owner.WEIGHTS] + resident}
-        settled = {**host, Owner.ACTIVATIONS: 0.0}
         buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
+        loaded = {Owner.WEIGHTS: host[Owner.WEIGHTS] + sum(waiting), Owner.ACTIVATIONS: 0.0}
+        locked = {**pinned, Owner.ACTIVATIONS: 0.0}
         phases = (
-            _phase(LOAD, loading, {**settled, Owner.WEIGHTS: settled[Owner.WEIGHTS] + sum(waiting)}, settled),
-            _phase(FIRST_STEP, first, host, host),
-            _phase(STEADY_STEP, steady, {**host, Owner.COPIES: kept}, host),
+            _phase(LOAD, loading, {**host, **loaded}, locked),
+            _phase(FIRST_STEP, first, host, pinned),
+            _phase(STEADY_STEP, steady, {**host, Owner.COPIES: kept}, pinned),
             _phase(
                 SAVE,
                 {**rest, Owner.WEIGHTS: resident},
                 {**host, Owner.COPIES: kept + buffers},
-                {**host, Owner.COPIES: buffers},
+                {**pinned, Owner.COPIES: buffers},
             ),
-            _phase(RESUME, loading, {**settled, Owner.COPIES: self._loaded_bytes}, settled),
-            _phase(SLEEP, {}, asleep, asleep),
+            _phase(RESUME, loading, {**host, Owner.ACTIVATIONS: 0.0, Owner.COPIES: self._loaded_bytes}, locked),
+            _phase(SLEEP, {}, _with(host, state, resident), _with(pinned, state, resident)),
         )
         return Needs(phases, slots.count, slots.stage_at)
 
-    def _host(self, choice: Choice, gradients: Gradients, parked_bytes: float) -> dict[Owner, float]:
-        """Host bytes of a step, all of them page-locked."""
-        buckets, padded = self.workload.inventory.buckets, self._facts.padded
-        state = weights = landing = 0.0
+    def _host(
+        self, choice: Choice, gradients: Gradients, parked_bytes: float
+    ) -> tuple[dict[Owner, float], dict[Owner, float]]:
+        """Host bytes of a step, and the page-locked ones of them: what copies reach."""
+        buckets, padded, workload = self.workload.inventory.buckets, self._facts.padded, self.workload
+        streamed = stepped = weights = landing = 0.0
         for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
-            if placement.offloaded:
-                state += elements * state_bytes_per_element(bucket.kind)
-            if placement is Placement.HOST:
-                state += 8 * len(bucket.ranges)
+            state = elements * state_bytes_per_element(bucket.kind)
+            if placement is Placement.STREAMED:
+                streamed += state
+            elif placement is Placement.HOST:
+                stepped += state + 8 * len(bucket.ranges)
                 weights += elements * bucket.dtype.itemsize_bytes
                 landing += elements * gradients.landed_itemsize_bytes(bucket)
-        if gradients.summed:
-            inboxes = inbox_bytes([buckets[b] for b in gradients.summed]) // INBOXES
-            landing += inboxes * min(INBOXES, len(gradients.summed)) + self._partial_bytes
-        weights += sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
+        landing += sum(inbox_bytes([buckets[b] for b in gradients.summed]))
+        partials = self._partial_bytes if gradients.summed else 0
+        frozen = sum(la.frozen_weight_bytes for la in workload.repeated if la.name in choice.offloaded_weights)
         lanes = 2 if Placement.STREAMED in choice.placements else 1
-        return {
-            Owner.STATE: state,
-            Owner.WEIGHTS: weights,
-            Owner.GRADIENTS: landing,
+        rest = {
             Owner.ACTIVATIONS: parked_bytes,
-            Owner.WORKSPACE: lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES,
+            Owner.WORKSPACE: float(lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES),
         }
+        host = {
+            Owner.STATE: streamed + stepped,
+            Owner.WEIGHTS: weights + frozen,
+            Owner.GRADIENTS: landing + partials,
+            **rest,
+        }
+        pinned = {
+            Owner.STATE: streamed,
+            Owner.WEIGHTS: (weights if workload.pin_weights else 0.0) + frozen,
+            Owner.GRADIENTS: (landing if workload.pin_gradients else 0.0) + partials,
+            **rest,
+        }
+        return host, pinned
+
+
+def _with(held: Mapping[Owner, float], state: float, weights: float) -> dict[Owner, float]:
+    return {**held, Owner.STATE: held[Owner.STATE] + state, Owner.WEIGHTS: held[Owner.WEIGHTS] + weights}
 
 
 def save_bytes(inventory: Inventory) -> tuple[int, int]:

@@ -144,6 +144,10 @@ class Workload:
     """Among which parameters, gradients and state are sharded (1: this workload is one whole replica)."""
     snapshot: bool = False
     """Checkpoints are written from a second copy of the state on the host, which is kept from the first save on."""
+    pin_gradients: bool = True
+    """Host memory where gradients of host-stepped buckets arrive is page-locked."""
+    pin_weights: bool = True
+    """Host memory where weights of host-stepped buckets come back from is page-locked."""
 
     @property
     def microbatch_tokens(self) -> int:

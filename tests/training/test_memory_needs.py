@@ -63,6 +63,8 @@ def test_host_bytes_are_those_of_the_ledger(dtype: str, mix: str, microbatches: 
     needs = required(workload, kept(workload, optimizer, gradients == "host")).phase(LOAD)
     host = {k: v for k, v in needs.host.items() if k != "workspaces"}
     assert sum(host.values()) + WORKSPACES == held(optimizer, Tier.HOST)
+    locked = {k: v for k, v in needs.pinned.items() if k != "workspaces"}
+    assert sum(locked.values()) + WORKSPACES == optimizer.backend.ledger.pinned_bytes
     state = held(optimizer, Tier.DEVICE, "exp_avg", "exp_avg_sq", "remainder", "master")
     counts = 8 * sum(
         len(bucket.ranges)
@@ -71,6 +73,19 @@ def test_host_bytes_are_those_of_the_ledger(dtype: str, mix: str, microbatches: 
     )
     assert needs.device.get("optimizer state", 0) == state + counts
     assert needs.device["workspaces"] == held(optimizer, Tier.DEVICE, "norm partials")
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("pins", [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("mix", ["host", "mixed"])
+def test_page_locked_bytes_follow_the_switches(mix: str, pins: tuple[bool, bool], gradients: str) -> None:
+    workload = replace(work("fp32", 2), pin_gradients=pins[0], pin_weights=pins[1])
+    model = built("Llama", "cpu", torch.float32, num_hidden_layers=4)
+    switches = {"pin_gradients": pins[0], "pin_weights": pins[1]}
+    optimizer = hostward.AdamW(model, gradients=gradients, **MIXES[mix], **switches)  # type: ignore[arg-type]
+    needs = required(workload, kept(workload, optimizer, gradients == "host")).phase(LOAD)
+    locked = {k: v for k, v in needs.pinned.items() if k != "workspaces"}
+    assert sum(locked.values()) + WORKSPACES == optimizer.backend.ledger.pinned_bytes
 
 
 @pytest.mark.parametrize("mode", ["stream", "snapshot"])

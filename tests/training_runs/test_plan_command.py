@@ -187,6 +187,21 @@ def test_the_memory_of_a_machine_or_its_container_is_a_limit(cli: Cli, tmp_path:
     assert "--host-memory 0.1GiB" in found.out
 
 
+def test_a_cap_on_locked_pages_is_kept_by_locking_less(cli: Cli, tmp_path: Path) -> None:
+    """Tables of kernels take 2 MiB, whatever the model."""
+    path, words = tmp_path / "plan.json", [*TINY, "--place", "*=host", "--pinned-memory", "2.1MiB"]
+    found = cli("plan", *words)
+    assert found.code == 1
+    assert "  --pinned-memory 0.1GiB" in found.out
+    assert "  --no-pin" in found.out
+    found = cli("plan", *words, "--no-pin", "--json", path)
+    assert found.code == 0
+    assert "gradients and weights of what the host steps are not page-locked" in found.out
+    plan = json.loads(path.read_text())
+    assert (plan["pin_gradients"], plan["pin_weights"]) == (False, False)
+    assert plan["predicted"]["pinned_bytes"] < 2.1 * (1 << 20) < plan["predicted"]["host_bytes"]
+
+
 def test_two_plans_are_compared(cli: Cli, tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     cli("plan", *TINY, "--json", one)

@@ -56,6 +56,24 @@ def plan(of: Workload, choice: Choice) -> PlanFile:
     return plan_of(of, hardware, 1, Budgets(), candidate)
 
 
+def test_a_plan_that_locks_less_is_carried_out(small: Workload) -> None:
+    choice = Choice((Placement.HOST,) * len(small.inventory.buckets), (Keep.KEEP,) * len(small.repeated))
+    switches = {"pin_gradients": False, "pin_weights": False}
+    unpinned = plan(replace(small, **switches), choice)  # type: ignore[arg-type]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    words = "optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"
+    by_options = workload(*words, "optimizer.pin_cpu_grads=False", "optimizer.pin_cpu_params=False")
+    assert (by_options.pin_gradients, by_options.pin_weights) == (False, False)
+    asked = with_plan(config, unpinned).optimizer
+    assert (asked.pin_cpu_grads, asked.pin_cpu_params) == (False, False)
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    pinned = []
+    for made in (unpinned, plan(small, choice)):
+        optimizer = hostward.AdamW(model, plan=made, backend=SimulatedBackend(threads=1))
+        pinned.append(optimizer.backend.ledger.pinned_bytes)
+    assert pinned[0] == 12 < pinned[1]
+
+
 @pytest.fixture(scope="module")
 def small() -> Workload:
     return workload()

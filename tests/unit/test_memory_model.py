@@ -104,6 +104,31 @@ def test_gradients_of_host_buckets_leave_a_few_at_a_time() -> None:
     assert found.phase(STEADY_STEP).host["gradients"] == 2 * NUMEL * (LAYERS + 2)
 
 
+@pytest.mark.parametrize(
+    ("placement", "gradients", "weights", "each"),
+    [
+        (HOST, True, True, {"gradients": 2, "weights": 2}),
+        (HOST, False, True, {"weights": 2}),
+        (HOST, True, False, {"gradients": 2}),
+        (HOST, False, False, {}),
+        (STREAMED, True, True, {"optimizer state": 10}),
+        (STREAMED, False, False, {"optimizer state": 10}),
+    ],
+)
+def test_page_locked_is_what_copies_reach(
+    placement: Placement, gradients: bool, weights: bool, each: dict[str, int]
+) -> None:
+    work = replace(workload(), pin_gradients=gradients, pin_weights=weights)
+    found = needs(placement, Keep.RECOMPUTE, work)
+    for phase in found.phases:
+        rest = {owner: n for owner, n in phase.pinned.items() if owner not in ("workspaces", "copies for a checkpoint")}
+        more = {"optimizer state": 0, "weights": 2} if phase.name == SLEEP else {}
+        expected = {owner: each.get(owner, 0) + more.get(owner, 0) for owner in {*each, *more}}
+        assert rest == {owner: n * NUMEL * (LAYERS + 2) for owner, n in expected.items() if n}
+    plain = needs(placement, Keep.RECOMPUTE)
+    assert [phase.host for phase in found.phases] == [phase.host for phase in plain.phases]
+
+
 def test_several_microbatches_keep_gradients_in_fp32_unless_the_host_adds_them_up() -> None:
     work = workload(microbatches=2)
     stay = needs(HOST, work=work)

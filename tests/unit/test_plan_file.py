@@ -64,6 +64,20 @@ def test_a_plan_from_before_there_was_a_frontier_in_it_is_read() -> None:
     assert PlanFile.from_json(json.dumps(content)) == PLAN
 
 
+@pytest.mark.parametrize("switch", ["pin_gradients", "pin_weights"])
+def test_what_is_not_page_locked_is_in_the_plan(switch: str) -> None:
+    unpinned = replace(WORKLOAD, **{switch: False})  # type: ignore[arg-type]
+    plan = made(unpinned, CHOICE)
+    found = PlanFile.from_json(plan.to_json())
+    assert getattr(found, switch) is False
+    assert found.choice(WORKLOAD) == CHOICE
+    assert found.predicted.pinned_bytes < PLAN.predicted.pinned_bytes
+    assert f"{switch}: True -> False" in plan_file.differences(PLAN, found)
+    content = json.loads(PLAN.to_json())
+    del content[switch]
+    assert PlanFile.from_json(json.dumps(content)) == PLAN
+
+
 def test_its_bytes_and_seconds_are_the_models() -> None:
     needs = required(WORKLOAD, CHOICE)
     assert PLAN.predicted.device_peak_bytes == needs.device_peak_bytes

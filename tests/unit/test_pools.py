@@ -297,6 +297,8 @@ def test_locked_slabs_are_kept_out_of_forks_and_ask_for_huge_pages() -> None:
     plain = host_slab(4 * MIB, owner="x", threads=1)
     assert {"dc", "hg"} <= set(vm_flags(first.data_ptr())) & set(vm_flags(second.data_ptr()))
     assert "dc" not in vm_flags(plain.data_ptr())
+    alone = host_slab(MIB, owner="test", threads=1, inherited=False)
+    assert "dc" in vm_flags(alone.data_ptr())
     assert "hg" in vm_flags(plain.data_ptr())
 
 

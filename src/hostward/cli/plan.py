@@ -43,6 +43,9 @@ Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="With --
 Device = Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="Of each GPU, as in 40GiB.")]
 Host = Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Of the machine, all GPUs together.")]
 Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", help="Page-locked, of the machine.")]
+NoPin = Annotated[
+    bool, typer.Option("--no-pin", help="Neither gradients nor weights of what the host steps are page-locked.")
+]
 HardwareName = Annotated[
     str | None,
     typer.Option("--hardware", metavar="FILE|PROFILE", help="From `hostward bench machine`, or a shipped profile."),
@@ -86,6 +89,7 @@ def plan(
     device_memory: Device = None,
     host_memory: Host = None,
     pinned_memory: Pinned = None,
+    no_pin: NoPin = False,
     hardware: HardwareName = None,
     gpus: Gpus = 1,
     place: Place = None,
@@ -130,6 +134,8 @@ def plan(
         asked = configured(recipe or DEFAULT_RECIPE, words)
         chosen = hand(asked.model.num_layers if asked.model.hf_model_path is None else None)
         workload, forced, phases = _of_recipe(recipe or DEFAULT_RECIPE, asked, gpus, speeds)
+    if no_pin:
+        workload = replace(workload, pin_gradients=False, pin_weights=False)
     forced = forced_by_hand(workload, forced, chosen)
     found = _answer(workload, machine, gpus, replace(budgets, phases=phases), forced, plot, json_file)
     if hardware is None:

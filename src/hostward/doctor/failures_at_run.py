@@ -23,7 +23,8 @@ HOST_MEMORY = (
         r"could not be page-locked",
         "the driver refused to page-lock host memory",
         "a limit on locked memory (WSL, ulimit -l), or too little host memory; it is not the GPU that is full",
-        "lower the offloaded share; ulimit -l unlimited; under WSL raise memory in .wslconfig",
+        "step on the host instead of streaming, optimizer.pin_cpu_grads=False, optimizer.pin_cpu_params=False; "
+        "ulimit -l unlimited; under WSL raise memory in .wslconfig",
         "unslothai/unsloth-zoo#1257, vllm-project/vllm#51080",
     ),
     Failure(

@@ -155,7 +155,10 @@ def page_locking(facts: Facts) -> list[Finding]:
         found.append(Finding(ERROR, what, why, fix))
     if facts.wsl and (facts.devices.gpus or facts.devices.cuda_build):
         why = "Windows allows little page-locked memory, often 1 to 2 GiB; beyond it the driver says 'out of memory'"
-        fix = "raise memory= in .wslconfig, keep the offloaded share small, or train on Linux itself"
+        fix = (
+            "raise memory= in .wslconfig, train on Linux itself, or page-lock less: state that the host steps is not, "
+            "nor are gradients and weights with optimizer.pin_cpu_grads=False and optimizer.pin_cpu_params=False"
+        )
         found.append(Finding(WARNING, "this is WSL", why, fix))
     return found
 

@@ -37,7 +37,7 @@ def host_blocks(
     pinned: bool,
 ) -> list[torch.Tensor]:
     """One zero block of host memory per size (elements), page-locked for copies where `pinned`, on the device's own
-    NUMA node while that has memory. Raises MemoryLimitError.
+    NUMA node while that has memory; none of it is there in forked children. Raises MemoryLimitError.
     """
 
     def lock(address: int, size_bytes: int) -> Callable[[], None]:
@@ -46,7 +46,8 @@ def host_blocks(
         return functools.partial(_unlock, device, address, size_bytes)
 
     sizes_bytes = [size * dtype.itemsize for size in sizes]
-    blocks = host_slabs(sizes_bytes, owner=owner, threads=threads, lock=lock if pinned else None, numa_node=numa_node)
+    locks = lock if pinned else None
+    blocks = host_slabs(sizes_bytes, owner=owner, threads=threads, lock=locks, numa_node=numa_node, inherited=False)
     return [block.view(dtype) for block in blocks]
 
 

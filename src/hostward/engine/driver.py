@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from hostward.errors import DeviceError, MemoryLimitError
+from hostward.errors import DeviceError, PageLockError
 
 _PORTABLE = 1
 _PCI_ADDRESS_BYTES = 32
@@ -151,14 +151,14 @@ def pci_address(ordinal: int) -> str:
 
 def lock_pages(address: int, size_bytes: int, *, owner: str) -> None:
     """Page-lock [address, address + size_bytes) for all devices, as one registration: the driver refuses a copy that
-    spans two. Raises MemoryLimitError; nothing is locked then.
+    spans two. Raises PageLockError; nothing is locked then.
     """
     code = _library().cuMemHostRegister_v2(address, size_bytes, _PORTABLE)
     if code != _SUCCESS:
-        raise MemoryLimitError(
+        raise PageLockError(
             f"{owner}: {size_bytes:,} bytes could not be page-locked",
             why=f"cuMemHostRegister: {error_name(code)}; this is host memory, not GPU memory",
-            fix="lower optimizer.optimizer_offload_fraction, or raise the limit on locked memory (ulimit -l, WSL)",
+            fix="ulimit -l unlimited; under WSL memory= in .wslconfig",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hostward.errors import MemoryLimitError, ModelError
+from hostward.errors import MemoryLimitError, ModelError, PageLockError
 from hostward.inventory import align
 
 from .backend import Backend, Buffer, Event, Tier
@@ -82,8 +82,16 @@ class HostArena:
                 why=f"{self._limit_bytes:,} were allowed",
                 fix="offload fewer layers, shorten the sequence or allow more host memory",
             )
-        with torch.inference_mode(False):
-            (slab,) = self._backend.allocate(Tier.HOST, [size_bytes], torch.uint8, self._owner, pinned=True)
+        try:
+            with torch.inference_mode(False):
+                (slab,) = self._backend.allocate(Tier.HOST, [size_bytes], torch.uint8, self._owner, pinned=True)
+        except PageLockError as error:
+            there = f"{held_bytes:,} bytes are locked for them"
+            raise PageLockError(
+                error.what,
+                why="; ".join(filter(None, (error.why, there))),
+                fix=f"offload fewer layers, shorten the sequence; or {error.fix}",
+            ) from error
         self._slabs.append(slab)
         self._ends.append(0)
         self.slab_bytes += size_bytes

@@ -66,9 +66,18 @@ def host_slab(
     lock: Lock | None = None,
     numa_node: int | None = None,
     progress: Progress | None = None,
+    inherited: bool = True,
 ) -> torch.Tensor:
     """`host_slabs` of one block: uint8 [size_bytes]."""
-    return host_slabs([size_bytes], owner=owner, threads=threads, lock=lock, numa_node=numa_node, progress=progress)[0]
+    return host_slabs(
+        [size_bytes],
+        owner=owner,
+        threads=threads,
+        lock=lock,
+        numa_node=numa_node,
+        progress=progress,
+        inherited=inherited,
+    )[0]
 
 
 def host_slabs(
@@ -80,6 +89,7 @@ def host_slabs(
     numa_node: int | None = None,
     progress: Progress | None = None,
     slab_bytes: int = SLAB_BYTES,
+    inherited: bool = True,
 ) -> list[torch.Tensor]:
     """Blocks of anonymous zero memory, resident from the start: uint8 [size] for each of `sizes_bytes`.
 
@@ -95,6 +105,7 @@ def host_slabs(
         numa_node: the node that the pages should come from; None or -1 leaves it to the system. A refusal is logged.
         progress: told how far it is. None: a line on stderr from `BAR_BYTES` on, if that is a terminal.
         slab_bytes: a slab takes further blocks up to this size. A block lies in one slab, however large.
+        inherited: False: forked children do not have it. What is locked, they never have.
 
     Raises:
         MemoryLimitError: the machine or its container has less left, or the system refused. Nothing stays mapped or
@@ -111,7 +122,7 @@ def host_slabs(
         with ThreadPoolExecutor(1, thread_name_prefix="hostward-lock") as locker:
             pending: Future[None] | None = None
             for size_bytes in filter(None, map(sum, groups)):
-                pages = _map_pages(size_bytes, owner, locked=lock is not None)
+                pages = _map_pages(size_bytes, owner, inherited=inherited and lock is None)
                 made.callback(pages.give_back)
                 slabs.append(pages)
                 _touch(pages.address(), size_bytes, owner, threads, numa_node, reached)
@@ -138,7 +149,7 @@ def _groups(sizes_bytes: Sequence[int], slab_bytes: int) -> list[list[int]]:
     return groups
 
 
-def _map_pages(size_bytes: int, owner: str, *, locked: bool) -> _Pages:
+def _map_pages(size_bytes: int, owner: str, *, inherited: bool) -> _Pages:
     try:
         # Python's default is shared memory, which gets huge pages only where shmem_enabled says so; it says "never".
         pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -150,8 +161,9 @@ def _map_pages(size_bytes: int, owner: str, *, locked: bool) -> _Pages:
         # A kernel built without huge pages refuses; small ones work too.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
-    if locked:
-        # After a fork the first write moves a private page, and the device would go on using the old one.
+    if not inherited:
+        # After a fork the first write moves a private page: the device would go on using the old one, and while the
+        # child lives, as a data loader's worker does, every page that a step writes would be there twice.
         pages.madvise(mmap.MADV_DONTFORK)
     return pages
 

@@ -26,12 +26,12 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
     now: each of them beside the others, and the mean of all, so that all decide the same by it.
 
     Raises:
-        MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left.
+        MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left, or 1 GiB cannot be page-locked.
     """
     taken: list[Buffer] = []
 
-    def take(tier: Tier, elements: int, dtype: torch.dtype) -> Buffer:
-        taken.extend(backend.allocate(tier, [elements], dtype, "rate measurement", pinned=tier is Tier.HOST))
+    def take(tier: Tier, elements: int, dtype: torch.dtype, pinned: bool = False) -> Buffer:
+        taken.extend(backend.allocate(tier, [elements], dtype, "rate measurement", pinned=pinned))
         return taken[-1]
 
     def seconds(works: Sequence[Work], last: Sequence[Work]) -> float:
@@ -40,10 +40,12 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
         return _seconds(backend, works, last)
 
     try:
+        # First what may be refused.
+        here = [take(Tier.HOST, _COPIED_BYTES, torch.uint8, pinned=True) for _ in range(2)]
+        there = [take(Tier.DEVICE, _COPIED_BYTES, torch.uint8) for _ in range(2)]
         step = _host_step(backend, take, _ELEMENTS)
-        up = take(Tier.DEVICE, _COPIED_BYTES, torch.uint8), take(Tier.HOST, _COPIED_BYTES, torch.uint8)
-        down = take(Tier.HOST, _COPIED_BYTES, torch.uint8), take(Tier.DEVICE, _COPIED_BYTES, torch.uint8)
-        copies = [backend.copy(lane, [pair], name="rate") for lane, pair in ((Lane.H2D, up), (Lane.D2H, down))]
+        pairs = ((Lane.H2D, (there[0], here[0])), (Lane.D2H, (here[1], there[1])))
+        copies = [backend.copy(lane, [pair], name="rate") for lane, pair in pairs]
         backend.synchronise()  # lanes know nothing of each other here
         for work in (step, *copies):
             work.issue()

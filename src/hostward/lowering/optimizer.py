@@ -92,9 +92,9 @@ class StepShape:
     fetched: frozenset[int] = field(default=frozenset())
 
 
-def inbox_bytes(buckets: Sequence[Bucket]) -> int:
-    """Host bytes of the landing places that summed buckets share: room for gradients of any dtype."""
-    return INBOXES * max((b.offsets[-1] for b in buckets), default=0) * _LANDED_BYTES
+def inbox_bytes(buckets: Sequence[Bucket]) -> list[int]:
+    """Host bytes of each landing place that these summed buckets share: room for gradients of any dtype."""
+    return [max((b.offsets[-1] for b in buckets), default=0) * _LANDED_BYTES] * min(INBOXES, len(buckets))
 
 
 def inboxes_of(summed: frozenset[int]) -> dict[int, int]:

@@ -117,6 +117,8 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         if needs:
             scale = 1 if name == "device" else question.gpus
             found.append(f"{option} {-(-min(needs) * scale // (GIB // 10)) / 10:.1f}GiB")
+    if _fits_unpinned(question, frontier, required):
+        found.append("--no-pin")
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
     while sequences > 1:
@@ -132,6 +134,14 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
         found.append(short)
     return found
+
+
+def _fits_unpinned(question: Question, frontier: Frontier, required: Required) -> bool:
+    """Whether it is page-locked gradients and weights alone that are too many."""
+    budgets, workload = question.budgets, question.workload
+    unpinned = replace(workload, pin_gradients=False, pin_weights=False)
+    near = [c.choice for c in frontier.candidates if set(budgets.over(c.needs)) == {"pinned"}]
+    return workload != unpinned and any(not budgets.over(required(unpinned, choice)) for choice in near)
 
 
 def _without(budgets: Budgets, name: str) -> Budgets:

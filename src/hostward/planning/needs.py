@@ -49,7 +49,8 @@ def refuse(needs: Needs, free: Budgets, cure: str) -> None:
     if not over:
         return
     rows = [
-        f"{phase.name}: device {gib(phase.device_bytes)}, host {gib(phase.host_bytes)} GiB"
+        f"{phase.name}: device {gib(phase.device_bytes)}, host {gib(phase.host_bytes)}"
+        f"{f', page-locked {gib(phase.pinned_bytes)}' if 'pinned' in over else ''} GiB"
         for phase in needs.phases
         if phase.name in free.phases
     ]

@@ -111,6 +111,10 @@ class PlanFile:
     layers: tuple[LayerRow, ...]
     frontier: tuple[FrontierPoint, ...] = ()
     """The plans that this one was chosen from, for reports; it decides nothing."""
+    pin_gradients: bool = True
+    """Whether host memory where gradients of host-stepped buckets arrive is page-locked. May be missing, as below."""
+    pin_weights: bool = True
+    """Whether that is where their weights come back from."""
 
     def to_json(self) -> str:
         return strict_json.to_text(self)
@@ -281,6 +285,8 @@ def plan_of(
             for name, keep in zip(repeated, choice.activations, strict=True)
         ),
         frontier,
+        workload.pin_gradients,
+        workload.pin_weights,
     )
 
 
@@ -303,7 +309,7 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
             before, after = getattr(old, name), getattr(new, name)
             if before != after:
                 lines.append(f"{part}.{name}: {_value(before)} -> {_value(after)}")
-    for name in ("gradients_on_host", "staging_bytes"):
+    for name in ("gradients_on_host", "staging_bytes", "pin_gradients", "pin_weights"):
         if getattr(a, name) != getattr(b, name):
             lines.append(f"{name}: {_value(getattr(a, name))} -> {_value(getattr(b, name))}")
     shares = _state_by_layer(a), _state_by_layer(b)

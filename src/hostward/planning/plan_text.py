@@ -89,6 +89,10 @@ def _title(found: Answer) -> str:
     ]
     if workload.ranks > 1:
         lines.append(f"state, gradients and weights shared among {workload.ranks} GPUs; their exchange is not timed")
+    pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
+    plain = " and ".join(what for what, locked in pinned.items() if not locked)
+    if plain:
+        lines.append(f"{plain} of what the host steps are not page-locked: their copies take longer than is timed")
     if found.speeds.assumed:
         lines.append(f"not measured, assumed: {'; '.join(found.speeds.assumed)}")
     return "\n".join(lines)

@@ -78,6 +78,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     found.optimizer.optimizer_offload_fraction = plan.asked_fraction
     found.optimizer.offload_mix = plan.streamed_fraction or None
     found.optimizer.gradients = "host" if plan.gradients_on_host else None
+    found.optimizer.pin_cpu_grads, found.optimizer.pin_cpu_params = plan.pin_gradients, plan.pin_weights
     return found
 
 

@@ -78,6 +78,8 @@ def recipe_workload(
         name=name or model.architecture,
         microbatches=max(1, train.global_batch_size // train.micro_batch_size),
         snapshot=config.checkpoint.async_save and config.checkpoint.async_save_mode == "snapshot",
+        pin_gradients=config.optimizer.pin_cpu_grads,
+        pin_weights=config.optimizer.pin_cpu_params,
     )
 
 

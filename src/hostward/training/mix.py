@@ -10,7 +10,7 @@ import torch
 from hostward.engine.across import Ranks
 from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
-from hostward.errors import ConfigError, MemoryLimitError
+from hostward.errors import ConfigError, MemoryLimitError, PageLockError
 from hostward.hardware import Rates
 from hostward.inventory import Bucket, Inventory, state_bytes_per_element
 from hostward.lowering.staging import FEWEST
@@ -55,6 +55,8 @@ class Mix:
         self.gradients = "device" if gradients is None else gradients
         self.staging_bytes = None if self._plan is None else self._plan.staging_bytes
         """Of the plan: device memory for streamed state; None: not bounded."""
+        self.pin_gradients = self._plan is None or self._plan.pin_gradients
+        self.pin_weights = self._plan is None or self._plan.pin_weights
         self.rates: Rates | None = None
         """Measured once, before state is allocated; None if nothing depended on them."""
 
@@ -70,7 +72,7 @@ class Mix:
         if backend.device.type != "cuda" or not offload_fraction:
             return 0.0
         if self.rates is None:
-            self.rates = measure_rates(backend, ranks)
+            self.rates = _measured(backend, ranks)
         if not buckets:  # a rank without any has measured beside the others
             return 0.0
         first = buckets[0]
@@ -99,6 +101,18 @@ class Mix:
             self._budget_bytes = None  # groups that come later are placed alike
         share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
         return place_fraction(buckets, self.offload_fraction, share)
+
+
+def _measured(backend: Backend, ranks: Ranks | None) -> Rates:
+    try:
+        return measure_rates(backend, ranks)
+    except PageLockError as error:
+        raise PageLockError(
+            error.what,
+            why="; ".join(filter(None, (error.why, "the rate of copies is measured to choose what is streamed"))),
+            fix="streamed_fraction=0.0 (in a run: no optimizer.offload_mix) steps all of it on the host, whose state "
+            f"is not page-locked; or {error.fix}",
+        ) from error
 
 
 def _budget_bytes(offload_fraction: object, device_memory: int | str | None) -> int | None:

@@ -12,13 +12,10 @@ from torch._compile import _disable_dynamo
 
 from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
-from hostward.engine.pools import require_host_memory
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
 from hostward.inventory import Inventory, cut_buckets
-from hostward.lowering.optimizer import inbox_bytes
-from hostward.plan import PlacedBucket, Placement, Plan
-from hostward.planner import summed_on_host
+from hostward.plan import PlacedBucket, Plan
 from hostward.schedule import Schedule
 
 from .arrival import Arrivals
@@ -44,15 +41,13 @@ from .slots import CudaGauge, Slots
 from .sources import Readers
 from .state import (
     BucketState,
-    allocate_gradients,
     allocate_partials,
     allocate_scalars,
-    allocate_states,
-    host_bytes,
     landing_dtypes,
     pieces,
 )
 from .state_io import StateAccess
+from .state_memory import Asked, explained, take_states
 from .step import StepIssuer
 from .totals import Totals
 from .weight_values import is_away, waits
@@ -83,7 +78,8 @@ class AdamW(Saving):
         overlap: let gradients leave during backward (see `accumulate`) and weights arrive during the next forward.
             False: everything happens within `step`.
         pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
-            where their weights come back from. Without it the caller waits for copies: same bits, much slower.
+            where their weights come back from. Without it the caller waits for copies: same bits, much slower. The
+            state of these buckets never is. A plan may say so too.
         use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters: other bits, and slower.
         gradients: where gradients of host-stepped buckets are added up over microbatches; None: as the plan says, or
             "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
@@ -102,7 +98,8 @@ class AdamW(Saving):
 
     Raises:
         ConfigError: a value outside its range. ModelError: a parameter that cannot be tracked.
-        MemoryLimitError: the state does not fit the host or the device; nothing stays allocated.
+        MemoryLimitError: the state does not fit the host or the device; nothing stays allocated. (PageLockError: the
+            driver locks fewer pages than are needed; the text says which of these options need fewer.)
     """
 
     _step_supports_amp_scaling = True
@@ -140,7 +137,8 @@ class AdamW(Saving):
         self.max_grad_norm = checked_norm(max_grad_norm)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
         self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory)
-        self._pin_gradients, self._pin_weights = pin_gradients, pin_weights
+        self._pin_gradients = pin_gradients and self._mix.pin_gradients
+        self._pin_weights = pin_weights and self._mix.pin_weights
         self._overlap = overlap and not use_torch_optimizer
         self._use_torch_optimizer = use_torch_optimizer
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
@@ -228,16 +226,12 @@ class AdamW(Saving):
         plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype, ranks_of(new))
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
-        summed = summed_on_host(buckets, placements) if self._sums_on_host else frozenset()
-        summed_names = {r.name for b in summed for r in buckets[b].ranges}
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
-        # All of it, before the first byte is taken: slab by slab the last one would fail.
-        landing_bytes = inbox_bytes([buckets[b] for b in summed])
-        require_host_memory(host_bytes(buckets, placements, grad_dtypes) + landing_bytes, owner="optimizer state")
-        states = allocate_states(backend, buckets, placements, pin_weights=self._pin_weights)
-        # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
-        landing = [(s, d) for s, d in zip(states, grad_dtypes, strict=True) if s.placement is Placement.HOST]
-        allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=self._pin_gradients)
+        pinned = self._pin_gradients, self._pin_weights
+        asked = Asked(buckets, placements, grad_dtypes, self._sums_on_host, *pinned)
+        summed = asked.summed
+        summed_names = {r.name for b in summed for r in buckets[b].ranges}
+        states = take_states(backend, asked)
         self._tracked += new
         self._waiting += [t for t in new if is_away(t.parameter)]
         # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
@@ -254,7 +248,8 @@ class AdamW(Saving):
         self._access = StateAccess(pieces(self._states), self._by_name)
         for t in new:
             self._access.reseed(t.name)
-        self._connect(backend)
+        with explained(backend, asked):
+            self._connect(backend)
         backend.synchronise()
         log.info("%s", self.plan.explain())
 

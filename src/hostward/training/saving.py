@@ -224,6 +224,6 @@ class Saving(Control):
     def __getstate__(self) -> NoReturn:
         raise ModelError(
             "hostward.AdamW cannot be copied or pickled",
-            why="its state lies in page-locked memory that belongs to this process",
+            why="its state lies in memory of the host and the device that belongs to this process",
             fix="use state_dict() and load_state_dict()",
         )

@@ -89,48 +89,53 @@ def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradi
 
 
 def allocate_states(
-    backend: Backend, buckets: Sequence[Bucket], placements: Sequence[Placement], *, pin_weights: bool = True
+    backend: Backend,
+    buckets: Sequence[Bucket],
+    placements: Sequence[Placement],
+    taken: list[Buffer],
+    *,
+    pin_weights: bool = True,
 ) -> list[BucketState]:
-    """Zero state for every bucket: exact-size slabs per tier and role. Raises MemoryLimitError."""
+    """Zero state for every bucket: exact-size slabs per placement and role, also put into `taken`. Raises
+    MemoryLimitError; what has been taken until then stays so.
+
+    Page-locked is what copies reach: streamed state, and with `pin_weights` the weights that host buckets upload. The
+    state of host buckets is read and written by cores alone, and lies in plain memory.
+    """
+
+    def take(tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool = False) -> list[Buffer]:
+        found = backend.allocate(tier, sizes, dtype, owner, pinned=pinned) if sizes else []
+        taken.extend(found)
+        return found
+
     states: list[BucketState | None] = [None] * len(buckets)
     for placement in Placement:
         chosen = [i for i, p in enumerate(placements) if p is placement]
-        if not chosen:
-            continue
         tier = Tier.HOST if placement.offloaded else Tier.DEVICE
-        pinned = tier is Tier.HOST
+        pinned = placement is Placement.STREAMED
         sizes = [buckets[i].offsets[-1] for i in chosen]
-        exp_avg = backend.allocate(tier, sizes, torch.float32, "exp_avg", pinned=pinned)
-        exp_avg_sq = backend.allocate(tier, sizes, torch.float32, "exp_avg_sq", pinned=pinned)
-        steps_on_host = placement is Placement.HOST
-        counts = backend.allocate(
-            Tier.HOST if steps_on_host else Tier.DEVICE,
-            [len(buckets[i].ranges) for i in chosen],
-            torch.int64,
-            "step counts",
-            pinned=steps_on_host,
-        )
+        exp_avg = take(tier, sizes, torch.float32, "exp_avg", pinned)
+        exp_avg_sq = take(tier, sizes, torch.float32, "exp_avg_sq", pinned)
+        stepping = Tier.HOST if placement is Placement.HOST else Tier.DEVICE
+        counts = take(stepping, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts")
         for k, i in enumerate(chosen):
             states[i] = BucketState(buckets[i], placement, exp_avg[k], exp_avg_sq[k], counts[k])
-    done = [s for s in states if s is not None]
-    for tier in Tier:
         for kind, dtype, owner in (
             (MasterKind.SPLIT, torch.int16, "remainder"),
             (MasterKind.PLAIN, torch.float32, "master"),
         ):
-            with_low = [s for s in done if s.tier is tier and s.bucket.kind is kind]
-            sizes = [s.bucket.offsets[-1] for s in with_low]
-            lows = backend.allocate(tier, sizes, dtype, owner, pinned=tier is Tier.HOST) if with_low else []
+            with_low = [s for i in chosen if (s := states[i]) is not None and s.bucket.kind is kind]
+            lows = take(tier, [s.bucket.offsets[-1] for s in with_low], dtype, owner, pinned)
             for state, low in zip(with_low, lows, strict=True):
                 state.low = low
+    done = [s for s in states if s is not None]
     for weight_dtype, torch_dtype in TORCH_DTYPES.items():
         on_host = [s for s in done if s.placement is Placement.HOST and s.bucket.dtype is weight_dtype]
-        if on_host:
-            sizes = [s.bucket.offsets[-1] for s in on_host]
-            weights = backend.allocate(Tier.HOST, sizes, torch_dtype, "weights for upload", pinned=pin_weights)
-            for state, weight in zip(on_host, weights, strict=True):
-                state.weight = weight
-                state.weights = range_buffers(state.bucket, weight)
+        sizes = [s.bucket.offsets[-1] for s in on_host]
+        weights = take(Tier.HOST, sizes, torch_dtype, "weights for upload", pin_weights)
+        for state, weight in zip(on_host, weights, strict=True):
+            state.weight = weight
+            state.weights = range_buffers(state.bucket, weight)
     return done
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 import torch
 
 from hostward.engine.backend import Backend, Buffer, Tier
-from hostward.lowering.optimizer import INBOXES, inbox_bytes, inboxes_of
+from hostward.lowering.optimizer import inbox_bytes, inboxes_of
 
 from .choices import Addition
 from .state import BucketState
@@ -27,11 +27,10 @@ class Totals:
         self._states = states
         self.summed = summed
         self._inbox_of = inboxes_of(summed)
-        size_bytes = inbox_bytes([states[b].bucket for b in summed]) // INBOXES
-        count = min(INBOXES, len(summed))
+        sizes = inbox_bytes([states[b].bucket for b in summed])
         self._inboxes: list[Buffer] = []
-        if count:
-            self._inboxes = backend.allocate(Tier.HOST, [size_bytes] * count, torch.uint8, "gradients", pinned=pinned)
+        if sizes:
+            self._inboxes = backend.allocate(Tier.HOST, sizes, torch.uint8, "gradients", pinned=pinned)
         self._dtypes: dict[int, torch.dtype] = {}
         self._has: dict[int, set[int]] = {}
         self._with_sums: dict[int, set[int]] = {}
