@@ -73,26 +73,25 @@ def late_bucket(numels: Sequence[int]) -> int:
 
 def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: int, early: bool) -> Settled | None:
     """From the spans of one step: slots may use what backward has freed, and FEWEST of them besides. There are as many
-    as fit from `stage_at` on. `early`: they are taken where as many fit first, since reading them is in nobody's way.
-    None: backward reported no point.
+    as fit from `stage_at` on. `early`: they are taken as soon as that makes no peak higher, since reading them is in
+    nobody's way. None: backward reported no point.
     """
-    limit = max((span.peak_bytes for span in spans), default=0) + FEWEST * slot_size_bytes
+    most_bytes = max((span.peak_bytes for span in spans), default=0)
+    limit = most_bytes + FEWEST * slot_size_bytes
     points = [i for i, span in enumerate(spans) if span.bucket is not None]
     if not points:
         return None
     later = list(accumulate((span.peak_bytes for span in reversed(spans)), max))[::-1]
     """By span: the most from it on."""
 
-    def fitting(i: int) -> int:
-        return min(most, (limit - later[i]) // slot_size_bytes)
-
     staged = next((i for i in points if (spans[i].bucket or 0) <= stage_at), points[0])
-    count = fitting(staged)
+    count = min(most, (limit - later[staged]) // slot_size_bytes)
+    held = count * slot_size_bytes
     if early:
+        same = max(most_bytes, later[staged] + held)
         lowest = list(accumulate((spans[i].bucket or 0 for i in points), min))
         # Of points that are the first below some bucket.
         first = (i for i, low in zip(points, lowest, strict=True) if spans[i].bucket == low)
-        stage_at = next((spans[i].bucket or 0 for i in first if fitting(i) >= count), stage_at)
-    held = count * slot_size_bytes
+        stage_at = next((spans[i].bucket or 0 for i in first if later[i] + held <= same), stage_at)
     uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
     return Settled(count, stage_at, next((layer for layer, peak in uses if peak + held > limit), None))
