@@ -216,7 +216,7 @@ class Buckets:
     def _one(self, tier: Tier, elements: int, dtype: torch.dtype) -> Buffer:
         device = self.backend.device if tier is Tier.DEVICE else torch.device("cpu")
         pinned = tier is Tier.HOST and self.backend.device.type == "cuda"
-        return Buffer(tier, torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned), "x")
+        return Buffer(tier, torch.zeros(elements, dtype=dtype, device=device, pin_memory=pinned), "x", pinned)
 
     def _tensors(self, tier: Tier) -> list[list[torch.Tensor]]:
         """bf16, by bucket and range."""

@@ -31,7 +31,13 @@ def build(dtype: torch.dtype, width: int = 512) -> torch.nn.Module:
 
 
 def train(
-    fraction: float, dtype: torch.dtype, *, steps: int = 50, max_grad_norm: float | None = 0.02, microbatches: int = 1
+    fraction: float,
+    dtype: torch.dtype,
+    *,
+    steps: int = 50,
+    max_grad_norm: float | None = 0.02,
+    microbatches: int = 1,
+    **options: bool,
 ) -> tuple[torch.nn.Module, hostward.AdamW, list[float]]:
     model = build(dtype)
     optimizer = hostward.AdamW(
@@ -42,6 +48,7 @@ def train(
         offload_fraction=fraction,
         streamed_fraction=0.0,
         grad_dtype=torch.float32 if microbatches > 1 else None,
+        **options,
     )
     generator = torch.Generator("cuda").manual_seed(1)
     losses = []
@@ -207,6 +214,14 @@ def test_host_memory_is_exact_pinned_where_copies_reach_it_and_given_back(placem
     gc.collect()
     torch.empty(1, device="cuda").fill_(1)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pins", [(False, True), (True, False), (False, False)])
+def test_t10_memory_that_is_not_page_locked_gives_the_same_bits(dtype: torch.dtype, pins: tuple[bool, bool]) -> None:
+    """Small weights too, which the driver reads as soon as a copy is enqueued."""
+    other = train(1.0, dtype, steps=20, pin_gradients=pins[0], pin_weights=pins[1])
+    assert_equal_runs(train(0.0, dtype, steps=20), other)
 
 
 def test_h2_training_under_a_side_stream() -> None:

@@ -81,6 +81,9 @@ class FakeBackend:
     def current(self, _: Lane) -> Iterator[None]:
         yield
 
+    def wait(self, event: Event) -> None:
+        self.fake.calls.append(("the host waits", self.handle_of(event)))
+
     def keep(self, memory: object) -> None:
         self.kept[self.turn].append(memory)
 

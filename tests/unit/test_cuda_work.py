@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
 from hostward.engine.commands import Command, NativeCall, Verb
+from hostward.engine.cuda_copies import copying
 from hostward.engine.cuda_lanes import INDEX, PIECE_BYTES, SECOND, copy_commands
 from hostward.engine.cuda_work import (
     TOGETHER,
@@ -278,6 +279,38 @@ def test_memory_that_is_emptied_and_filled_again_is_asked_for_its_address() -> N
     assert weight.data_ptr() != before
     work.issue()
     assert backend.calls()[0] == ("copy", weight.data_ptr(), host.address, 20, STREAM_OF[Lane.H2D])
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_t10_the_host_waits_before_a_copy_from_memory_that_is_not_page_locked(pinned: bool) -> None:
+    """The driver may read such memory at once: what writes it has to be over, also in a batch."""
+    backend = FakeBackend()
+    here, there = torch.zeros(4), torch.zeros(4)
+    pairs = [(Buffer(Tier.DEVICE, there, "weights"), Buffer(Tier.HOST, here, "weights for upload", pinned))]
+    stepped, before, done = (backend.event() for _ in range(3))
+    mark = CommandWork(backend, "step", Lane.HOST, [], stepped)  # type: ignore[arg-type]
+    copy = copying(backend, "copy", Lane.H2D, [stepped, before], done, pairs)  # type: ignore[arg-type]
+    stream = STREAM_OF[Lane.H2D]
+    enqueued = [
+        ("wait", stream, stepped.native, 0),
+        ("wait", stream, before.native, 0),
+        ("copy", there.data_ptr(), here.data_ptr(), 16, stream),
+        ("record", done.native, stream),
+    ]
+    waited = [] if pinned else [("the host waits", stepped.native), ("the host waits", before.native)]
+    assert copy.issue() is done
+    assert backend.calls() == [*waited, *enqueued]
+    batch_of(backend, [mark, copy]).issue()  # type: ignore[arg-type]
+    assert backend.calls() == [("record", stepped.native, STREAM_OF[Lane.HOST]), *waited, *enqueued]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_to_the_host_wait_on_the_device_alone(pinned: bool) -> None:
+    backend = FakeBackend()
+    pairs = [(Buffer(Tier.HOST, torch.zeros(4), "gradients", pinned), Buffer(Tier.DEVICE, torch.zeros(4), "gradients"))]
+    copy = copying(backend, "copy", Lane.D2H, [backend.event()], backend.event(), pairs)  # type: ignore[arg-type]
+    copy.issue()
+    assert "the host waits" not in [call[0] for call in backend.calls()]
 
 
 def test_works_that_change_nothing_are_not_asked_to_prepare() -> None:

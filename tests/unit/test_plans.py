@@ -79,6 +79,17 @@ def test_more_memory_never_makes_it_slower(asked: Budgets, name: str, more: int,
         assert after.prediction.step_s <= before.prediction.step_s
 
 
+def test_a_cap_on_locked_pages_is_kept_by_stepping_on_the_host() -> None:
+    """With half of the device's memory something has to leave; streaming any of it would page-lock more."""
+    of = frontier(False)
+    short = Budgets(of.base.needs.device_peak_bytes // 2)
+    free = [c for c in of.candidates if not short.over(c.needs)]
+    streaming = min(c.needs.pinned_bytes for c in free if Placement.STREAMED in c.choice.placements)
+    capped = of.best(replace(short, pinned_bytes=streaming - 1))
+    assert capped is not None
+    assert {p for p in capped.choice.placements if p.offloaded} == {Placement.HOST}
+
+
 @given(st.data())
 @settings(max_examples=6, deadline=None)
 def test_what_is_forced_is_honoured(data: st.DataObject) -> None:

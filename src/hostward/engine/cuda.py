@@ -29,11 +29,11 @@ from .backend import (
     Scalars,
     Tier,
     Work,
-    require_copyable,
     require_tier,
 )
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_compute import ComputeLane
+from .cuda_copies import copying
 from .cuda_kernels import KernelTables
 from .cuda_lanes import INDEX, LANES, LaneStreams
 from .cuda_memory import device_slab, fetch, host_blocks, memory_of
@@ -161,9 +161,7 @@ class CudaBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        for destination, source in pairs:
-            require_copyable(lane, destination, source)
-        return CommandWork(self, name, lane, waits, done or self.event(), pairs)
+        return copying(self, name, lane, waits, done or self.event(), pairs)
 
     def launch(
         self,

@@ -28,6 +28,7 @@ HOST_LEVELS = (0.7, 0.4, 0.2)
 """Of the most host memory that any choice on the ladder of device limits takes."""
 _HOST_DEVICE_LEVELS = 4
 _EVEN_PARTS = 16
+_HOST_PARTS = 8
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -158,6 +159,8 @@ class Frontier:
         """
         share = balanced_share(self.costs.speeds, self.workload)
         asked = [(part / _EVEN_PARTS, share, keep) for part in range(_EVEN_PARTS + 1) for keep in _EVEN]
+        # Nothing streamed: that state is not page-locked, and takes no staging slots.
+        asked += [(part / _HOST_PARTS, 0.0, keep) for part in range(1, _HOST_PARTS + 1) for keep in _EVEN]
         if self.workload.microbatches > 1:
             # Gradients of what the host steps are added up there; those of streamed state stay, and take memory.
             asked += [(1 - off / 8, share * part / 4, Keep.RECOMPUTE) for off in range(4) for part in range(4)]
