@@ -11,12 +11,15 @@ from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
 from hostward.errors import ConfigError, MemoryLimitError
 from hostward.hardware import Rates
-from hostward.inventory import Bucket, Inventory, state_bytes_per_element
+from hostward.inspect import Tracked
+from hostward.inventory import Bucket, cut_buckets, state_bytes_per_element
 from hostward.lowering.staging import FEWEST
 from hostward.plan import Plan
 from hostward.planner import checked_fraction, place_fraction, streamed_share
 from hostward.planning.plan_file import PlanFile, load
 from hostward.sizes import size_bytes
+
+from .rank_plan import placed_by_plan
 
 AUTO = "auto"
 
@@ -72,20 +75,34 @@ class Mix:
             self.rates, state_bytes=state_bytes_per_element(first.kind), weight_bytes=first.dtype.itemsize_bytes
         )
 
-    def place(self, backend: Backend, inventory: Inventory, grad_dtype: torch.dtype | None = None) -> Plan:
-        """Placements of all buckets; `grad_dtype` is that of gradients, None: that of the weights.
+    def place(
+        self,
+        backend: Backend,
+        tracked: Sequence[Tracked],
+        grad_dtype: torch.dtype | None = None,
+        first_index: int = 0,
+        *,
+        split_master: bool = True,
+    ) -> tuple[tuple[Bucket, ...], Plan]:
+        """Buckets of parameters in order of use in forward, numbered from `first_index` on, and their placements.
+
+        Args:
+            grad_dtype: of gradients; None: that of the weights.
+            split_master: whether bf16 masters are split.
 
         Raises:
-            ConfigError: a plan of other buckets. MemoryLimitError: weights and gradients alone exceed `device_memory`.
+            ConfigError: a plan of other buckets, or of another division among ranks. MemoryLimitError: weights and
+                gradients alone exceed `device_memory`.
         """
         if self._plan is not None:
-            return self._plan.placements(inventory)
-        buckets = inventory.buckets
+            return placed_by_plan(self._plan, tracked, first_index=first_index, split_master=split_master)
+        facts = tuple(t.facts for t in tracked)
+        buckets = cut_buckets(facts, first_index=first_index, split_master=split_master)
         if self._budget_bytes is not None:
             self.offload_fraction = _least_fraction(buckets, grad_dtype, self._budget_bytes)
             self._budget_bytes = None  # groups that come later are placed alike
         share = self.streamed_share(backend, buckets, self.offload_fraction)
-        return place_fraction(buckets, self.offload_fraction, share)
+        return buckets, place_fraction(buckets, self.offload_fraction, share)
 
 
 def _budget_bytes(offload_fraction: object, device_memory: int | str | None) -> int | None:

@@ -15,7 +15,7 @@ from hostward.engine.choose import backend_for
 from hostward.engine.pools import require_host_memory
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
-from hostward.inventory import Inventory, cut_buckets
+from hostward.inventory import Inventory
 from hostward.lowering.optimizer import inbox_bytes
 from hostward.plan import PlacedBucket, Placement, Plan
 from hostward.planner import summed_on_host
@@ -223,9 +223,8 @@ class AdamW(Saving):
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new, self._grad_dtype)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
-        facts = tuple(t.facts for t in self._places.by_use(new))
-        buckets = cut_buckets(facts, first_index=len(self._states), split_master=not self._use_torch_optimizer)
-        plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype)
+        first, split = len(self._states), not self._use_torch_optimizer
+        buckets, plan = self._mix.place(backend, self._places.by_use(new), self._grad_dtype, first, split_master=split)
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         summed = summed_on_host(buckets, placements) if self._sums_on_host else frozenset()
