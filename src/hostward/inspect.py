@@ -76,6 +76,7 @@ class Tracked:
             self.layer,
             self.group,
             self.first,
+            self.parameter.shape[0] if self.parameter.dim() else 1,
         )
 
 

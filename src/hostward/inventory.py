@@ -69,7 +69,8 @@ def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One trainable tensor, or the part of it that this process has: `numel` elements from `first` on. `layer` names
-    the part of the model that uses it, `group` its optimizer parameter group.
+    the part of the model that uses it, `group` its optimizer parameter group. `rows` is the first dimension of the
+    whole tensor, by which ranks divide it; None: not known.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Parameter:
     layer: str
     group: int = 0
     first: int = 0
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

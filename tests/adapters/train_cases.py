@@ -13,10 +13,14 @@ from sharded_cases import digest, gradient_of, snapshot, whole_of
 from hostward import recipes
 from hostward.adapters import experts, fsdp2
 from hostward.config import Config
+from hostward.engine.backend import Tier
 from hostward.errors import HostwardError, MemoryLimitError
 from hostward.overrides import apply_overrides
+from hostward.plan import Placement
+from hostward.planning.plan_file import PlanFile
 from hostward.train import loop
 from hostward.train.ranks import Ranks
+from hostward.training.optimizer import AdamW
 
 SMALL = (
     "model.num_layers=2",
@@ -61,14 +65,16 @@ def launched() -> None:
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
 
 
-def train(words: list[str], recipe: str = MOE, *, slow: int | None = None) -> Any:
+def train(words: list[str], recipe: str = MOE, *, slow: int | None = None, plan: str | None = None) -> Any:
     """Losses, norms and bits of a run, and what its ranks say of themselves.
 
     Args:
         slow: the rank whose samples come late.
+        plan: the text of a plan to train by.
     """
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    planned = None if plan is None else PlanFile.from_json(plan)
+    run = loop.prepare(recipe, small(*words, recipe=recipe), plan=planned)
     if slow == dist.get_rank():
         run.dataset = _LateSamples(run.dataset)  # type: ignore[assignment]
     loop.train(run, metered=1)
@@ -77,9 +83,30 @@ def train(words: list[str], recipe: str = MOE, *, slow: int | None = None) -> An
         "told": (run.losses, run.grad_norms, run.skipped),
         "bits": snapshot(run.model, run.optimizer),
         "offloaded_bytes": moved,
+        "state": state_of(run.optimizer),
         "left_bytes": 0 if run.attachment is None else run.attachment.report().offloaded_bytes,
         "ranks": run.of_ranks,
         "microbatches": run.microbatches,
+    }
+
+
+STATE = ("exp_avg", "exp_avg_sq", "remainder", "master")
+
+
+def state_of(optimizer: AdamW) -> dict[str, Any]:
+    """Where the optimizer's state is, and the bytes that it has taken there."""
+    held, plan = optimizer.backend.ledger.held_bytes, optimizer.plan
+    elements = dict.fromkeys(Placement, 0)
+    for placed in plan.buckets:
+        elements[placed.placement] += placed.numel
+    layers = [bucket.layer for bucket in optimizer.inventory.buckets]
+    return {
+        "elements": elements,
+        "placed": sorted((layer, b.placement.value) for layer, b in zip(layers, plan.buckets, strict=True)),
+        "layers": list(dict.fromkeys(layers)),
+        "asked": plan.asked_fraction,
+        "host_bytes": sum(held.get((Tier.HOST, role), 0) for role in STATE),
+        "device_bytes": sum(held.get((Tier.DEVICE, role), 0) for role in STATE),
     }
 
 

@@ -253,6 +253,6 @@ def test_t10_rates_that_cannot_be_measured_name_a_mix_that_needs_none() -> None:
     model = network(torch.bfloat16)
     whole = make(model, SimulatedBackend(threads=1), **HOST)
     with pytest.raises(PageLockError, match="rate measurement") as caught:
-        Mix(1.0, "auto").place(backend, whole.inventory)
+        Mix(1.0, "auto").place(backend, whole._tracked)
     assert "streamed_fraction=0.0" in caught.value.fix
     assert not any(backend.ledger.held_bytes.values())

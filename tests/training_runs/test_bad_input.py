@@ -260,14 +260,10 @@ def test_a_launcher_that_counts_wrong_is_refused(
 
 def test_processes_without_a_meeting_place_are_refused(refused: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes, and MASTER_ADDR and MASTER_PORT not set" in refused().err
+    for command in ("train", "verify"):
+        assert "2 processes, and MASTER_ADDR and MASTER_PORT not set" in refused(command=command).err
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert "LOCAL_RANK=2 of LOCAL_WORLD_SIZE=1" in refused().err
-
-
-def test_verify_is_refused_for_several_processes(refused: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "verify with 2 processes is known, but not built yet" in refused(command="verify").err
 
 
 def test_all_words_that_cannot_be_taken_are_told_at_once(cli: Cli) -> None:

@@ -269,3 +269,28 @@ def test_plans_that_are_none_and_hardware_without_a_gpu(cli: Cli, tmp_path: Path
     found = cli("plan", *TINY, "--hardware", hardware)
     assert found.code == 2
     assert "has no GPU" in found.err
+
+
+def test_of_several_gpus_each_has_its_rows_and_no_weights_leave(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = cli("plan", *TINY, "--gpus", "2", "--place", "*=host", "--json", path)
+    assert found.code == 0, found.err
+    assert "weights of" not in found.out
+    plan = plan_file.load(path)
+    assert (plan.workload.ranks, plan.machine.gpus) == (2, 2)
+    assert {row.weights for row in plan.layers} == {"device"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--weights", "1"], "weights that leave, shared among 2 GPUs, are known, but not built yet"),
+        (["model.expert_model_parallel_size=2"], "hostward plan with model.expert_model_parallel_size=2 is known"),
+        (["model.pipeline_model_parallel_size=2"], "hostward plan with model.pipeline_model_parallel_size=2 is known"),
+        (["ddp.use_distributed_optimizer=false"], "for 2 GPUs with ddp.use_distributed_optimizer=false is known"),
+    ],
+)
+def test_other_divisions_among_gpus_are_refused(cli: Cli, words: list[str], told: str) -> None:
+    found = cli("plan", *TINY, "--gpus", "2", *words)
+    assert found.code == 2
+    assert told in found.err

@@ -20,6 +20,7 @@ from hostward.choice import Choice, Keep
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ConfigError, MemoryLimitError
+from hostward.hardware import host_memory
 from hostward.hardware_profile import profile
 from hostward.memory_model import required
 from hostward.overrides import apply_overrides
@@ -220,6 +221,18 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(small: Work
     assert checkpointed(model) == [False, True]
 
 
+def test_several_ranks_of_a_host_share_what_is_free(small: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
+    model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
+    made = plan(small, mixed(small, (Keep.OFFLOAD, Keep.KEEP)))
+    three_quarters = host_memory().available_bytes * 3 // 4
+    made = replace(made, predicted=replace(made.predicted, host_bytes=three_quarters))
+    hostward.attach(model, plan=made, backend=SimulatedBackend()).detach()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(MemoryLimitError, match="more host memory than there is"):
+        hostward.attach(model, plan=made, backend=SimulatedBackend())
+
+
 def test_attach_by_a_plan(small: Workload) -> None:
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16])
     model = build_model(config, vocab_size=ByteTokenizer.vocab_size, device="cpu", dtype=torch.bfloat16, seed=1)
@@ -310,14 +323,3 @@ def test_what_options_ask_for_is_weighed(small: Workload) -> None:
     plain = asked_choice(apply_overrides(recipes.load(TINY), [*SMALL, BF16]), small)
     assert set(plain.placements) == {Placement.DEVICE}
     assert set(plain.activations) == {Keep.KEEP}
-
-
-def test_a_plan_is_refused_for_several_processes(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli, small: Workload, tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.json"
-    plan_file.save(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))), path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    outcome = cli("train", *SMALL, "train.micro_batch_size=1", "--plan", path)
-    assert outcome.code == 2
-    assert "--plan with 2 processes is known, but not built yet" in outcome.err

@@ -19,6 +19,7 @@ LAYERS = (
     ("errors",),
     (
         "inventory",
+        "rank_parts",
         "names",
         "hardware",
         "hardware_profile",

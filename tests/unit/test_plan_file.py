@@ -100,7 +100,7 @@ def test_an_edited_placement_counts() -> None:
 
 
 def test_placements_alone_for_an_optimizer() -> None:
-    plan = PLAN.placements(WORKLOAD.inventory)
+    plan = PLAN.placements(WORKLOAD.inventory.buckets)
     assert tuple(b.placement for b in plan.buckets) == CHOICE.placements
     assert plan.asked_fraction == pytest.approx(0.5, abs=0.1)
 
@@ -146,7 +146,7 @@ def test_nonsense_is_refused_with_its_place(text: str, why: str) -> None:
 
 def test_a_plan_of_another_model_is_refused() -> None:
     other = llama(layers=5, hidden=512, ffn=2048, heads=8, kv_heads=8, vocab=4000, sequence=1024)
-    for use in (lambda: PLAN.choice(other), lambda: PLAN.placements(other.inventory)):
+    for use in (lambda: PLAN.choice(other), lambda: PLAN.placements(other.inventory.buckets)):
         with pytest.raises(ConfigError, match="of another model: llama, ") as caught:
             use()
         assert "buckets, the model has" in caught.value.why

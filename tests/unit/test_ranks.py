@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from workload_cases import chosen, llama
 
 from hostward import recipes
 from hostward.config import Config, options
 from hostward.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
+from hostward.hardware_profile import profile
 from hostward.host.threads import CpuFacts
+from hostward.memory_model import required
 from hostward.overrides import apply_overrides
+from hostward.planning.frontier import Candidate
+from hostward.planning.needs import Budgets
+from hostward.planning.plan_file import PlanFile, plan_of
+from hostward.planning.speeds import speeds_of
+from hostward.planning.time_model import predict
 from hostward.rank_failures import Failure, raised_by_all
 from hostward.run_report import NodeRow, RankRow
 from hostward.train import memory
@@ -126,6 +134,17 @@ def test_options_of_one_process_alone_are_no_difference() -> None:
     assert what_runs("a", config, "cpu", None) != what_runs("a", other, "cpu", None)
     assert what_runs("a", config, "cpu", None) != what_runs("a", config, "cpu", Path("run/iter_0000002"))
     assert set(options()) >= OWN
+
+
+def test_another_plan_is_a_difference() -> None:
+    workload = llama(layers=2, hidden=64, ffn=128, heads=2, kv_heads=2, vocab=100, sequence=16)
+    choice = chosen(workload)
+    found = Candidate(choice, required(workload, choice), predict(workload, choice, speeds_of(profile("h200"))))
+    plan = plan_of(workload, profile("h200"), 1, Budgets(), found)
+    alike = what_runs("a", Config(), "cpu", None, plan)
+    assert alike == what_runs("a", Config(), "cpu", None, PlanFile.from_json(plan.to_json()))
+    for other in (None, replace(plan, staging_bytes=1)):
+        assert {k for k, v in what_runs("a", Config(), "cpu", None, other).items() if alike[k] != v} == {"--plan"}
 
 
 def test_sums_by_node() -> None:

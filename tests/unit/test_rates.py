@@ -9,7 +9,7 @@ import torch
 
 from hostward.engine import rates
 from hostward.engine.simulated import SimulatedBackend
-from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
+from hostward.inspect import Tracked
 from hostward.training.mix import Mix
 
 
@@ -51,8 +51,7 @@ def test_ranks_measure_at_once_and_take_the_mean(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("theirs", "expected"), [(0.75, 0.75), (0.0, 0.0)])
 def test_the_rank_that_has_least_room_decides_for_all(theirs: float, expected: float) -> None:
-    parameters = (Parameter("weight", 4096, Dtype.BF16, "layer"),)
-    inventory = Inventory(parameters, cut_buckets(parameters))
+    tracked = [Tracked("weight", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0)]
     mix = Mix("auto", 0.0, device_memory="1GiB")
-    plan = mix.place(SimulatedBackend(threads=1), inventory, None, Others(fraction=theirs))
+    _, plan = mix.place(SimulatedBackend(threads=1), tracked, ranks=Others(fraction=theirs))
     assert plan.asked_fraction == mix.offload_fraction == expected

@@ -171,29 +171,37 @@ def verify(
     ] = None,
     microbatches: Annotated[
         list[int] | None,
-        typer.Option("--microbatches", metavar="COUNT", help="Microbatches per step, each compared; repeatable."),
+        typer.Option(
+            "--microbatches", metavar="COUNT", help="Microbatches of a rank per step, each compared; repeatable."
+        ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Train without and with offloading on the same data, and compare every loss, weight and moment, bit for bit.
 
     Without options: 0.25 of the state on the host with the serial schedule, 0.5 half streamed, all on the host, and
-    all streamed. Options are combined with each other.
+    all streamed. Options are combined with each other. Under torchrun each rank compares its own part, and all end with
+    one verdict.
     """
     config = configured(recipe, overrides)
     require_writable("--json", json_file)
     _seed_environment(True)
     from hostward.train import verify as verification
     from hostward.train.cases import choose
+    from hostward.train.ranks import Ranks
 
+    here = Ranks.of(os.environ)
     fractions = [_number("--fraction", text) for text in fraction or []]
-    chosen = choose(config, fractions, placement or [], schedule or [], microbatches or [])
+    given = placement or [], schedule or [], microbatches or []
+    chosen = choose(config, fractions, *given, world_size=here.size)
     verdict = verification.verify(recipe, config, chosen)
-    try:
-        print_tables(verification.render(verdict))
-        typer.echo(verdict.sentence)
-    finally:
-        write_report(json_file, verdict.to_dict())
+    with ExitStack() as stack:
+        # When one rank ends with an exit code the launcher ends the rest.
+        stack.callback(here.leave if verdict.passed else partial(here.gather, None))
+        if here.first:
+            stack.callback(write_report, json_file, verdict.to_dict())
+            print_tables(verification.render(verdict))
+            typer.echo(verdict.sentence)
     if not verdict.passed:
         raise typer.Exit(1)
 

@@ -181,9 +181,10 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     from hostward.rule_table import captured
     from hostward.rules import check
     from hostward.train.kept import usual_folder
-    from hostward.train.planning import asked_of, phases_of
+    from hostward.train.planning import asked_of, phases_of, require_by_rows
     from hostward.train.workload import recipe_workload
 
+    require_by_rows(config, "hostward plan", gpus)
     check(config, world_size=1)
     if captured(config):
         raise NotBuiltError(

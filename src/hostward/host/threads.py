@@ -29,11 +29,15 @@ def default_threads(environ: Mapping[str, str], facts: CpuFacts) -> int:
     for reasons of their own (H52). Where each rank is bound to CPUs of its own, `facts` should hold those times the
     ranks (`hostward train` sees to it), or the number of threads be given.
     """
-    ranks = _positive_int(environ.get("LOCAL_WORLD_SIZE", "1"))
     cpus = float(facts.affinity_cpus)
     if facts.quota_cpus is not None:
         cpus = min(cpus, facts.quota_cpus)
-    return max(1, math.floor(cpus / ranks) - LAUNCH_THREADS_PER_RANK)
+    return max(1, math.floor(cpus / local_ranks(environ)) - LAUNCH_THREADS_PER_RANK)
+
+
+def local_ranks(environ: Mapping[str, str]) -> int:
+    """Ranks of this host, as launchers say."""
+    return _positive_int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def read_cpu_facts(root: Path = Path("/")) -> CpuFacts:

@@ -100,6 +100,8 @@ class Frontier:
         """Weights leave as a last resort, so few numbers of layers are tried: none, half, all but the last."""
         if self._forced.offloaded_weights is not None:
             return [self._forced.offloaded_weights]
+        if self.workload.ranks > 1:
+            return [frozenset()]  # divided weights cannot leave yet
         names = [layer.name for layer in self.workload.repeated]
         elsewhere = {
             self.workload.inventory.buckets[i].layer

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hostward import strict_json
 from hostward.choice import Choice, Keep
 from hostward.errors import ConfigError
 from hostward.hardware_profile import Hardware
-from hostward.inventory import Inventory
+from hostward.inventory import Bucket
 from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan import Placement, Plan, placed
 from hostward.run_report import FrontierPoint
@@ -62,6 +62,11 @@ class BucketRow:
     bucket: str
     numel: int
     placement: Placement
+
+    @property
+    def layer(self) -> str:
+        """The bucket's name is its number and its layer."""
+        return self.bucket.partition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +138,7 @@ class PlanFile:
     def choice(self, workload: Workload) -> Choice:
         """What the plan decides about `workload`. Raises ConfigError if it is a plan of something else."""
         self.require_ranks(workload.ranks)
-        inventory = workload.inventory
-        self._require_same(inventory, [layer.name for layer in workload.repeated])
+        self._require_same(workload.inventory.buckets, [layer.name for layer in workload.repeated])
         if self.workload.digest != digest(workload):
             raise self._of_another_model("layers of the same names have other sizes or element types")
         return Choice(
@@ -145,10 +149,15 @@ class PlanFile:
             self.staging_bytes,
         )
 
-    def placements(self, inventory: Inventory) -> Plan:
-        """Placements of the optimizer alone. Raises ConfigError if the buckets are others."""
-        self._require_same(inventory, None)
-        return placed(inventory.buckets, [row.placement for row in self.buckets], self.asked_fraction)
+    def placements(self, buckets: Sequence[Bucket]) -> Plan:
+        """Placements of the optimizer alone, of buckets in order of use. Layers may be used in another order than in
+        the plan: what FSDP2's root owns comes first. Raises ConfigError if the buckets are others.
+        """
+        position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
+        order = sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
+        self._require_same([replace(buckets[at], index=i) for i, at in enumerate(order)], None)
+        found = dict(zip(order, (row.placement for row in self.buckets), strict=True))
+        return placed(buckets, [found[i] for i in range(len(buckets))], self.asked_fraction)
 
     @property
     def asked_fraction(self) -> float:
@@ -170,9 +179,9 @@ class PlanFile:
         sizes = self.predicted.device_peak_bytes, self.predicted.host_bytes, self.predicted.pinned_bytes
         return Needs((PhaseNeeds(STEADY_STEP, *({"the plan": size} for size in sizes)),))
 
-    def _require_same(self, inventory: Inventory, layers: Sequence[str] | None) -> None:
+    def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
         ours = [(row.bucket, row.numel) for row in self.buckets]
-        theirs = [(bucket.name, bucket.numel) for bucket in inventory.buckets]
+        theirs = [(bucket.name, bucket.numel) for bucket in buckets]
         why = _first_difference("bucket", ours, theirs)
         if not why and layers is not None:
             why = _first_difference("layer", [row.layer for row in self.layers], list(layers))
@@ -216,7 +225,7 @@ def _require_whole(plan: PlanFile) -> None:
     held = sum(row.numel for row in plan.buckets)
     if of.parameters != held:
         raise ValueError(f"workload.parameters is {of.parameters}, its buckets have {held}")
-    not_stepped = {row.bucket.partition(".")[2]: i for i, row in enumerate(plan.buckets) if row.placement != "host"}
+    not_stepped = {row.layer: i for i, row in enumerate(plan.buckets) if row.placement != "host"}
     for i, layer in enumerate(plan.layers):
         if layer.weights not in ("device", "host"):
             raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
@@ -326,19 +335,15 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
     return lines
 
 
-def _layer(row: BucketRow) -> str:
-    return row.bucket.partition(".")[2]
-
-
 def _rows_of(plan: PlanFile, layer: str) -> list[tuple[int, Placement]]:
-    return [(row.numel, row.placement) for row in plan.buckets if _layer(row) == layer]
+    return [(row.numel, row.placement) for row in plan.buckets if row.layer == layer]
 
 
 def _state_by_layer(plan: PlanFile) -> dict[str, str]:
     """By layer, where its state is: a placement, or shares of its parameters."""
     counts: dict[str, Counter[Placement]] = {}
     for row in plan.buckets:
-        counts.setdefault(_layer(row), Counter())[Placement(row.placement)] += row.numel
+        counts.setdefault(row.layer, Counter())[Placement(row.placement)] += row.numel
     return {layer: _shares(held) for layer, held in counts.items()}
 
 

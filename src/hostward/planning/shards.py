@@ -1,13 +1,15 @@
-"""A workload of which each of several GPUs holds a part: parameters, gradients and state in equal shares. No torch."""
+"""A workload of which each of several GPUs holds a part: parameters, gradients and state, divided by rows. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hostward.choice import Choice
 from hostward.errors import ConfigError
-from hostward.inventory import Inventory, cut_buckets
+from hostward.inventory import Inventory, Parameter, cut_buckets, master_kind
 from hostward.memory_model import FIRST_STEP, STEADY_STEP, MemoryModel, Needs, PhaseNeeds, required
+from hostward.rank_parts import first_parts
 from hostward.workload import Layer, Workload
 
 from .needs import Required
@@ -16,7 +18,8 @@ GATHERED = "gathered weights"
 
 
 def sharded(workload: Workload, ranks: int) -> Workload:
-    """One rank's part: an `ranks`-th of every parameter, and of the microbatches of a step.
+    """The first rank's part, which is the largest: of every parameter its rows, and a `ranks`-th of the microbatches of
+    a step.
 
     Raises ConfigError where the microbatches cannot be divided.
     """
@@ -30,20 +33,23 @@ def sharded(workload: Workload, ranks: int) -> Workload:
             fix=f"train.global_batch_size={ranks * workload.microbatch_sequences}, or another multiple of it",
         )
     inventory = workload.inventory
-    parts = tuple(replace(p, numel=-(-p.numel // ranks)) for p in inventory.parameters)
+    parts = first_parts(inventory.parameters, ranks)
+    split_master = all(b.kind is master_kind(b.dtype) for b in inventory.buckets)
     return replace(
         workload,
-        inventory=Inventory(parts, cut_buckets(parts)),
-        layers=tuple(_part(layer, ranks) for layer in workload.layers),
+        inventory=Inventory(parts, cut_buckets(parts, split_master=split_master)),
+        layers=tuple(_part(layer, parts, ranks) for layer in workload.layers),
         microbatches=workload.microbatches // ranks,
         ranks=ranks,
     )
 
 
-def _part(layer: Layer, ranks: int) -> Layer:
+def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
     return replace(
         layer,
-        trained_weight_bytes=-(-layer.trained_weight_bytes // ranks),
+        # Layers that a caller has named have parameters of other names.
+        trained_weight_bytes=sum(p.numel * p.dtype.itemsize_bytes for p in parts if p.layer == layer.name)
+        or -(-layer.trained_weight_bytes // ranks),
         frozen_weight_bytes=-(-layer.frozen_weight_bytes // ranks),
     )
 

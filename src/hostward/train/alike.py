@@ -11,6 +11,7 @@ import torch
 from hostward import __version__
 from hostward.config import Config, get_option, options
 from hostward.errors import ConfigError
+from hostward.planning.plan_file import PlanFile
 from hostward.rules import shown
 
 from .ranks import Ranks
@@ -29,12 +30,15 @@ OWN = frozenset(
 """Options that ranks may set each for itself: threads, what is printed, and where data lie on each node."""
 
 
-def what_runs(recipe: str, config: Config, device: str, resume_from: Path | None) -> dict[str, str]:
+def what_runs(
+    recipe: str, config: Config, device: str, resume_from: Path | None, plan: PlanFile | None = None
+) -> dict[str, str]:
     """What a rank is about to do, and with which versions, by name."""
     named = {name: shown(get_option(config, name)) for name in options() if name not in OWN}
     start = "none" if resume_from is None else resume_from.name
-    versions = {"hostward": __version__, "torch": torch.__version__}
-    return {"--recipe": recipe, **named, "the device": device, "the checkpoint to go on from": start, **versions}
+    planned = "none" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]
+    told = {"--plan": planned, "the device": device, "the checkpoint to go on from": start}
+    return {"--recipe": recipe, **named, **told, "hostward": __version__, "torch": torch.__version__}
 
 
 def require_alike(ranks: Ranks, mine: Mapping[str, str]) -> None:

@@ -40,7 +40,7 @@ def weighed(
     if resume_from is not None and not config.checkpoint.finetune:
         resume.require_same_samples(config, dataset, resume_from)
     if plan is not None:
-        require_same_model(plan, config, dataset.vocab_size)
+        require_same_model(plan, config, dataset.vocab_size, ranks)
     if ranks.stages > 1 and config.model.hf_model_path is not None:
         from hostward.adapters.pipelines import require_divisible
 

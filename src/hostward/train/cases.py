@@ -11,7 +11,7 @@ from hostward.config import Config, options
 from hostward.errors import ConfigError
 from hostward.plan import Placement, Plan
 from hostward.planner import checked_fraction
-from hostward.rule_table import changed
+from hostward.rule_table import changed, data_parallel_size
 
 from .shares import shares
 
@@ -64,7 +64,7 @@ _KEPT_AS_GIVEN = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A share of the state, where and when it is stepped, and how many microbatches make a step.
+    """A share of the state, where and when it is stepped, and how many microbatches make a step of one rank.
 
     `config` is the whole configuration. A placement or schedule of "as given" is that of the options.
     """
@@ -120,9 +120,14 @@ def choose(
     placements: Sequence[str],
     schedules: Sequence[str],
     microbatches: Sequence[int],
+    *,
+    world_size: int = 1,
 ) -> list[Case]:
     """Every combination of what is given. Where neither fraction, placement nor schedule is: the options' own, if they
     offload anything, else four cases that cover all placements and schedules.
+
+    Args:
+        microbatches: of one rank in a step; world_size: of how many.
 
     Raises:
         ConfigError: an unknown word, a number out of range, or a choice made twice.
@@ -140,10 +145,10 @@ def choose(
             why="--fraction, --placement and --schedule choose it, and so do the options that offload optimizer state",
             fix="use one of them",
         )
-    counts = [_with_microbatches(config, count) for count in microbatches] or [config]
+    counts = [_with_microbatches(config, count, world_size) for count in microbatches] or [config]
     own = shares(config).offload_fraction
     if not given and own:
-        return [Case(own, "as given", "as given", _microbatches(c), c) for c in counts]
+        return [Case(own, "as given", "as given", _microbatches(c, world_size), c) for c in counts]
     dropped = changed(config, _KEPT_AS_GIVEN)
     if dropped:
         raise ConfigError(
@@ -153,10 +158,10 @@ def choose(
             "optimizer.optimizer_offload_fraction=1.0): then the options as given are what is compared",
         )
     wanted = list(product(fractions or FRACTIONS, placements or PLACEMENTS[:1], schedules or SCHEDULES[:1]))
-    return [_case(c, *choice) for c in counts for choice in (wanted if given else _DEFAULT)]
+    return [_case(c, world_size, *choice) for c in counts for choice in (wanted if given else _DEFAULT)]
 
 
-def _case(config: Config, fraction: float, placement: str, schedule: str) -> Case:
+def _case(config: Config, world_size: int, fraction: float, placement: str, schedule: str) -> Case:
     changed = without_offloading(config)
     optimizer = changed.optimizer
     if placement == "streamed":
@@ -167,20 +172,26 @@ def _case(config: Config, fraction: float, placement: str, schedule: str) -> Cas
         optimizer.optimizer_offload_fraction = fraction
         optimizer.offload_mix = MIX if placement == "mixed" else None
     optimizer.overlap_cpu_optimizer_d2h_h2d = schedule == "hidden"
-    return Case(fraction, placement, schedule, _microbatches(changed), changed)
+    return Case(fraction, placement, schedule, _microbatches(changed, world_size), changed)
 
 
-def _microbatches(config: Config) -> int:
-    return config.train.global_batch_size // max(1, config.train.micro_batch_size)
+def _microbatches(config: Config, world_size: int) -> int:
+    return _of_rank(config, world_size) // max(1, config.train.micro_batch_size)
 
 
-def _with_microbatches(config: Config, count: int) -> Config:
-    size, rest = divmod(config.train.global_batch_size, count) if count > 0 else (0, 1)
+def _of_rank(config: Config, world_size: int) -> int:
+    """Sequences that a rank trains on in a step. What cannot be divided is refused with the other options."""
+    return config.train.global_batch_size // data_parallel_size(config, world_size)
+
+
+def _with_microbatches(config: Config, count: int, world_size: int) -> Config:
+    total = _of_rank(config, world_size)
+    size, rest = divmod(total, count) if count > 0 else (0, 1)
     if rest or not size:
-        total = config.train.global_batch_size
         counts = [str(n) for n in range(1, total + 1) if total % n == 0]
+        share = "" if total == config.train.global_batch_size else f", of which each rank has {total}"
         raise ConfigError(
-            f"--microbatches {count} does not divide train.global_batch_size={config.train.global_batch_size}",
+            f"--microbatches {count} does not divide train.global_batch_size={config.train.global_batch_size}{share}",
             fix=f"--microbatches {' or '.join(counts)}, or set train.global_batch_size",
         )
     changed = copy.deepcopy(config)

@@ -15,6 +15,9 @@ from hostward.training.state import same_bits
 MEMORY_TOLERANCE = 0.02
 """Allowed relative difference between the device bytes that fell and those that the placement promised."""
 
+_NAMED = 3
+"""Ranks whose details are told of a claim that does not hold."""
+
 ALLOCATOR_SLACK_BYTES = 2 * 1024 * 1024
 """Torch's CUDA allocator leaves up to 1 MiB unused at the end of a large block; seen at models of a few MiB only."""
 
@@ -26,11 +29,13 @@ class Claim:
     name: str
     held: bool
     detail: str
+    broken_on: tuple[str, ...] = ()
+    """Of several ranks, the names of those on which it does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run leaves behind for comparison: copies on the CPU."""
+    """What one run leaves behind on this rank for comparison: copies on the CPU, of the rank's own part."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -64,6 +69,24 @@ def claims(base: Outcome, other: Outcome, kernels: Mapping[Placement, str | None
         theirs = {n: e[role] for n, e in other.state.items() if role in e}
         found.append(_equal_tensors(f"final {role}", mine, theirs))
     return [*found, _memory_fell(base, other)]
+
+
+def of_all(told: Sequence[tuple[str, Sequence[Claim]]]) -> list[Claim]:
+    """One claim for what each rank, by name, says of its own part: it holds where it holds on all of them."""
+    if len(told) == 1:
+        return list(told[0][1])
+    return [_of_ranks(name, told) for name in dict.fromkeys(claim.name for _, found in told for claim in found)]
+
+
+def _of_ranks(name: str, told: Sequence[tuple[str, Sequence[Claim]]]) -> Claim:
+    found = [(rank, claim) for rank, of_rank in told for claim in of_rank if claim.name == name]
+    broken = [(rank, claim) for rank, claim in found if not claim.held]
+    if not broken:
+        rank, first = found[0]
+        return Claim(name, True, f"{rank}: {first.detail}; held on {len(found)} ranks")
+    more = f"; and on {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
+    detail = "; ".join(f"{rank}: {claim.detail}" for rank, claim in broken[:_NAMED])
+    return Claim(name, False, detail + more, tuple(rank for rank, _ in broken))
 
 
 def _trained(base: Outcome) -> Claim:

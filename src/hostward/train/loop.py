@@ -19,7 +19,7 @@ from hostward.checkpoint import Saver
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
-from hostward.errors import DataError, DeviceError, NotBuiltError
+from hostward.errors import DataError, DeviceError
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import captured
@@ -186,11 +186,6 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     ranks = Ranks.of(os.environ)
     check(config, world_size=ranks.size)
     ranks = ranks.placed(config)
-    if ranks.size > 1 and plan is not None:
-        raise NotBuiltError(
-            f"--plan with {ranks.size} processes is known, but not built yet",
-            fix="leave --plan out, and say what is to be offloaded by options",
-        )
     for told in idle_switches(config) if ranks.first else ():
         log.warning("%s", told)
     device = choose_device(config.train.device, ranks.local_rank)
@@ -202,7 +197,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
             plan.require_machine(torch.cuda.get_device_name(device))
     ranks.join(device)
     resume_from = ranks.agreed(lambda: resume.checkpoint_to_load(config))
-    require_alike(ranks, what_runs(recipe, config, device.type, resume_from))
+    require_alike(ranks, what_runs(recipe, config, device.type, resume_from, plan))
     dataset, predicted, waiting = ranks.agreed(
         lambda: weighed(recipe, config, device, plan, resume_from, ranks, force=force)
     )

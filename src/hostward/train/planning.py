@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from hostward.choice import ELEMENTWISE_MODULES, Keep
-from hostward.config import Config
-from hostward.errors import ConfigError
+from hostward.config import Config, get_option
+from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
 from hostward.plan import Placement
 from hostward.planner import place_fraction
@@ -21,6 +21,12 @@ from hostward.workload import Workload
 from .shares import shares
 
 T = TypeVar("T", Placement, Keep)
+
+_OTHER_DIVISIONS = (
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.expert_model_parallel_size",
+)
 
 
 def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:
@@ -51,6 +57,26 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
         None if options.gradients is None else options.gradients == "host",
         options.optimizer_state_offload_chunk_size_mb * MIB or None,
     )
+
+
+def require_by_rows(config: Config, what: str, ranks: int) -> None:
+    """Raises NotBuiltError where options divide a model in another way than plans know: each parameter by rows, among
+    all GPUs. `what` wants a plan, for so many `ranks`.
+    """
+    for name in _OTHER_DIVISIONS:
+        value = get_option(config, name)
+        if value > 1:
+            raise NotBuiltError(
+                f"{what} with {name}={value} is known, but not built yet",
+                why="a plan divides each parameter by rows among all GPUs",
+                fix=f"set {name}=1, or say what is to be offloaded by options, without a plan",
+            )
+    if ranks > 1 and not config.ddp.use_distributed_optimizer:
+        raise NotBuiltError(
+            f"{what} for {ranks} GPUs with ddp.use_distributed_optimizer=false is known, but not built yet",
+            why="a plan divides each parameter by rows among all GPUs, and without it each has all of them",
+            fix="set ddp.use_distributed_optimizer=true",
+        )
 
 
 def phases_of(config: Config) -> tuple[str, ...]:
@@ -98,7 +124,9 @@ def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, la
 
 
 def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
-    """`before`, changed by hand. Raises ConfigError for a pattern that nothing matches, or too many layers."""
+    """`before`, changed by hand. Raises ConfigError for a pattern that nothing matches, or too many layers, and
+    NotBuiltError for weights that leave several GPUs.
+    """
     placements, activations = dict(before.placements), dict(before.activations)
     buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
     layers = [(layer.name,) for layer in workload.repeated]
@@ -108,6 +136,11 @@ def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
     if hand.weights is not None:
         _require_fewer(hand.weights, len(layers))
         chosen = frozenset(layer.name for layer in workload.repeated[: hand.weights])
+    if chosen and workload.ranks > 1:
+        raise NotBuiltError(
+            f"weights that leave, shared among {workload.ranks} GPUs, are known, but not built yet",
+            fix="leave --weights and model.cpu_offloading_weights out, or plan for one GPU",
+        )
     return replace(before, placements=placements, activations=activations, offloaded_weights=chosen)
 
 

@@ -9,10 +9,10 @@ import torch
 from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
-from hostward.errors import ModelError
+from hostward.errors import ModelError, NotBuiltError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import Hardware, profile_of
-from hostward.inventory import Dtype
+from hostward.inventory import Dtype, cut_buckets
 from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.planning.needs import Budgets, refuse
@@ -20,6 +20,7 @@ from hostward.planning.plan_file import PlanFile
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
+from hostward.rank_parts import first_parts
 from hostward.rule_table import captured
 from hostward.run_report import Estimate
 from hostward.training.planned import layers_of
@@ -29,7 +30,7 @@ from hostward.workload import Workload
 from .memory import Need
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
-from .planning import asked_of, phases_of
+from .planning import asked_of, phases_of, require_by_rows
 from .ranks import Ranks
 from .workload import recipe_workload
 
@@ -94,12 +95,21 @@ def estimate(
     return Estimate(needs.device_peak_bytes, needs.host_bytes, needs.pinned_bytes, step_s, exposed_s)
 
 
-def require_same_model(plan: PlanFile, config: Config, vocab_size: int) -> None:
-    """Raises ConfigError if the plan's buckets are not those of the model, or if it cannot be carried out."""
-    plan.require_ranks(1)
+def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: Ranks) -> None:
+    """Raises ConfigError if the plan's buckets are not those of the model, divided among `ranks`, or if it cannot be
+    carried out; NotBuiltError if that is not built.
+    """
+    require_by_rows(config, "--plan", ranks.size)
+    plan.require_ranks(ranks.size)
+    split_master = not config.optimizer.use_torch_optimizer_for_cpu_offload
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
-    plan.placements(inventory_of(model, split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload))
-    layers_of(plan)
+    whole = inventory_of(model, split_master=split_master)
+    plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), split_master=split_master))
+    if layers_of(plan).weights and ranks.size > 1:
+        raise NotBuiltError(
+            f"the plan lets weights leave, which with {ranks.size} processes is known, but not built yet",
+            fix="edit the plan: weights are device in all layers",
+        )
 
 
 def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = None) -> Choice:

@@ -1,7 +1,8 @@
 """`hostward verify`: the same run without and with offloading, compared bit for bit.
 
 Both runs use deterministic algorithms, the same threads and the same data. Where an operator has no deterministic
-form, both optimizers are fed the same gradients instead, and the verdict says so.
+form, both optimizers are fed the same gradients instead, and the verdict says so. Of several ranks each compares its
+own part, and there is one verdict.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import torch
 
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
-from hostward.errors import ConfigError, NotBuiltError
-from hostward.inventory import Dtype
+from hostward.errors import ConfigError
+from hostward.inspect import local_of
+from hostward.inventory import Dtype, state_bytes_per_element
 from hostward.plan import Placement
 from hostward.rules import check
 from hostward.training.weights import bit_sum
 
 from . import loop
+from .alike import require_alike
 from .cases import WORDS, Case, without_offloading
-from .claims import Claim, Outcome, claims
+from .claims import Claim, Outcome, claims, of_all
 from .definition import differing_role
 from .ranks import Ranks
 
@@ -65,6 +68,8 @@ class Verdict:
     losses: list[float]
     """Of the run without offloading; with several counts of microbatches, of the first."""
     comparisons: list[Comparison]
+    ranks: int = 1
+    """On each of which everything was compared."""
 
     @property
     def passed(self) -> bool:
@@ -75,13 +80,18 @@ class Verdict:
         """The verdict in one line."""
         if self.passed:
             names = "; ".join(c.name for c in self.comparisons)
+            where = f" on {self.ranks} ranks" if self.ranks > 1 else ""
             return (
-                f"PASS: identical in every bit over {self.iterations} iterations, without offloading and with: {names}"
+                f"PASS: identical in every bit over {self.iterations} iterations{where}, without offloading and with: "
+                f"{names}"
             )
         failed = [c for c in self.comparisons if not c.passed]
         broken = sorted({claim.name for c in failed for claim in c.claims if not claim.held})
         names = "; ".join(c.name for c in failed)
-        return f"FAIL: NOT verified in {len(failed)} of {len(self.comparisons)} cases ({names}): {', '.join(broken)}"
+        ranks = dict.fromkeys(rank for c in failed for claim in c.claims for rank in claim.broken_on)
+        where = f", on {', '.join(ranks)}" if ranks else ""
+        cases = f"{len(failed)} of {len(self.comparisons)} cases ({names})"
+        return f"FAIL: NOT verified in {cases}: {', '.join(broken)}{where}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON."""
@@ -89,19 +99,17 @@ class Verdict:
 
 
 def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
-    """Train every case and, once per count of microbatches, the same without offloading; compare.
+    """Train every case and, once per count of microbatches, the same without offloading; compare. Every rank returns
+    the same verdict.
 
     Raises:
-        ConfigError: a case whose plan would prove nothing, no iteration to run, or options under which equal bits are
-            not claimed.
+        ConfigError: a case whose plan would prove nothing, no iteration to run, options under which equal bits are not
+            claimed, or ranks that were started otherwise.
     """
     ranks = Ranks.of(os.environ)
-    if ranks.size > 1:
-        raise NotBuiltError(
-            f"verify with {ranks.size} processes is known, but not built yet",
-            fix="start one process (torchrun: --nproc-per-node 1)",
-        )
     check(config, world_size=ranks.size)
+    for case in cases:
+        check(case.config, world_size=ranks.size)
     if config.checkpoint.save is not None:
         raise ConfigError("verify saves no checkpoint", fix="leave checkpoint.save out")
     if config.optimizer.use_torch_optimizer_for_cpu_offload:
@@ -110,6 +118,8 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
             why="torch's CPU kernels round differently, so equal bits are not claimed for it",
             fix="leave it off",
         )
+    ranks.join(loop.choose_device(config.train.device, ranks.local_rank))
+    require_alike(ranks, {"what is compared": "; ".join(case.name for case in cases)})
     same_gradients = False
     try:
         pairs = _independent_runs(recipe, cases)
@@ -120,7 +130,7 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
         log.warning("an operator has no deterministic form: both optimizers are fed the same gradients instead")
         same_gradients = True
         pairs = [_train_on_same_gradients(recipe, case) for case in cases]
-    kernels = _kernels(config, (p for pair in pairs for outcome in pair for p in outcome.placements))
+    kernels = _kernels(config, ranks, (p for pair in pairs for outcome in pair for p in outcome.placements))
     comparisons = [
         Comparison(
             case.name,
@@ -129,12 +139,12 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
             case.placement,
             case.schedule,
             case.microbatches,
-            claims(base, other, kernels),
+            of_all(ranks.gather((ranks.name, claims(base, other, kernels)))),
         )
         for case, (base, other) in zip(cases, pairs, strict=True)
     ]
     first = pairs[0][0]
-    return Verdict(recipe, len(first.losses), same_gradients, first.settings, first.losses, comparisons)
+    return Verdict(recipe, len(first.losses), same_gradients, first.settings, first.losses, comparisons, ranks.size)
 
 
 def render(verdict: Verdict) -> list[Table]:
@@ -169,9 +179,9 @@ def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[tuple[Outcome,
     return pairs
 
 
-def _kernels(config: Config, placements: Iterable[Placement]) -> dict[Placement, str | None]:
+def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> dict[Placement, str | None]:
     """What the kernel of each placement makes differently from the definition, or None."""
-    device = loop.choose_device(config.train.device)
+    device = loop.choose_device(config.train.device, ranks.local_rank)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     return {placement: differing_role(device, dtype, placement) for placement in dict.fromkeys(placements)}
 
@@ -181,15 +191,28 @@ def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: 
     changed = copy.deepcopy(config)
     changed.model.deterministic_mode = deterministic
     run = loop.prepare(recipe, changed)
-    if case is not None:
-        case.require_placed(run.optimizer.plan)
-    if run.iteration >= config.train.train_iters:
-        raise ConfigError(
+    problem = _nothing_to_compare(run, case)
+    problems = run.ranks.gather(problem is not None)  # a rank with few rows may have none that leave
+    if problem is not None and all(problems):
+        problem.everywhere = True
+        raise problem
+    return run
+
+
+def _nothing_to_compare(run: loop.Run, case: Case | None) -> ConfigError | None:
+    until = run.config.train.train_iters
+    if run.iteration >= until:
+        return ConfigError(
             "no iteration is left to compare",
-            why=f"the checkpoint is of iteration {run.iteration}, and train.train_iters is {config.train.train_iters}",
+            why=f"the checkpoint is of iteration {run.iteration}, and train.train_iters is {until}",
             fix="raise train.train_iters, or leave checkpoint.load out",
         )
-    return run
+    try:
+        if case is not None:
+            case.require_placed(run.optimizer.plan)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _train(recipe: str, config: Config, case: Case | None) -> Outcome:
@@ -241,16 +264,17 @@ def _bit_sums(run: loop.Run) -> list[int]:
 
 
 def _weights(run: loop.Run) -> dict[str, torch.Tensor]:
-    """By way of the state dict: a parameter whose weight is offloaded has no bytes."""
+    """This rank's, by way of the state dict: a parameter whose weight is offloaded has no bytes."""
     state = run.model.state_dict()
-    return {name: state[name].cpu() for name, _ in run.model.named_parameters()}
+    return {name: local_of(state[name]).cpu() for name, _ in run.model.named_parameters()}
 
 
 def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
     # Every weight has its new value from here on, whatever reads it.
     run.optimizer.wait()
     loop.collect(run, everything=True)
-    state = run.optimizer.state_dict()["state"]
+    saved = run.optimizer.state_dict()["state"]
+    state = {name: {role: local_of(value) for role, value in entry.items()} for name, entry in saved.items()}
     plan, ledger = run.optimizer.plan, run.optimizer.backend.ledger
     settings = {
         **run.optimizer.backend.describe(),
@@ -268,12 +292,25 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
         weights={name: weight.clone() for name, weight in _weights(run).items()},
         state=state,
         device_bytes=None if run.device.type == "cuda" else ledger.total_bytes(Tier.DEVICE),
-        placed_fraction=plan.placed_fraction,
-        offloaded_bytes=plan.offloaded_bytes + _weights_away_bytes(run),
+        placed_fraction=_share(run.ranks.gather((plan.offloaded_bytes, plan.state_bytes))),
+        offloaded_bytes=_state_away_bytes(run) + _weights_away_bytes(run),
         placements=tuple(p for p in Placement if plan.count(p)),
         settings=settings,
-        unchanged_weights=_bit_sums(run) == start,
+        # A rank may have rows of which none was trained.
+        unchanged_weights=all(run.ranks.gather(_bit_sums(run) == start)),
     )
+
+
+def _share(of_ranks: Sequence[tuple[int, int]]) -> float:
+    """Of all state, by ranks: bytes that are off the device, and all bytes."""
+    away, held = (sum(column) for column in zip(*of_ranks, strict=True))
+    return away / held if held else 0.0
+
+
+def _state_away_bytes(run: loop.Run) -> int:
+    """As it lay on the device, where each range of a bucket is aligned: parts of small tensors are mostly that."""
+    pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
+    return sum(b.offsets[-1] * state_bytes_per_element(b.kind) for b, row in pairs if row.placement.offloaded)
 
 
 def _weights_away_bytes(run: loop.Run) -> int:

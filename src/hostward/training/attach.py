@@ -21,6 +21,7 @@ from .layers import find_layers
 from .mix import planned
 from .options import named_options, require_fewer
 from .planned import PlannedLayers, layers_of, recompute_whole
+from .rank_plan import require_division
 from .recompute import Regions
 from .room import require_room
 from .visit_hooks import is_attached
@@ -71,10 +72,10 @@ def attach(
             known before the first forward.)
 
     Raises:
-        ConfigError: nothing to offload is asked for, or more layers than there are, or modules that are none, or
-            weights whose step is not on the host; the optimizer is another model's; the model, or a part of it, is
-            attached already. ModelError: no layers were found; a module that cannot be recomputed as asked; compiled
-            layers with `recompute`. MemoryLimitError: a plan, or copies of weights, do not fit.
+        ConfigError: nothing to offload, more layers than there are, modules that are none, or weights whose step is
+            not on the host are asked for; the optimizer is another model's; the model, or a part of it, is attached
+            already; the plan is for other ranks. ModelError: no layers were found; a module that cannot be recomputed
+            as asked; compiled layers with `recompute`. MemoryLimitError: a plan, or copies of weights, do not fit.
     """
     if activations is None and weights is None and recompute is None and plan is None:
         raise ConfigError(
@@ -88,7 +89,7 @@ def attach(
     _require_not_attached(model)
     found = find_layers(model, layers)
     given, device = planned(plan), next((p.device for p in model.parameters()), torch.device("cpu"))
-    by_plan = None if given is None else _planned(given, len(found), activations, weights, recompute)
+    by_plan = None if given is None else _planned(given, model, len(found), activations, weights, recompute)
     if by_plan is not None:
         activations, weights = by_plan.activations or None, by_plan.weights or None
         recompute = by_plan.recompute(found)
@@ -134,8 +135,9 @@ def offload_activations(
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
-def _planned(given: PlanFile, n_layers: int, *others: object) -> PlannedLayers:
+def _planned(given: PlanFile, model: torch.nn.Module, n_layers: int, *others: object) -> PlannedLayers:
     """What a plan says about layers. `others`: what else `attach` was given."""
+    require_division(given, model.named_parameters())
     if any(other is not None for other in others):
         raise ConfigError(
             "attach() with plan=... and activations, weights or recompute",

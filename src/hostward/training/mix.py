@@ -12,12 +12,15 @@ from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError
 from hostward.hardware import Rates
-from hostward.inventory import Bucket, Inventory, state_bytes_per_element
+from hostward.inspect import Tracked
+from hostward.inventory import Bucket, cut_buckets, state_bytes_per_element
 from hostward.lowering.staging import FEWEST
 from hostward.plan import Plan
 from hostward.planner import checked_fraction, place_fraction, streamed_share
 from hostward.planning.plan_file import PlanFile, load
 from hostward.sizes import size_bytes
+
+from .rank_plan import placed_by_plan
 
 AUTO = "auto"
 
@@ -83,24 +86,33 @@ class Mix:
     def place(
         self,
         backend: Backend,
-        inventory: Inventory,
+        tracked: Sequence[Tracked],
         grad_dtype: torch.dtype | None = None,
+        first_index: int = 0,
+        *,
+        split_master: bool = True,
         ranks: Ranks | None = None,
-    ) -> Plan:
-        """Placements of all buckets; `grad_dtype` is that of gradients, None: that of the weights. `ranks`: have parts
-        of the same parameters, and all place now.
+    ) -> tuple[tuple[Bucket, ...], Plan]:
+        """Buckets of parameters in order of use in forward, numbered from `first_index` on, and their placements.
+
+        Args:
+            grad_dtype: of gradients; None: that of the weights.
+            split_master: whether bf16 masters are split.
+            ranks: those that have parts of the same parameters; all place now.
 
         Raises:
-            ConfigError: a plan of other buckets. MemoryLimitError: weights and gradients alone exceed `device_memory`.
+            ConfigError: a plan of other buckets, or of another division among ranks. MemoryLimitError: weights and
+                gradients alone exceed `device_memory`.
         """
         if self._plan is not None:
-            return self._plan.placements(inventory)
-        buckets = inventory.buckets
+            return placed_by_plan(self._plan, tracked, first_index=first_index, split_master=split_master)
+        facts = tuple(t.facts for t in tracked)
+        buckets = cut_buckets(facts, first_index=first_index, split_master=split_master)
         if self._budget_bytes is not None:
             self.offload_fraction = _most(_least_fraction(buckets, grad_dtype, self._budget_bytes), backend, ranks)
             self._budget_bytes = None  # groups that come later are placed alike
         share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
-        return place_fraction(buckets, self.offload_fraction, share)
+        return buckets, place_fraction(buckets, self.offload_fraction, share)
 
 
 def _measured(backend: Backend, ranks: Ranks | None) -> Rates:

@@ -14,7 +14,7 @@ from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
 from hostward.errors import HostwardError, ModelError
 from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
-from hostward.inventory import Inventory, cut_buckets
+from hostward.inventory import Inventory
 from hostward.plan import PlacedBucket, Plan
 from hostward.schedule import Schedule
 
@@ -221,9 +221,9 @@ class AdamW(Saving):
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new, self._grad_dtype)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
-        facts = tuple(t.facts for t in self._places.by_use(new))
-        buckets = cut_buckets(facts, first_index=len(self._states), split_master=not self._use_torch_optimizer)
-        plan = self._mix.place(backend, Inventory(facts, buckets), self._grad_dtype, ranks_of(new))
+        first, split = len(self._states), not self._use_torch_optimizer
+        used, ranks = self._places.by_use(new), ranks_of(new)
+        buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, split_master=split, ranks=ranks)
         self.offload_fraction = plan.asked_fraction
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)

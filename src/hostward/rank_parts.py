@@ -1,0 +1,62 @@
+"""What each of several ranks has of parameters that are divided by rows, and buckets that are alike on all of them.
+
+FSDP2 gives each rank the same number of rows, and the last ones what is left, if anything: the first rank's part is the
+largest. A plan for several GPUs is one for that part; the others cut theirs in the same places. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from .inventory import SPLIT_ELEMENTS, Bucket, Parameter, Range, align
+
+
+def first_parts(parameters: Iterable[Parameter], ranks: int) -> tuple[Parameter, ...]:
+    """Of whole parameters, the part that the first of `ranks` has. Where rows are not known, elements are divided."""
+    return tuple(replace(p, numel=_largest(p.numel, p.rows, ranks)) for p in parameters)
+
+
+def _largest(numel: int, rows: int | None, ranks: int) -> int:
+    rows = numel if rows is None else rows
+    return -(-rows // ranks) * (numel // rows) if rows else 0
+
+
+def cut_alike(
+    first: Sequence[Bucket], parts: Mapping[str, Parameter], *, first_index: int = 0
+) -> tuple[tuple[Bucket, ...], tuple[int, ...]]:
+    """Buckets of another rank's `parts`, by name, that hold what those of the `first` rank hold: its elements at the
+    same places of its part. A cut is moved on to the next chunk of the norm, by less than 4,096 elements; what a rank
+    has none of makes no bucket.
+
+    Returns:
+        The buckets, and for each of them its number among those of the first rank.
+    """
+    ends: dict[str, int] = {}
+    for r in (r for bucket in first for r in bucket.ranges):
+        ends[r.name] = max(ends.get(r.name, 0), r.stop)
+    buckets: list[Bucket] = []
+    origins: list[int] = []
+    for i, bucket in enumerate(first):
+        ranges = tuple(piece for r in bucket.ranges for piece in _pieces(r, parts[r.name], ends[r.name]))
+        if ranges:
+            buckets.append(replace(bucket, index=first_index + len(buckets), ranges=ranges))
+            origins.append(i)
+    return tuple(buckets), tuple(origins)
+
+
+def _pieces(of_first: Range, part: Parameter, end: int) -> list[Range]:
+    """A range of the first rank's part, in another: with the rest of a chunk that begins before the part by itself."""
+    start = _cut(of_first.start, part)
+    stop = part.numel if of_first.stop == end else _cut(of_first.stop, part)
+    head = min(_cut_up(0, part), stop) if start == 0 else start
+    return [Range(part.name, a, b) for a, b in ((start, head), (head, stop)) if a < b]
+
+
+def _cut(at: int, part: Parameter) -> int:
+    return min(_cut_up(at, part), part.numel) if at else 0
+
+
+def _cut_up(at: int, part: Parameter) -> int:
+    """The first place from `at` on where a chunk of the norm begins."""
+    return align(part.first + at, SPLIT_ELEMENTS) - part.first

@@ -1,0 +1,213 @@
+"""Training by a plan on several ranks: the bits of training without one, and the bytes that the plan tells.
+
+Seen red: buckets cut by each rank for itself, a root's buckets placed by their numbers instead of their layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_cases import LAYERS, choice_of, net_inventory, net_plan, plan, workload
+from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
+from world import SIZE, World, torchrun
+
+from hostward.choice import Keep
+from hostward.inventory import SPLIT_ELEMENTS
+from hostward.memory_model import LOAD
+from hostward.plan import Placement
+from hostward.planning.plan_file import PlanFile
+from hostward.planning.shards import required_of
+
+BF16 = "model.params_dtype=bf16"
+STAY = (Keep.KEEP, Keep.KEEP)
+
+LONG = ("model.seq_length=512", "model.ffn_hidden_size=1024")
+"""What the MLP saves is large enough to leave."""
+EVEN = {
+    "embedding in parts": (QWEN3, (BF16, "model.vocab_size=8192"), STAY, {}),
+    "the root owns the embedding": (LLAMA, (BF16, "model.vocab_size=8192", *LONG), (Keep.OFFLOAD, Keep.KEEP), {}),
+    "recomputed": (QWEN3, (BF16,), (Keep.RECOMPUTE, Keep.RECOMPUTE), {}),
+    "norms again, sums on the host": (QWEN3, (BF16,), (Keep.ELEMENTWISE,) * 2, {"gradients_on_host": True}),
+    "one microbatch, fp32": (MOE, ("train.global_batch_size=4",), STAY, {"staging_bytes": 1}),
+}
+UNEVEN = {
+    "odd sizes": (QWEN3, (BF16, "model.vocab_size=4099", "model.ffn_hidden_size=97"), STAY, {}),
+    "a rank without experts": (MOE, (BF16, "model.num_moe_experts=3", "model.moe_router_topk=2"), STAY, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(world: World) -> Any:
+    """Runs on four ranks, by their words and the text of their plan."""
+
+    def run(recipe: str, words: tuple[str, ...], text: str | None = None) -> list[Any]:
+        return world.run("train_cases.train", words=list(words), recipe=recipe, plan=text)
+
+    return functools.cache(run)
+
+
+@pytest.mark.parametrize("case", [*EVEN, *UNEVEN])
+def test_a_run_by_a_plan_has_the_bits_of_one_without_and_the_bytes_of_the_plan(trained: Any, case: str) -> None:
+    recipe, words, keeps, options = (EVEN | UNEVEN)[case]
+    of = workload(words, recipe, SIZE)
+    made = plan(of, choice_of(of, keeps, **options))
+    needs = required_of(of)(of, made.choice(of)).phase(LOAD)
+    planned = dict.fromkeys(Placement, 0)
+    for row in made.buckets:
+        planned[row.placement] += row.numel
+    counts = {
+        where: 8
+        * sum(
+            len(b.ranges) for b, row in zip(of.inventory.buckets, made.buckets, strict=True) if row.placement is where
+        )
+        for where in Placement
+    }
+    ranks = trained(recipe, words, made.to_json())
+    for rank, (found, expected) in enumerate(zip(ranks, trained(recipe, words), strict=True)):
+        assert found["told"] == expected["told"]
+        assert found["bits"] == expected["bits"]
+        assert (found["left_bytes"] > 0) == (Keep.OFFLOAD in keeps)
+        state = found["state"]
+        assert state["asked"] == made.asked_fraction
+        if rank == 0 or case in EVEN:
+            assert state["elements"] == planned
+            assert state["host_bytes"] == needs.host["optimizer state"] - counts[Placement.HOST]
+            assert state["device_bytes"] == needs.device["optimizer state"] - counts[Placement.DEVICE]
+            assert state["placed"] == ranks[0]["state"]["placed"]
+        else:
+            assert set(state["placed"]) <= set(ranks[0]["state"]["placed"])
+            for where, elements in state["elements"].items():
+                assert elements <= planned[where] + SPLIT_ELEMENTS * len(of.inventory.buckets)
+
+
+def test_what_the_root_owns_is_placed_by_its_name(trained: Any) -> None:
+    """It is used first, and stands in the plan where the model has it."""
+    recipe, words, keeps, _ = EVEN["the root owns the embedding"]
+    of = workload(words, recipe, SIZE)
+    made = plan(of, choice_of(of, keeps))
+    rows = sorted((row.layer, row.placement.value) for row in made.buckets)
+    assert made.buckets[-1].layer == "model.norm"
+    for found in trained(recipe, words, made.to_json()):
+        assert found["state"]["layers"] == ["model.embed_tokens", "model.norm", *LAYERS]
+        assert found["state"]["placed"] == rows
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_loop_of_ones_own_by_a_plan_whose_root_owns_embedding_and_head(world: World, turn: int) -> None:
+    """Uneven parts, one of them empty on the last rank, and a scale that only the first has."""
+    made = net_plan(SIZE, turn)
+    expected = world.run("planned_cases.net_by_plan", plan=None)
+    ranks = world.run("planned_cases.net_by_plan", plan=made.to_json())
+    rows = sorted((row.layer, row.placement.value) for row in made.buckets)
+    assert ranks[0]["state"]["placed"] == rows
+    assert ranks[0]["state"]["layers"][:3] == ["", "embed", "head"]
+    for found, reference in zip(ranks, expected, strict=True):
+        assert found["norms"] == reference["norms"] == ranks[0]["norms"]
+        assert found["bits"] == reference["bits"]
+        assert found["attached_bytes"] > 0
+        assert set(found["state"]["placed"]) <= set(rows)
+        assert len(set(found["state"]["placed"])) > 3
+        assert reference["state"]["elements"][Placement.DEVICE] == sum(found["state"]["elements"].values())
+
+
+@pytest.mark.parametrize("what", ["AdamW", "attach"])
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "told"),
+    [
+        ("four", 2, "the plan shares the model among 2 GPUs, and here it is 4"),
+        ("four", 1, "the plan shares the model among 1 GPUs, and here it is 4"),
+        ("whole", 4, "the plan shares the model among 4 GPUs, and here it is 1"),
+        ("hybrid", 2, "the plan shares the model among 2 GPUs, and here it is 4"),
+        ("hybrid", 4, "the plan divides parameters by rows among 4 GPUs, and parameter 'scale' is divided otherwise"),
+    ],
+)
+def test_a_plan_for_other_ranks_is_refused(world: World, mesh: str, ranks: int, told: str, what: str) -> None:
+    for found in world.run("planned_cases.net_refused", mesh=mesh, plan=net_plan(ranks).to_json(), what=what):
+        assert found.startswith(f"ConfigError: {told}")
+
+
+def test_a_division_by_columns_is_refused(world: World) -> None:
+    for found in world.run("planned_cases.columns_refused", plan=net_plan(SIZE).to_json()):
+        assert "and parameter '0.weight' is divided otherwise\n  why: it is (Shard(dim=1),)" in found
+
+
+def changed(text: str, **rows: Any) -> str:
+    """A plan whose first bucket or layer was edited."""
+    content = json.loads(text)
+    for part, values in rows.items():
+        content[part][0] |= values
+    return json.dumps(content)
+
+
+OTHER_DIVISIONS = {
+    "model.tensor_model_parallel_size=2": "--plan with model.tensor_model_parallel_size=2",
+    "model.pipeline_model_parallel_size=2": "--plan with model.pipeline_model_parallel_size=2",
+    "ddp.use_distributed_optimizer=False": "--plan for 4 GPUs with ddp.use_distributed_optimizer=false",
+}
+
+
+@pytest.mark.parametrize("word", OTHER_DIVISIONS)
+def test_other_divisions_are_refused_by_name(world: World, word: str) -> None:
+    made = plan(of := workload((), QWEN3, SIZE), replace(choice_of(of, STAY), placements=device(of)))
+    for found in world.run("planned_cases.refused", words=[word], recipe=QWEN3, plan=made.to_json()):
+        assert "NotBuiltError: " in found
+        assert OTHER_DIVISIONS[word] in found
+
+
+def device(of: Any) -> tuple[Placement, ...]:
+    return (Placement.DEVICE,) * len(of.inventory.buckets)
+
+
+def test_plans_that_cannot_be_carried_out_are_refused_on_every_rank(world: World) -> None:
+    of, pair = workload((), QWEN3, SIZE), workload((), QWEN3, 2)
+    made = plan(of, replace(choice_of(of, STAY), placements=device(of))).to_json()
+    host = json.dumps(
+        {**json.loads(made), "buckets": [{**row, "placement": "host"} for row in json.loads(made)["buckets"]]}
+    )
+    cases = {
+        plan(pair, choice_of(pair, STAY)).to_json(): "the plan shares the model among 2 GPUs, and here it is 4",
+        changed(made, buckets={"bucket": "0000.other"}): "the plan is of another model",
+        changed(host, layers={"weights": "host"}): "weights leave, which with 4 processes is known, but not built yet",
+    }
+    for text, told in cases.items():
+        for found in world.run("planned_cases.refused", words=[], recipe=QWEN3, plan=text):
+            assert told in found
+    for found in world.run("planned_cases.refused", words=["model.num_layers=3"], recipe=QWEN3, plan=made):
+        assert "the plan is of another model" in found
+
+
+def test_two_processes_train_by_a_plan_of_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="planning needs SciPy")
+    from hostward.cli import main
+
+    words = [*SMALL, *SIZES[MOE], BF16]
+    recipe = ["--recipe", MOE]
+    assert (
+        main(["plan", *recipe, *words, "--gpus", "2", "--place", "*=host", "--json", str(tmp_path / "plan.json")]) == 0
+    )
+    made = PlanFile.from_json((tmp_path / "plan.json").read_text())
+    assert made.workload.ranks == 2
+    losses = []
+    for given in ([], ["--plan", "plan.json"]):
+        command = ["--nproc-per-node", "2", "-m", "hostward", "train", *recipe, *words, *given, "--json", "report.json"]
+        done = torchrun(*command, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        report = json.loads((tmp_path / "report.json").read_text())
+        losses.append((report["losses"], report["grad_norms"]))
+    assert losses[0] == losses[1]
+    assert report["placed_fraction"] == 1.0
+    done = torchrun(*command[:-2], "model.num_layers=3", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("the plan is of another model") == 1
+
+
+def test_the_parts_of_a_network_are_those_of_its_first_rank() -> None:
+    """Seven elements of a head of ten rows and 33 columns less, were elements divided instead of rows."""
+    numels = {p.name: p.numel for p in net_inventory(SIZE).parameters}
+    assert numels["head.weight"] == 3 * 33
+    assert numels["scale"] == 1

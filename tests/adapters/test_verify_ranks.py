@@ -1,0 +1,104 @@
+"""`hostward verify` on several ranks: one verdict, which names the rank whose bits differ.
+
+Seen red: a verdict of the first rank alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
+from world import SIZE, World, torchrun
+
+BF16 = "model.params_dtype=bf16"
+UNEVEN = ("model.vocab_size=4099", "model.ffn_hidden_size=97")
+
+
+def verdicts(world: World, *words: str, **options: Any) -> Any:
+    """The one that all ranks have come to."""
+    first, *others = world.run("verify_cases.verdict", words=list(words), **options)
+    assert all(other == first for other in others) or isinstance(first, str)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "placements"),
+    [
+        (QWEN3, (BF16, *UNEVEN), ("mixed",)),
+        (MOE, (BF16, "model.expert_model_parallel_size=2"), ("host", "streamed")),
+        (LLAMA, ("model.tensor_model_parallel_size=2",), ("host",)),
+        (QWEN3, ("model.pipeline_model_parallel_size=2",), ("host",)),
+        (MOE, ("ddp.use_distributed_optimizer=False",), ("streamed",)),
+    ],
+    ids=["uneven", "experts", "matrices", "stages", "copies"],
+)
+def test_every_layout_is_verified(
+    world: World, recipe: str, words: tuple[str, ...], placements: tuple[str, ...]
+) -> None:
+    found = verdicts(world, *words, recipe=recipe, placements=placements)
+    assert found["passed"], found["sentence"]
+    assert found["ranks"] == SIZE
+    assert found["sentence"].startswith("PASS: identical in every bit over 2 iterations on 4 ranks, ")
+    assert [c["placed_fraction"] for c in found["comparisons"]] == [1.0] * len(placements)
+    for claim in found["comparisons"][0]["claims"]:
+        assert claim["detail"].startswith("rank 0 on ")
+        assert claim["detail"].endswith("; held on 4 ranks")
+        assert claim["broken_on"] == ()
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_a_bit_that_differs_on_one_rank_fails_on_all_and_names_it(world: World, wrong: int) -> None:
+    found = verdicts(world, BF16, wrong=wrong)
+    assert not found["passed"]
+    assert f", on rank {wrong} on " in found["sentence"]
+    assert not any(f"rank {other} on " in found["sentence"] for other in range(SIZE) if other != wrong)
+    (claim,) = [c for c in found["comparisons"][0]["claims"] if c["name"] == "final exp_avg_sq equal"]
+    assert not claim["held"]
+    assert claim["detail"].startswith(f"rank {wrong} on ")
+
+
+def test_microbatches_are_those_of_a_rank(world: World) -> None:
+    found = verdicts(world, microbatches=(1, 2))
+    assert found["passed"], found["sentence"]
+    assert [c["microbatches"] for c in found["comparisons"]] == [1, 2]
+    told = verdicts(world, microbatches=(4,))
+    assert "--microbatches 4 does not divide train.global_batch_size=8, of which each rank has 2" in told
+
+
+def test_without_a_deterministic_form_ranks_are_fed_the_same_gradients(world: World) -> None:
+    found = verdicts(world, BF16, undeterministic=True)
+    assert found["passed"], found["sentence"]
+    assert found["same_gradients"]
+    assert not verdicts(world, BF16, undeterministic=True, wrong=1)["passed"]
+
+
+def test_what_cannot_be_verified_is_refused_on_every_rank(world: World) -> None:
+    for found in world.run("verify_cases.verdict", words=[], fractions=(0.0001,)):
+        assert "--fraction 0.0001 offloads no bucket" in found
+    for found in world.run("verify_cases.started_otherwise"):
+        assert "the ranks of this run were not started alike" in found
+        assert "what is compared is 100% host, hidden, 2 microbatches on rank 0 on " in found
+    copies = "ddp.use_distributed_optimizer=False"
+    for found in world.run("verify_cases.verdict", words=[copies], placements=("host",)):
+        assert "needs ddp.use_distributed_optimizer" in found
+
+
+def test_two_processes_end_alike_with_one_verdict(tmp_path: Path) -> None:
+    command = ["--nproc-per-node", "2", "-m", "hostward", "verify", "--recipe", MOE, *SMALL, *SIZES[MOE], BF16]
+    done = torchrun(*command, "--fraction", "0.5", "--json", "verdict.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("PASS: identical in every bit over 2 iterations on 2 ranks") == 1
+    assert json.loads((tmp_path / "verdict.json").read_text())["passed"]
+
+
+def test_all_ranks_end_with_one_code_where_one_of_them_differs(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("wrong_rank.py"))
+    words = ["verify", "--recipe", MOE, *SMALL, *SIZES[MOE], "--fraction", "1"]
+    done = torchrun("--nproc-per-node", "2", script, *words, "--json", "verdict.json", folder=tmp_path)
+    assert [(tmp_path / f"code-{rank}").read_text() for rank in (0, 1)] == ["1", "1"], done.stderr
+    assert done.stdout.count("FAIL: NOT verified in 1 of 1 cases") == 1
+    assert ", on rank 1 on " in done.stdout
+    assert not json.loads((tmp_path / "verdict.json").read_text())["passed"]

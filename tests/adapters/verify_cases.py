@@ -1,0 +1,66 @@
+"""`hostward verify` on every rank, with a step that one of them gets wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from train_cases import MOE, launched, small
+
+from hostward.engine import simulated
+from hostward.engine.backend import Tier
+from hostward.errors import HostwardError
+from hostward.train import loop
+from hostward.train.cases import choose
+from hostward.train.verify import verify
+
+
+def verdict(
+    words: list[str],
+    recipe: str = MOE,
+    *,
+    fractions: tuple[float, ...] = (1.0,),
+    placements: tuple[str, ...] = (),
+    microbatches: tuple[int, ...] = (),
+    wrong: int | None = None,
+    undeterministic: bool = False,
+) -> Any:
+    """What `verify` returns, as plain values, and its sentence; or the error.
+
+    Args:
+        wrong: the rank whose last host step flips a bit of the second moment.
+        undeterministic: an operator of every rank has no deterministic form.
+    """
+    launched()
+    config = small(*words, recipe=recipe)
+    real_task, real_iteration = simulated.host_task, loop.train_iteration
+
+    def host_task(operands: Any, *rest: Any) -> Any:
+        task = real_task(operands, *rest)
+        if operands.exp_avg.tier is Tier.HOST:
+            operands.exp_avg_sq.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        return task
+
+    def iteration(run: loop.Run) -> None:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("some_backward does not have a deterministic implementation")
+        real_iteration(run)
+
+    if wrong == dist.get_rank():
+        simulated.host_task = host_task
+    if undeterministic:
+        loop.train_iteration = iteration
+    try:
+        cases = choose(config, fractions, placements, (), microbatches, world_size=dist.get_world_size())
+        found = verify(recipe, config, cases)
+    except HostwardError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        simulated.host_task, loop.train_iteration = real_task, real_iteration
+    return {**found.to_dict(), "sentence": found.sentence}
+
+
+def started_otherwise() -> str:
+    """What the ranks say where the last one is to compare something else."""
+    return str(verdict([], fractions=(1.0,) if dist.get_rank() < dist.get_world_size() - 1 else (0.5,)))
