@@ -70,7 +70,7 @@ def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
 class Parameter:
     """One trainable tensor, or the part of it that this process has: `numel` elements from `first` on. `layer` names
     the part of the model that uses it, `group` its optimizer parameter group. `rows` is the first dimension of the
-    whole tensor, by which ranks divide it; None: not known.
+    whole tensor, by which ranks divide it; 0: not known.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Parameter:
     layer: str
     group: int = 0
     first: int = 0
-    rows: int | None = None
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ def first_parts(parameters: Iterable[Parameter], ranks: int) -> tuple[Parameter,
     return tuple(replace(p, numel=_largest(p.numel, p.rows, ranks)) for p in parameters)
 
 
-def _largest(numel: int, rows: int | None, ranks: int) -> int:
-    rows = numel if rows is None else rows
+def _largest(numel: int, rows: int, ranks: int) -> int:
+    rows = rows or numel
     return -(-rows // ranks) * (numel // rows) if rows else 0
 
 

@@ -1,7 +1,4 @@
-"""Parts of ranks: rows divided as FSDP2 does, every element once, buckets alike on all ranks.
-
-Seen red: cuts at the same place of the part, not of the next chunk; a part's first chunk not cut off.
-"""
+"""Parts of ranks: rows divided as FSDP2 does, every element once, buckets alike on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def whole(given_shapes: list[tuple[int, int]]) -> list[Parameter]:
 
 def part(of: Parameter, ranks: int, rank: int) -> Parameter:
     """As torch.chunk divides rows."""
-    rows = of.rows or 0
+    rows = of.rows
     each = -(-rows // ranks)
     first, last = min(rank * each, rows), min((rank + 1) * each, rows)
     row = of.numel // rows if rows else 0
