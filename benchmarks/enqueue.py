@@ -224,7 +224,7 @@ class Buckets:
         return [list(one.split(RANGE_ELEMENTS)) for one in whole.split(self._ranges * RANGE_ELEMENTS)]
 
     def _sets(self, tier: Tier) -> list[list[Buffer]]:
-        return [[Buffer(tier, t, "x") for t in one] for one in self._tensors(tier)]
+        return [[Buffer(tier, t, "x", tier is Tier.HOST) for t in one] for one in self._tensors(tier)]
 
     def _copies(
         self, lane: Lane, to: Sequence[Sequence[Buffer]], source: Sequence[Sequence[Buffer]], waits: int

@@ -7,7 +7,7 @@ at, parameters of other optimizers taken for newcomers, no look at the module wh
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -300,15 +300,17 @@ def test_weights_parametrized_later_are_refused() -> None:
         one_step(model, optimizer)
 
 
-def test_the_look_costs_less_than_a_millisecond_for_a_thousand_parameters() -> None:
+def test_the_look_calls_no_function_for_each_parameter() -> None:
+    """It is taken before every step: what it costs is what C loops over dictionaries cost."""
     blocks = [[torch.nn.Linear(2, 2, bias=False) for _ in range(9)] for _ in range(112)]
     model = torch.nn.ModuleList(torch.nn.ModuleList(block) for block in blocks)
     look = adamw(model)._watch._structure
     assert len(list(model.parameters())) == 1008
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
         look.require_same()
         look.require_no_newcomers()
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1e-3
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 50

@@ -148,3 +148,10 @@ def test_bench_machine_writes_the_file(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out.endswith("written to hardware.json\n")
     assert main(["bench", "machine", "--json", "mine.json"]) == 0
     assert load(Path("mine.json")) == profile("h200")
+
+
+def test_the_command_line_stays_a_function_once_it_has_run(capsys: pytest.CaptureFixture[str]) -> None:
+    import hostward.cli
+
+    for _ in range(2):
+        assert hostward.cli.main(["recipes"]) == 0
