@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hostward.errors import ConfigError, NotBuiltError, UnknownNameError
+from hostward.errors import ConfigError, UnknownNameError
 
 from .output import require_replaceable, require_writable
 from .recipe import DEFAULT_RECIPE, configured
@@ -181,17 +181,13 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     from hostward.rule_table import captured
     from hostward.rules import check
     from hostward.train.kept import usual_folder
-    from hostward.train.planning import asked_of, phases_of, require_by_rows
+    from hostward.train.planning import asked_of, phases_of, require_by_rows, unplanned_graphs
     from hostward.train.workload import recipe_workload
 
     require_by_rows(config, "hostward plan", gpus)
     check(config, world_size=1)
     if captured(config):
-        raise NotBuiltError(
-            "hostward plan with model.cuda_graph_impl=full_iteration is known, but not built yet",
-            why="it counts on memory that backward frees, and on a step that hides behind forward and backward",
-            fix="set model.cuda_graph_impl=none; hostward train weighs a captured run before it starts",
-        )
+        raise unplanned_graphs("hostward plan")
     workload = sharded(recipe_workload(config, name=name, folder=usual_folder()), gpus)
     return workload, asked_of(config, workload, speeds), phases_of(config)
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelError, NotBuiltError
+from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelError
 from hostward.sizes import gib
 
 from . import resume
 from .models import attend_without_mask, training_loss
 from .passes import WholeModel, samples
+from .planning import unplanned_graphs
 from .sampling import BACKWARD
 
 if TYPE_CHECKING:
@@ -217,11 +218,7 @@ def require_graphs(device: torch.device, plan: PlanFile | None) -> None:
             fix="set model.cuda_graph_impl=none",
         )
     if plan is not None:
-        raise NotBuiltError(
-            "--plan with model.cuda_graph_impl=full_iteration is known, but not built yet",
-            why="a plan counts on memory that backward frees, and on a step that hides behind forward and backward",
-            fix="leave --plan out and say what is to be offloaded by options, or set model.cuda_graph_impl=none",
-        )
+        raise unplanned_graphs("--plan")
 
 
 def require_capturable(described: Any) -> None:

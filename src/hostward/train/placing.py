@@ -41,7 +41,12 @@ def accumulates(config: Config) -> bool:
 
 def gradients_leave(config: Config) -> bool:
     """Whether gradients of the host share leave the device while backward makes others."""
-    return not serial(config) and not captured(config) and (not accumulates(config) or sums_on_host(config))
+    return not _all_stay(config) and (not accumulates(config) or sums_on_host(config))
+
+
+def _all_stay(config: Config) -> bool:
+    """Whether no gradient leaves before the step: the serial schedule takes them in it, a CUDA graph writes them."""
+    return serial(config) or captured(config)
 
 
 def sums_on_host(config: Config) -> bool:
@@ -142,7 +147,7 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
 
 def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
     """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
-    leaving = [] if serial(config) or captured(config) else _leaving(config, inventory, plan)
+    leaving = [] if _all_stay(config) else _leaving(config, inventory, plan)
     return frozenset(_names_besides(leaving, _names(inventory)))
 
 

@@ -79,6 +79,16 @@ def require_by_rows(config: Config, what: str, ranks: int) -> None:
         )
 
 
+def unplanned_graphs(what: str) -> NotBuiltError:
+    """The error for `what`, which wants a plan, where forward and backward are a CUDA graph."""
+    return NotBuiltError(
+        f"{what} with model.cuda_graph_impl=full_iteration is known, but not built yet",
+        why="a plan counts on memory that backward frees, and on a step that hides behind forward and backward",
+        fix="set model.cuda_graph_impl=none, or say what is to be offloaded by options: hostward train weighs such "
+        "a run before it starts",
+    )
+
+
 def phases_of(config: Config) -> tuple[str, ...]:
     """Phases of a run with these options, all of which must fit."""
     saves = (SAVE,) if config.checkpoint.save is not None else ()
