@@ -17,6 +17,7 @@ from workload_cases import all_device, chosen, llama
 from hostward.choice import Choice, Keep
 from hostward.errors import ConfigError
 from hostward.hardware_profile import PROFILES, profile
+from hostward.inventory import Inventory
 from hostward.planning.costs import Costs
 from hostward.planning.lanes import Queue
 from hostward.planning.speeds import balanced_share, speeds_of
@@ -55,6 +56,14 @@ def test_optimizer_rows_are_within_a_tenth(file: str, row: str, batch: int, frac
     workload = llama(batch=batch)
     found = predict(workload, chosen(workload, fraction, share, CHECKPOINTED), H200)
     assert found.step_s == pytest.approx(measured_s(file, row), rel=0.1)
+
+
+def test_parameters_may_be_in_none_of_the_layers() -> None:
+    """A caller may have named layers that hold parameters of other names, or none."""
+    elsewhere = replace(SMALL, layers=tuple(replace(layer, name=f"part.{layer.name}") for layer in SMALL.layers))
+    assert predict(elsewhere, chosen(elsewhere, 1, 0.5, CHECKPOINTED), H200).step_s > 0
+    nothing = replace(elsewhere, inventory=Inventory((), ()))
+    assert predict(nothing, Choice((), (CHECKPOINTED,) * 6), H200).step_s > 0
 
 
 def test_eight_billion_parameters_are_within_a_tenth() -> None:

@@ -62,8 +62,10 @@ class Turn:
         return max(1, min(len(self.streamed), slots * slot_bytes // largest))
 
     def _layer_of(self, bucket: int) -> int:
-        name = self.costs.workload.inventory.buckets[bucket].layer
-        return next(i for i, cost in enumerate(self.costs.layers) if cost.layer.name == name)
+        """The first, whose gradients come last, for what is in none of the layers: a caller may have named others."""
+        names = [cost.layer.name for cost in self.costs.layers]
+        layers = [b.layer for b in self.costs.workload.inventory.buckets[bucket : bucket + 1]]
+        return names.index(layers[0]) if layers and layers[0] in names else 0
 
     def _of(self, layer: int) -> Sequence[int]:
         return self.by_layer.get(self.costs.layers[layer].layer.name, ())
