@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import hostward
 from hostward.adapters import fsdp2
 from hostward.engine.across import NOT_FINITE
+from hostward.engine.backend import Event
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.schedule import Lane
 
@@ -406,3 +407,35 @@ def order_of_use(alone: Sequence[str] = ()) -> tuple[list[str], bool]:
     staged = optimizer._issuer._staged
     optimizer.step()
     return list(dict.fromkeys(optimizer._issuer._layers)), staged
+
+
+class Remembering(SimulatedBackend):
+    """Keeps for how many events a stream of somebody else was made to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1, order=ORDERS["eager"])
+        self.held: list[int] = []
+
+    def hold(self, stream: object, waits: Sequence[Event]) -> None:
+        self.held.append(len(waits))
+        super().hold(stream, waits)
+
+
+def held_gathers() -> tuple[list[int], list[int], list[int]]:
+    """By group, in order of use: for how many events the stream that gathers waited in the first forward after a step,
+    and in the second; and how many there are to wait for.
+    """
+    model, backend = sharded(alone=["embed", "head"]), Remembering()
+    optimizer = hostward.AdamW(
+        model, lr=1e-2, offload_fraction=1.0, streamed_fraction=0.5, max_grad_norm=0.05, backend=backend
+    )
+    loss_of(model, 0).backward()
+    optimizer.step()
+    backend.held.clear()
+    found = []
+    for seed in (1, 2):
+        loss_of(model, seed)
+        found.append(list(backend.held))
+        backend.held.clear()
+    layers = optimizer._issuer._layers
+    return found[0], found[1], [layers.count(layer) for layer in dict.fromkeys(layers)]

@@ -136,3 +136,10 @@ def test_what_is_used_last_is_stepped_first_where_the_root_owns_it(world: World)
         blocks = [layer for layer in layers if layer.startswith("blocks.")]
         assert layers == ["embed", "head", *blocks]
         assert staged
+
+
+def test_gathers_wait_for_what_is_on_its_way_whoever_has_waited_before(world: World) -> None:
+    """A layer's own hook runs before FSDP2's and lets the compute lane wait; parts are read on another stream."""
+    for first, second, expected in world.run("sharded_cases.held_gathers"):
+        assert first == expected
+        assert second == []  # what a stream has waited for is there

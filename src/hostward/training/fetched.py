@@ -39,6 +39,10 @@ class FetchedWeights(PointIssuer):
         self._uploads: dict[str, list[str]] = {}
         self._uploaded: set[str] = set()
         """Layers whose upload point has come since the last step."""
+        self._held_back: dict[str, set[torch.Stream]] = {}
+        """By layer: streams besides the compute lane that have waited for it since the last step. Before the first
+        there is nothing to wait for.
+        """
 
     @abstractmethod
     def use_all(self) -> None: ...
@@ -68,12 +72,15 @@ class FetchedWeights(PointIssuer):
         self._lower()
 
     def hold(self, layer: str, stream: torch.Stream) -> None:
-        """Another stream is about to read a layer's weights: it waits for them, and for nothing else. The use point
-        comes later.
+        """Another stream is about to read a layer's weights: it waits for them, and for nothing else. The use point may
+        have come, and then only the compute lane has waited, or comes later.
         """
         if layer in self.pending:
             require_arrived(self._backend, layer)
             self._upload([layer])
+        held_back = self._held_back.get(layer)
+        if held_back is not None and stream not in held_back and not self._backend.capturing():
+            held_back.add(stream)
             makers = {Placement.HOST: "upload", Placement.STREAMED: "step"}
             held = [b for b, name in enumerate(self._layers) if name == layer]
             names = [f"{makers[self._states[b].placement]}/{b}" for b in held if self._states[b].placement in makers]
@@ -97,6 +104,7 @@ class FetchedWeights(PointIssuer):
             self._residency.before_step()
 
     def _after_step(self) -> None:
+        self._held_back = {layer: set() for layer in self._layers}
         self._uploaded.clear()
         if self._residency is not None:
             self._residency.after_step()
