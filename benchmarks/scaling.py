@@ -115,7 +115,7 @@ def _now() -> torch.cuda.Event:
     return event
 
 
-def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float) -> dict[str, Any]:
+def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: str) -> dict[str, Any]:
     """Prepared, trained for --warmup and --steps iterations, measured, and let go."""
     words = [
         *a.options,
@@ -128,7 +128,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float) -> di
     ]
     if fraction:
         words += ["optimizer.optimizer_cpu_offload=True", f"optimizer.optimizer_offload_fraction={fraction}"]
-        words += [f"optimizer.offload_mix={a.mix}"]
+        words += [f"optimizer.offload_mix={mix}"]
     began_s = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     run = loop.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
@@ -160,6 +160,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float) -> di
     found = {
         "length": length,
         "fraction": fraction,
+        "mix": mix,
         "status": "ok",
         "losses": [loss.hex() for loss in run.losses],
         "norms": [norm.hex() for norm in run.grad_norms],
@@ -206,8 +207,12 @@ def main() -> None:
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=[8192])
     parser.add_argument("--fractions", type=lambda text: [float(word) for word in text.split(",")], default=[0.0, 1.0])
-    parser.add_argument("--mix", default="auto", help="optimizer.offload_mix of rows with a fraction")
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument(
+        "--mix", default="auto", help="optimizer.offload_mix of rows with a fraction; several: one row each"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=7, help="staging is settled after the third step, and paced after the fifth"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--time-limit-s", type=float, default=1e9, help="no row is begun later than this")
@@ -221,10 +226,11 @@ def main() -> None:
     roofs = measured_roofs(ranks)
     rows: list[dict[str, Any]] = []
     for length in a.lengths:
-        for fraction in sorted({0.0, *a.fractions}):
+        fractions = sorted({0.0, *a.fractions})
+        for fraction, mix in [(f, m) for f in fractions for m in (a.mix.split(",") if f else ["auto"])]:
             if max(ranks.gather(time.monotonic() - began_s)) > a.time_limit_s:
                 continue
-            rows.append(row(a, ranks, length, fraction))
+            rows.append(row(a, ranks, length, fraction, mix))
             gc.collect()
             torch.cuda.empty_cache()
             derive(rows, roofs, deterministic=a.deterministic)
@@ -246,7 +252,8 @@ def main() -> None:
 
 def show(r: dict[str, Any]) -> None:
     print(
-        f"{r['length']:>6} {r['fraction']:>5.2f}  step {r['step_s'] * 1e3:8.1f} ms  ratio {r['ratio']:5.3f}  "
+        f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>4}  step {r['step_s'] * 1e3:7.1f} ms  "
+        f"ratio {r['ratio']:5.3f}  "
         f"floor {r['floor_ratio']:5.3f}  device {r['device_bytes'] / GIB:6.1f} GiB  "
         f"host {r['host_bytes'] / GIB:6.1f} ({r['pinned_bytes'] / GIB:.1f}) GiB"
         + (f"  same {r['same']}" if "same" in r else ""),

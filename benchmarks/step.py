@@ -263,7 +263,7 @@ def parsed() -> tuple[argparse.Namespace, list[str], list[int]]:
     parser.add_argument("--rows", default="0,host:0.5,auto:0.5,host:1,streamed:1,auto:1,serial-host:1")
     parser.add_argument("--base", help=f"row that runs first and last: {TORCH}, {NO_OPTIMIZER} or none")
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: smoke test only")
     parser.add_argument("--device-memory", type=size_bytes, metavar="SIZE", help="adds the row auto:best")

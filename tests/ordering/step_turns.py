@@ -26,7 +26,8 @@ def shapes(draw: st.DrawFn, *, buckets: int = 5, absent: bool = True) -> StepSha
     overlap = draw(st.booleans())
     on_host = [b for b, p in enumerate(placements) if p is H]
     summed = draw(st.frozensets(st.sampled_from(on_host))) if on_host and overlap else frozenset()
-    return StepShape(placements, layers, without, slots, draw(st.booleans()), overlap, summed)
+    ahead = draw(st.none() | st.integers(1, slots)) if slots else None
+    return StepShape(placements, layers, without, slots, ahead, draw(st.booleans()), overlap, summed)
 
 
 def absent_sets(n: int) -> st.SearchStrategy[frozenset[int]]:

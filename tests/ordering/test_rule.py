@@ -43,7 +43,8 @@ def test_every_mix_of_up_to_four_placements_is_ordered(slots: int, transient: bo
         for placements in itertools.product(Placement, repeat=n):
             count = slots if S in placements else 0
             layers = tuple(str(b // 2) for b in range(n))
-            lower_step(StepShape(placements, layers, slots=count, transient=transient))
+            for ahead in {None, min(1, count)}:
+                lower_step(StepShape(placements, layers, slots=count, ahead=ahead, transient=transient))
 
 
 @settings(max_examples=300)
@@ -70,6 +71,7 @@ SHAPES = {
     "mix": MIX,
     "kept slots": replace(MIX, transient=False),
     "one slot": replace(MIX, slots=1),
+    "one ahead": StepShape((S, H, S, S, H, S), tuple("aabbcc"), slots=3, ahead=1, transient=True),
     "serial": replace(MIX, overlap=False),
     "host": StepShape((H,) * 3, tuple("aab")),
     "summed": StepShape((H, D, H, H, S, H, H), tuple("aabbcdd"), slots=1, summed=frozenset((0, 2, 5, 6))),
@@ -209,6 +211,23 @@ def test_streamed_buckets_take_the_slots_in_turn_and_the_first_are_read_before_t
     assert at["unstage"] == "unstage"
     names = [op.name for op in schedule.ops]
     assert names.index("read/3") < names.index("norm") < names.index("step/1")
+
+
+def test_state_that_backward_does_not_hide_comes_in_order_of_use_with_the_weights() -> None:
+    """Each read stands where the streamed bucket `ahead` before it is stepped, or later, where its slot is written."""
+    shape = StepShape((S, H, S, S, H, S, S), ("a",) * 7, slots=3, ahead=1, transient=True)
+    schedule = lower_step(shape)
+    at = {op.name: op.point for op in schedule.ops}
+    assert [b for b in (0, 2, 3, 5, 6) if at[f"read/{b}"] == "stage"] == [0]
+    link = [op.name for op in schedule.ops if op.lane is Lane.H2D]
+    assert link == ["read/0", "read/2", "upload/1", "read/3", "read/5", "upload/4", "read/6"]
+    assert [schedule.by_name[f"read/{b}"].waits for b in (2, 3, 5)] == [
+        ("acquire",),
+        ("acquire",),
+        ("acquire", "write/0"),
+    ]
+    whole = lower_step(replace(shape, ahead=None))
+    assert [op.name for op in whole.ops if op.lane is Lane.H2D][:4] == ["read/0", "read/2", "read/3", "read/5"]
 
 
 def test_at_most_two_gradients_are_on_their_way_out() -> None:

@@ -21,16 +21,23 @@ SLOT = 1024
 
 
 class Peaks:
-    """Of each span of one step, in order."""
+    """Of each span of one step, in order; and a clock of which each place comes at one of `at_s`."""
 
-    def __init__(self, peaks: list[int]) -> None:
+    def __init__(self, peaks: list[int], at_s: Sequence[float] = ()) -> None:
         self._peaks = iter(peaks)
+        self._at_s = iter(at_s)
 
     def peak_bytes(self) -> int:
         return next(self._peaks)
 
     def restart(self) -> None:
         pass
+
+    def stamp(self, lane: Lane) -> float:
+        return next(self._at_s)
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
 
 
 def state(layer: str) -> Any:
@@ -39,10 +46,12 @@ def state(layer: str) -> Any:
     return SimpleNamespace(placement=Placement.STREAMED, bucket=bucket, streamed=lambda: [buffer])
 
 
-def made(forward: list[int], backward: list[int], backend: SimulatedBackend | None = None) -> Slots:
+def made(
+    forward: list[int], backward: list[int], backend: SimulatedBackend | None = None, *, at_s: Sequence[float] = ()
+) -> Slots:
     """One bucket a layer; peaks of their spans."""
     layers = [f"layers.{i}" for i in range(len(forward))]
-    gauge = Peaks([*forward, *backward])
+    gauge = Peaks([*forward, *backward], at_s)
     return Slots(backend or SimulatedBackend(threads=1), [state(layer) for layer in layers], gauge=gauge)
 
 
@@ -149,3 +158,21 @@ def test_views_stay_where_the_number_of_slots_does(peak: int, kept: bool) -> Non
         slots.sample(b)
     assert slots.settle() is not kept
     assert (slots.of(3) is views) is kept
+
+
+def test_as_many_slots_are_filled_in_backward_as_it_hides() -> None:
+    slots = made([SLOT] * 6, [SLOT * n for n in (10, 1, 1, 1, 1, 1)], at_s=(1.0, 7.0, 3.0))
+    slots.settle()
+    slots.settle()
+    for layer in range(6):
+        slots.sample_use(f"layers.{layer}")
+    for b in reversed(range(6)):
+        slots.sample(b)
+    assert slots.settle()
+    assert (slots.count, slots.ahead) == (6, 6)
+    slots.pace.begins()
+    slots.pace.issued()
+    slots.pace.backward_is_over()
+    assert slots.settle()
+    assert (slots.count, slots.ahead) == (6, 3)  # two of six seconds, and the one that was being read
+    assert not slots.settle()

@@ -17,8 +17,9 @@ may come in any order, `release/b` after `gradient/b`, `stage` at any time befor
 it; tests/ordering runs the rule over such orders.
 
 State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
-while state kept coming on a lane of its own, no weight got through. So the read of a streamed bucket stands where the
-last user of its slot has been stepped: state runs ahead of the host's weights by as many buckets as there are slots.
+while state kept coming on a lane of its own, no weight got through. The first reads stand before all of them, as many
+as backward hides (`ahead`). Each of the others stands where the streamed bucket so many before it has been stepped, or
+at the last where the last user of its slot has: state runs ahead of the host's weights by `ahead` buckets.
 
 Weights of `fetched` buckets are not uploaded: they come when their layers are used (`hostward.lowering.weights`).
 What stands behind them in order of use must not stand before them on the lane: it is uploaded when the last fetched
@@ -77,7 +78,8 @@ class StepShape:
 
     placements: of every bucket, in order of use in forward. layers: the use point's layer of every bucket. absent:
     buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
-    is streamed. transient: slots are taken at the point `stage` and given back at `unstage`, instead of being kept.
+    is streamed. ahead: that many of the first streamed buckets are read at the point `stage`; None: one for each slot.
+    transient: slots are taken at the point `stage` and given back at `unstage`, instead of being kept.
     overlap: False issues everything at the point `step`, arrivals included. summed: host buckets whose gradients are
     added up on the host, microbatch by microbatch. fetched: host buckets whose weights come by themselves.
     """
@@ -86,10 +88,17 @@ class StepShape:
     layers: tuple[str, ...]
     absent: frozenset[int] = field(default=frozenset())
     slots: int = 0
+    ahead: int | None = None
     transient: bool = False
     overlap: bool = True
     summed: frozenset[int] = field(default=frozenset())
     fetched: frozenset[int] = field(default=frozenset())
+
+    @property
+    def staged(self) -> list[int]:
+        """The streamed buckets that are read before the norm is known."""
+        streamed = [b for b, p in enumerate(self.placements) if p is Placement.STREAMED]
+        return streamed[: self.slots if self.ahead is None else min(self.ahead, self.slots)]
 
 
 def inbox_bytes(buckets: Sequence[Bucket]) -> list[int]:
@@ -216,7 +225,7 @@ def _staged(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops = []
     if shape.transient and streamed:
         ops.append(Op("acquire", Kind.ACQUIRE, Lane.COMPUTE, STAGE, None, (), _slots(shape)))
-    return ops + [_read(shape, present, b, STAGE) for b in streamed[: shape.slots]]
+    return ops + [_read(shape, present, b, STAGE) for b in shape.staged]
 
 
 def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
@@ -244,7 +253,7 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
         fetch = Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), ("norm",))
         ops.append(fetch)
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
-    next_read = iter(streamed[shape.slots :])
+    next_read = iter(streamed[len(shape.staged) :])
     on_host: list[int] = []
     for b, placement in enumerate(shape.placements):
         if placement is Placement.STREAMED:
@@ -309,8 +318,7 @@ def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
         if shape.transient and Placement.STREAMED in shape.placements and i == len(layers) - 1:
             last = [f"write/{b}" for b in streamed[-shape.slots :]]
             # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
-            everything = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
-            writes = (*last, *(f"read/{b}" for b in everything[: shape.slots] if b not in present))
+            writes = (*last, *(f"read/{b}" for b in shape.staged if b not in present))
             ops.append(Op("unstage", Kind.RETIRE, Lane.COMPUTE, UNSTAGE, None, (), _slots(shape), (*writes, "written")))
         held = [b for b in range(len(shape.placements)) if shape.layers[b] == layer]
         weights = tuple(f"weight/{b}" for b in held if b not in shape.fetched)

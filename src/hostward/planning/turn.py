@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hostward.choice import LEAVES, Choice, Keep
+from hostward.lowering.staging import FEWEST
 from hostward.memory_model import Needs
 from hostward.plan import Placement
 
@@ -134,11 +135,10 @@ class Turn:
                         [self.compute, self.offloads.get(u)],
                     )
             if last and i == staged_at:
-                self._stage()
+                self._stage(i)
             cost = costs.layers[i]
             units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
-            numel = sum(self.units[u].numel for u in self._of(i))
-            seconds = cost.backward_s + cost.again_s(self.keep.get(i, Keep.KEEP)) + numel * costs.accumulation_s
+            seconds = self._backward_s(i)
             waits = [reloads.get(i), self._fetch(i), left_before[-_IN_FLIGHT]]
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
@@ -152,16 +152,27 @@ class Turn:
             left_before.append(downloads[-1] if downloads else None)
         self.downloaded = downloads[-1:]
 
+    def _backward_s(self, i: int) -> float:
+        cost = self.costs.layers[i]
+        numel = sum(self.units[u].numel for u in self._of(i))
+        return cost.backward_s + cost.again_s(self.keep.get(i, Keep.KEEP)) + numel * self.costs.accumulation_s
+
     def _read(self, u: int, waits: Sequence[int | None]) -> None:
         speeds = self.costs.speeds
         seconds = speeds.copy_s(self.units[u].state_bytes, speeds.h2d_bytes_per_s)
         self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
 
-    def _stage(self) -> None:
+    def _stage(self, layer: int) -> None:
+        """Before this layer's backward: what is read until backward is over."""
         written = self.writes[-1:]
         self.reads = {}
-        for u in self.streamed[: self.slots]:
+        left_s = sum(self._backward_s(i) for i in range(layer + 1))
+        read_s = 0.0
+        for at, u in enumerate(self.streamed[: self.slots]):
+            if at >= FEWEST and read_s >= left_s:
+                break
             self._read(u, [self.compute, *written])
+            read_s += self.program.works[self.reads[u]].seconds
 
     def step(self) -> None:
         """Norm, steps and uploads, in order of use in forward."""
@@ -170,7 +181,7 @@ class Turn:
         norm_s = sum(u.gradient_bytes for u in self.units) / speeds.traffic_bytes_per_s
         norm = self.compute = program.add("step", Queue.COMPUTE, on_device + norm_s, [self.compute])
         self.hosts, self.arrivals, self.writes = {}, {}, []
-        following = iter(self.streamed[self.slots :])
+        following = iter(enumerate(self.streamed[len(self.reads) :], len(self.reads)))
         steps: list[int] = []
         fetched = {costs.layers[i].layer.name for i in self.fetched}
         for number, unit in enumerate(self.units):
@@ -182,9 +193,9 @@ class Turn:
                     self.arrivals[number] = program.add("upload", Queue.H2D, seconds, [steps[-1]])
             elif unit.placement is Placement.STREAMED:
                 self._stream(number, unit, norm, steps[-2:-1])
-                after = next(following, None)
+                at, after = next(following, (0, None))
                 if after is not None:
-                    self._read(after, self.writes[-1:])
+                    self._read(after, self.writes[-1:] if at >= self.slots else [])
 
     def _stream(self, number: int, unit: Unit, norm: int, pace: Sequence[int]) -> None:
         speeds = self.costs.speeds

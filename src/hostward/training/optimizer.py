@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ from .step import StepIssuer
 from .totals import Totals
 from .weight_values import is_away, waits
 from .weights import WeightWatch
+
+if TYPE_CHECKING:
+    from hostward.engine.cuda import CudaBackend
 
 log = logging.getLogger("hostward")
 
@@ -260,7 +263,7 @@ class AdamW(Saving):
         groups = self._places.sharding
         across = across_ranks(backend, self._tracked, self._states, first_chunks, self._stages)
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
-        gauge = CudaGauge(backend.device) if backend.device.type == "cuda" else None
+        gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
         self._issuer = StepIssuer(
             backend,

@@ -9,7 +9,7 @@ State is read as soon as there is room, unless activations or weights are read b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -29,14 +29,18 @@ from hostward.lowering.staging import (
 from hostward.plan import Placement
 from hostward.schedule import Lane
 
+from .pace import Clock, Pace
 from .state import BucketState
+
+if TYPE_CHECKING:
+    from hostward.engine.cuda import CudaBackend
 
 _Layout = tuple[tuple[int, torch.dtype], ...]
 """Bytes and dtype of each tensor of a bucket's state."""
 
 
-class Gauge(Protocol):
-    """Device bytes allocated by this process, at most since `restart`."""
+class Gauge(Clock, Protocol):
+    """Device bytes allocated by this process, at most since `restart`; and a clock."""
 
     def peak_bytes(self) -> int: ...
 
@@ -46,8 +50,9 @@ class Gauge(Protocol):
 class CudaGauge:
     """Torch's own counters. `restart` resets the peak that `torch.cuda.max_memory_allocated` tells."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
+        self._device = backend.device
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
@@ -55,9 +60,20 @@ class CudaGauge:
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    def stamp(self, lane: Lane) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with self._backend.current(lane):
+            event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+        there = all(event.query() for event in (first, last))  # type: ignore[no-untyped-call]
+        return first.elapsed_time(last) / 1e3 if there else None
+
 
 class Slots:
-    """Slots for the streamed buckets among `states`; `count` is 0 without any.
+    """Slots for the streamed buckets among `states`; `count` is 0 without any, and `ahead` of them are filled in
+    backward.
 
     Args:
         gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
@@ -81,6 +97,7 @@ class Slots:
         self.slot_bytes = slot_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
         self._most = most_slots(len(self._streamed), self.slot_bytes, staging_bytes)
         self._set_count(min(FEWEST, self._most))
+        self.pace = Pace(gauge)
         self.stream: torch.Stream | None = None
         """Whose memory they are; None: of the stream that is current when they are taken."""
         self.transient = True
@@ -97,7 +114,7 @@ class Slots:
 
     def _set_count(self, count: int) -> None:
         """Lay the slots out anew; none is taken."""
-        self.count = count
+        self.count = self.ahead = count
         self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
         self._views: dict[tuple[int, _Layout], list[Buffer]] = {}
         for b, slot in self._slot_of.items():
@@ -169,14 +186,16 @@ class Slots:
         gauge.restart()
 
     def settle(self) -> bool:
-        """A step has been issued: choose number and time of the slots once the profile is whole. Whether the number
-        has changed.
+        """A step has been issued: choose number and time of the slots once the profile is whole, and later how many are
+        filled in backward. Whether there is anything new for the schedule.
 
         The first step allocates what others keep (cuBLAS workspaces, tables), so the second is the one profiled.
         """
         self._seen += 1
         if self._gauge is None or self._profiled:
-            return False
+            before = self.ahead
+            self.ahead = self.pace.ahead(self.count) or before
+            return self.ahead != before
         if self._seen == _PROFILED_STEP - 1:
             self._profiling = True
         if self._seen < _PROFILED_STEP:
@@ -197,6 +216,8 @@ class Slots:
         if settled.count != before:  # else operations stay bound to the views that there are
             self._set_count(settled.count)
         self._stage_at, self._unstage_at = settled.stage_at, settled.unstage_at
+        if self.count > FEWEST:
+            self.pace.arm()
         return self.count != before
 
 

@@ -102,6 +102,7 @@ class StepIssuer(TakenGradients):
             placements,
             self._layers,
             slots=slots.count,
+            ahead=slots.ahead,
             transient=slots.transient,
             overlap=self._overlap,
             summed=self._totals.summed,
@@ -175,7 +176,9 @@ class StepIssuer(TakenGradients):
         if self._shape.transient:
             self._slots.acquire()
         self._unstaged = False
+        self._slots.pace.begins()
         self._issue_point(STAGE)
+        self._slots.pace.issued()
         self._staged = True  # all of it: what was cut short is read again
 
     # ---------------------------------------------------------------- the step
@@ -213,6 +216,7 @@ class StepIssuer(TakenGradients):
         self._release_all()
         if self._slots.count and not self._staged:
             self._stage()
+        self._slots.pace.backward_is_over()
         self._issue_point(STEP)
         self._backend.end_turn()
         self._end(scattered)
