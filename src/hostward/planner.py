@@ -88,15 +88,34 @@ def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -
         found = kept
 
 
-def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int) -> float:
-    """The share of offloaded parameters to stream so that the host's step and the link end together.
-
-    Both go on at once, at their busy rates. A host-stepped parameter costs the host one step and the link its weight,
-    a streamed one costs the link its state in both directions (bytes are per parameter). With h = 1 - s:
-
-        h / host_rate = (h * weight_bytes + s * 2 * state_bytes) / link_rate
+def host_step_bytes(*, state_bytes: int, weight_bytes: int) -> int:
+    """Host memory that the host's step moves per parameter: it reads and writes the state, reads the gradient, and
+    writes the weight, whose lines are read before.
     """
-    link_bytes_per_step = rates.busy_duplex_bytes_per_s / rates.busy_host_parameters_per_s
-    # Bytes that the link moves for other buckets while the host steps one parameter.
-    spare_bytes = max(0.0, link_bytes_per_step - weight_bytes)
-    return spare_bytes / (spare_bytes + 2 * state_bytes)
+    return 2 * state_bytes + 3 * weight_bytes
+
+
+def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int) -> float:
+    """The share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
+
+    Each parameter, with h = 1 - s, takes the longest of
+
+        h / host                                                   the cores
+        (s * 2 * state_bytes + h * weight_bytes) / link            state in both directions, weights in one
+        (s * 2 * state_bytes + h * (step + weight_bytes)) / memory host memory, with `step` bytes of the host's step
+
+    `host` and `link` are the rates alone; what memory gives is what both took together, or the host alone, if that is
+    more. The first and the last fall with s, the link's rises: the best share is where it meets the higher of them.
+    Streaming moves less memory than stepping, so where ranks share the memory of a node nearly all is streamed.
+    """
+    step = host_step_bytes(state_bytes=state_bytes, weight_bytes=weight_bytes)
+    host, link = rates.host_parameters_per_s, rates.duplex_bytes_per_s
+    memory = max(host * step, rates.busy_host_parameters_per_s * step + rates.busy_duplex_bytes_per_s)
+
+    def meeting(step_s: float, streamed_s: float) -> float:
+        """Where a line from `step_s` at s = 0 to `streamed_s` at s = 1 meets the link's."""
+        before = max(0.0, step_s - weight_bytes / link)
+        behind = max(0.0, 2 * state_bytes / link - streamed_s)
+        return before / (before + behind) if before + behind else 1.0
+
+    return max(meeting(1 / host, 0.0), meeting((step + weight_bytes) / memory, 2 * state_bytes / memory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostward.errors import ConfigError
@@ -53,13 +54,17 @@ class Speeds:
 
 
 def balanced_share(speeds: Speeds, workload: Workload) -> float:
-    """The share of offloaded state to stream so that the host's step and the link end together."""
+    """The share of offloaded state to stream for the shortest step: see `hostward.planner.streamed_share`."""
     buckets = workload.inventory.buckets
     if not buckets:
         return 0.0
-    busy = speeds.slowdown[7]
-    duplex = busy[Queue.H2D] * speeds.h2d_bytes_per_s + busy[Queue.D2H] * speeds.d2h_bytes_per_s
-    rates = Rates(speeds.host_parameters_per_s, duplex, busy[Queue.HOST] * speeds.host_parameters_per_s, duplex)
+
+    def duplex(speed: Sequence[float]) -> float:
+        return speed[Queue.H2D] * speeds.h2d_bytes_per_s + speed[Queue.D2H] * speeds.d2h_bytes_per_s
+
+    alone, busy = speeds.slowdown[3], speeds.slowdown[7]
+    host = speeds.host_parameters_per_s
+    rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy))
     return streamed_share(
         rates, state_bytes=state_bytes_per_element(buckets[0].kind), weight_bytes=buckets[0].dtype.itemsize_bytes
     )
