@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -51,6 +53,15 @@ def test_pieces_arrive_in_place_and_in_order(lane: Lane, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
 def test_a_small_copy_of_others_does_not_wait_for_all_pieces(lane: Lane) -> None:
+    """In a process of its own: the device has eight queues, which the streams of all optimizers of a process share."""
+    done = subprocess.run([sys.executable, __file__, lane.value], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    small_s, all_s = map(float, done.stdout.split())
+    assert small_s < all_s / 2  # in turn about one piece of 32, on one stream all of them
+
+
+def small_beside_long(lane: Lane) -> tuple[float, float]:
+    """Seconds until a copy of 4 KiB is done that comes behind one of 2 GiB, and until that is."""
     backend = CudaBackend()
     (host,) = backend.allocate(Tier.HOST, [2048 * MIB], torch.uint8, "test", pinned=True)
     (device,) = backend.allocate(Tier.DEVICE, [2048 * MIB], torch.uint8, "test")
@@ -73,5 +84,9 @@ def test_a_small_copy_of_others_does_not_wait_for_all_pieces(lane: Lane) -> None
     backend.wait(work.done)
     all_s = time.perf_counter() - began_s
     backend.synchronise()
-    assert small_s < all_s / 2  # in turn about one piece of 32, on one stream all of them
     backend.free([host, device])
+    return small_s, all_s
+
+
+if __name__ == "__main__":
+    print(*small_beside_long(Lane(sys.argv[1])))

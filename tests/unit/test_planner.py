@@ -205,7 +205,7 @@ def test_no_other_share_makes_host_link_and_memory_end_earlier(
 
 
 def test_ranks_that_share_a_node_s_memory_stream_more_than_one_alone() -> None:
-    """One H200 with 16 cores, and one of two whose ranks measured at once: rates of benchmarks/results, 2026-11-22."""
+    """One H200 with 16 cores (2026-11-22-hardware-h200.json), and one of two that share a node, after its roofs."""
     alone = Rates(5.45e9, 89.2e9, 3.93e9, 71.3e9)
     shared = Rates(3.23e9, 72.0e9, 2.09e9, 30.0e9)
     assert 0.5 < streamed_share(alone, state_bytes=10, weight_bytes=2) < 0.6
