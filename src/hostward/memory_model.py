@@ -68,8 +68,8 @@ class Needs:
     phases: tuple[PhaseNeeds, ...]
     slots: int = 0
     """Staging slots from the fourth step on."""
-    stage_at: int = 0
-    """The bucket at whose gradient point they are taken."""
+    stage_at: tuple[int, ...] = ()
+    """The buckets at whose gradient points they are taken, one by one."""
 
     @property
     def device_peak_bytes(self) -> int:

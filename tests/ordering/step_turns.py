@@ -8,7 +8,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from hostward.lowering.optimizer import STAGE, STEP, UNSTAGE, StepShape, lower
+from hostward.lowering.optimizer import STEP, UNSTAGE, StepShape, lower
 from hostward.plan import Placement
 from hostward.schedule import Kind, Op, Schedule
 
@@ -42,8 +42,8 @@ def waits_of(schedule: Schedule) -> list[tuple[str, str]]:
 
 def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     """The operations of one turn as training issues them: gradient points in any order, a release after its gradient,
-    the slots at any time before the step and back at any time after it, and use points in any order, each behind its
-    own upload point. Gradient points of summed buckets come in up to three microbatches, at least once.
+    the slots one by one at any time before the step and back at any time after it, and use points in any order, each
+    behind its own upload point. Gradient points of summed buckets come in up to three microbatches, at least once.
 
     `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
     so what is issued before it comes from there.
@@ -58,11 +58,12 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
         again = [p for p in within if p not in order or random.random() < 0.7]
         order += _microbatch(points, random.sample(again, k=len(again)), random)
     ops = [list(before[point]) for point in order]
-    if STAGE in points:
-        if random.random() < 0.7:
-            ops.insert(random.randint(0, len(ops)), list(before[STAGE]))
-        else:  # too little was freed in backward, or too late
-            ops.append(list(points[STAGE]))
+    stages = sorted((p for p in points if p.startswith("stage/")), key=lambda p: int(p.removeprefix("stage/")))
+    at = 0
+    for point in stages:
+        at = random.randint(at, len(ops)) + 1 if random.random() < 0.7 else len(ops) + 1
+        # Of the others too little was freed in backward, or too late.
+        ops.insert(at - 1, list((before if at <= len(ops) else points)[point]))
     # An addition may have made the partial sums already.
     made = {f"sums/{b}" for b in range(len(points)) if random.random() < 0.5}
     points[STEP] = tuple(op for op in points[STEP] if op.name not in made)
@@ -71,7 +72,7 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
         after.insert(random.randint(0, len(after)), UNSTAGE)
     for point in random.sample(sorted(p for p in points if p.startswith("upload/")), k=_count(points, "upload/")):
         after.insert(random.randint(0, after.index(point.replace("upload/", "use/"))), point)
-    assert {*order, *after, STEP} == points.keys() - {STAGE}
+    assert {*order, *after, STEP} == points.keys() - {*stages}
     return [op for group in ops for op in group] + [op for point in (STEP, *after) for op in points[point]]
 
 

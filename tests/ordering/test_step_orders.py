@@ -111,6 +111,7 @@ ORDERS += [Order(seed, frozenset(late)) for seed, late in enumerate([[Lane.HOST,
 UNSEEN = {
     ("arrive/norm", "upload"): "the head's weights are waited for as well before the norm runs, and come later",
     ("arrive/layers.3", "step"): "the norm's are waited for as well before the layer runs, behind the release",
+    ("read/5", "acquire"): "both slots are taken together, and the read before waits for the first of them",
 }
 """Races by the rule that cannot come about in this network."""
 IMPLIED_HERE = {

@@ -97,7 +97,7 @@ class Profile:
         self.restarted = 0
 
     def peak_bytes(self) -> int:
-        spans, at = self._watched._spans, self._watched._stage_at
+        spans, at = self._watched._spans, self._watched._late
         late = any(span.bucket is not None and span.bucket <= at for span in spans)
         return 1_000_000 + spans[-1].held_bytes + (0 if late else self._freed_bytes)
 

@@ -25,48 +25,52 @@ class Watch:
         return None if begin is None or end is None else end - begin
 
 
-def timed(watch: Watch) -> Pace:
+def timed(watch: Watch, reads: int = 4) -> Pace:
     pace = Pace(watch)
     pace.arm()
-    pace.begins()
-    pace.issued()
+    for _ in range(reads):
+        pace.begins()
+        pace.issued()
     pace.backward_is_over()
     return pace
 
 
 @pytest.mark.parametrize(
-    ("began", "read", "over", "ahead"),
+    ("over", "ahead"),
     [
-        (1.0, 5.0, 3.0, 6),  # half of ten, and the one that was being read
-        (1.0, 5.0, 5.0, 10),
-        (1.0, 5.0, 9.0, 10),
-        (1.0, 5.0, 1.01, FEWEST),
-        (1.0, 5.0, 1.0, FEWEST),
-        (0.0, 0.0, 0.0, 10),
+        (3.5, 3),  # two are there, and one is being read
+        (3.0, 3),
+        (5.0, 4),
+        (9.0, 4),
+        (1.5, FEWEST),
+        (0.5, FEWEST),
     ],
 )
-def test_those_that_had_begun_when_backward_was_over(began: float, read: float, over: float, ahead: int) -> None:
-    watch = Watch(began, read, over)
-    assert timed(watch).ahead(10) == ahead
-    assert watch.stamped == [Lane.COMPUTE, Lane.H2D, Lane.COMPUTE]
+def test_those_that_had_begun_when_backward_was_over(over: float, ahead: int) -> None:
+    watch = Watch(0.0, 2.0, 3.0, 4.0, 5.0, over)
+    assert timed(watch).ahead(4) == ahead
+    assert watch.stamped == [Lane.COMPUTE, *[Lane.H2D] * 4, Lane.COMPUTE]
 
 
-def test_nothing_is_told_before_the_device_has_been_there_and_nothing_twice() -> None:
-    watch = Watch(1.0, 5.0, None)
+@pytest.mark.parametrize("missing", [1, 4, 5])
+def test_nothing_is_told_before_the_device_has_been_there_and_nothing_twice(missing: int) -> None:
+    watch = Watch(0.0, 2.0, 3.0, 4.0, 5.0, 3.5)
+    watch.at_s[missing], there = None, watch.at_s[missing]
     pace = timed(watch)
-    assert pace.ahead(10) is None
-    watch.at_s[2] = 3.0
-    assert pace.ahead(10) == 6
-    assert pace.ahead(10) is None
+    assert pace.ahead(4) is None
+    watch.at_s[missing] = there
+    assert pace.ahead(4) == 3
+    assert pace.ahead(4) is None
 
 
 def test_one_turn_is_timed() -> None:
-    watch = Watch(1.0, 5.0, 3.0)
+    watch = Watch(0.0, 2.0, 3.0, 4.0, 5.0, 3.5)
     pace = timed(watch)
-    pace.begins()
-    pace.issued()
-    pace.backward_is_over()
-    assert len(watch.stamped) == 3
+    for _ in range(2):
+        pace.begins()
+        pace.issued()
+        pace.backward_is_over()
+    assert len(watch.stamped) == 6
 
 
 @pytest.mark.parametrize("armed", [False, True])

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
-from hostward.lowering.staging import FEWEST
+from hostward.lowering.staging import FEWEST, Span, late_bucket, settle
 from hostward.plan import Placement
 from hostward.schedule import Lane
 from hostward.training.slots import Slots
@@ -76,7 +78,8 @@ def profiled(
 
 
 def staged_at(slots: Slots, order: Sequence[int]) -> int:
-    return next(b for b in order if slots.ready(b))
+    """The bucket at whose point the last slot is taken."""
+    return next(b for b in order if slots.ready(b) == slots.count)
 
 
 @pytest.mark.parametrize("inner", [0, 3])
@@ -139,7 +142,7 @@ def test_buckets_of_a_slot_share_its_views() -> None:
     slots = made([0] * 6, [0] * 6)
     assert slots.count == FEWEST
     assert all(slots.of(b) is slots.of(b % FEWEST) for b in range(6))
-    slots.acquire()
+    slots.acquire(slots.count)
     first, second = slots.of(0)[0], slots.of(1)[0]
     assert first.nbytes == second.nbytes == SLOT
     assert first.address != second.address
@@ -161,7 +164,7 @@ def test_views_stay_where_the_number_of_slots_does(peak: int, kept: bool) -> Non
 
 
 def test_as_many_slots_are_filled_in_backward_as_it_hides() -> None:
-    slots = made([SLOT] * 6, [SLOT * n for n in (10, 1, 1, 1, 1, 1)], at_s=(1.0, 7.0, 3.0))
+    slots = made([SLOT] * 6, [SLOT * n for n in (10, 1, 1, 1, 1, 1)], at_s=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 3.5))
     slots.settle()
     slots.settle()
     for layer in range(6):
@@ -171,8 +174,40 @@ def test_as_many_slots_are_filled_in_backward_as_it_hides() -> None:
     assert slots.settle()
     assert (slots.count, slots.ahead) == (6, 6)
     slots.pace.begins()
-    slots.pace.issued()
+    for _ in range(6):
+        slots.pace.issued()
     slots.pace.backward_is_over()
     assert slots.settle()
-    assert (slots.count, slots.ahead) == (6, 3)  # two of six seconds, and the one that was being read
+    assert (slots.count, slots.ahead) == (6, 3)  # two were over, and one was being read
     assert not slots.settle()
+
+
+def test_slots_are_taken_one_by_one_as_memory_is_freed() -> None:
+    """At most 10 are held, and two slots besides; later peaks of 9, 8, 7, 6, 5 leave room for 3 to 7 slots."""
+    slots = profiled([SLOT * n for n in FORWARD], [SLOT * n for n in (10, 9, 8, 7, 6, 5)])
+    assert slots.count == 5  # at bucket 3, where two fifths of backward are left: 12 - 7
+    assert [slots.ready(b) for b in (5, 4, 3, 2, 1, 0)] == [2, 3, 4, 5, 5, 5]
+    slots.ahead = 3
+    assert [slots.ready(b) for b in (5, 4, 3, 2, 1, 0)] == [2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=12),
+    st.lists(st.integers(0, 40), min_size=2, max_size=12),
+    st.integers(1, 12),
+)
+def test_slots_that_come_earlier_raise_no_peak(early: bool, forward: list[int], backward: list[int], most: int) -> None:
+    spans = [Span(f"l{i}", None, 0, n) for i, n in enumerate(forward)]
+    spans += [Span(None, b, 0, n) for b, n in zip(reversed(range(len(backward))), backward, strict=True)]
+    late = late_bucket([1] * len(backward))
+    found = settle(spans, slot_size_bytes=3, most=most, stage_at=late, early=early)
+    assert found is not None
+    assert list(found.stage_at) == sorted(found.stage_at, reverse=True)
+    assert len(found.stage_at) == found.count
+    limit = max([*forward, *backward]) + FEWEST * 3
+    for span in spans[len(forward) :]:
+        held = sum(span.bucket <= at for at in found.stage_at) * 3
+        assert span.peak_bytes + held <= limit
+    if not early:
+        assert set(found.stage_at) <= {late}

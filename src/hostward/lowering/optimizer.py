@@ -4,7 +4,7 @@
     gradient/b   partials/b                     d2h: download/b (host buckets)
                  made/b                         d2h: download/b; host: add/b (host buckets that are summed there)
     release/b    release/b  (gradient freed)
-    stage        acquire    (slots)             h2d: read/b of the first streamed buckets
+    stage/k      acquire/k  (a slot)            h2d: read/b of the first streamed buckets
     step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (summed buckets);
                                                 d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
@@ -13,8 +13,8 @@
     use/L        arrive/L, release/b (streamed)
 
 `backward/b` and `forward/L` stand for the caller's own passes: they read weights and make gradients. Gradient points
-may come in any order, `release/b` after `gradient/b`, `stage` at any time before `step`, use points in any order after
-it; tests/ordering runs the rule over such orders.
+may come in any order, `release/b` after `gradient/b`, `stage/k` one after the other at any time before `step`, use
+points in any order after it; tests/ordering runs the rule over such orders.
 
 State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
 while state kept coming on a lane of its own, no weight got through. The first reads stand before all of them, as many
@@ -42,7 +42,6 @@ from hostward.schedule import Kind, Lane, Op, Schedule
 DEVICE_SCALARS = "scalars.device"
 HOST_SCALARS = "scalars.host"
 STEP = "step"
-STAGE = "stage"
 UNSTAGE = "unstage"
 GRADIENTS_IN_FLIGHT = 2
 """Host buckets whose gradients are on their way out at any time: one is copied while the next is made."""
@@ -67,6 +66,11 @@ def use_point(layer: str) -> str:
     return f"use/{layer}"
 
 
+def stage_point(slot: int) -> str:
+    """There is room for another slot."""
+    return f"stage/{slot}"
+
+
 def upload_point(layer: str) -> str:
     """New weights of the layer are wanted, if those before it are fetched by themselves."""
     return f"upload/{layer}"
@@ -78,8 +82,8 @@ class StepShape:
 
     placements: of every bucket, in order of use in forward. layers: the use point's layer of every bucket. absent:
     buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
-    is streamed. ahead: that many of the first streamed buckets are read at the point `stage`; None: one for each slot.
-    transient: slots are taken at the point `stage` and given back at `unstage`, instead of being kept.
+    is streamed. ahead: so many of the first streamed buckets are read when their slot is taken; None: all of them.
+    transient: slots are taken at the points `stage/k` and given back at `unstage`, instead of being kept.
     overlap: False issues everything at the point `step`, arrivals included. summed: host buckets whose gradients are
     added up on the host, microbatch by microbatch. fetched: host buckets whose weights come by themselves.
     """
@@ -221,11 +225,12 @@ def _slots(shape: StepShape) -> tuple[str, ...]:
 
 def _staged(shape: StepShape, present: Sequence[int]) -> list[Op]:
     """What happens before the norm is known: the first streamed buckets come in."""
-    streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
-    ops = []
-    if shape.transient and streamed:
-        ops.append(Op("acquire", Kind.ACQUIRE, Lane.COMPUTE, STAGE, None, (), _slots(shape)))
-    return ops + [_read(shape, present, b, STAGE) for b in shape.staged]
+    ops, staged = [], shape.staged
+    for k, slot in enumerate(_slots(shape)):
+        if shape.transient and staged:
+            ops.append(Op(f"acquire/{k}", Kind.ACQUIRE, Lane.COMPUTE, stage_point(k), None, (), (slot,)))
+        ops += [_read(shape, present, b, stage_point(k)) for b in staged[k : k + 1]]
+    return ops
 
 
 def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
@@ -235,7 +240,7 @@ def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
         for e in _of(shape, present, Placement.STREAMED)
         if e < b and slot_of(shape.placements, e, shape.slots) == slot
     ]
-    waits = (*(["acquire"] if shape.transient else []), *(f"write/{e}" for e in earlier[-1:]))
+    waits = (*([f"acquire/{slot}"] if shape.transient else []), *(f"write/{e}" for e in earlier[-1:]))
     reads, writes = (f"state/{b}",), (f"slot/{slot}",)
     return Op(f"read/{b}", Kind.COPY, Lane.H2D, point, b, reads, writes, waits, prior=("written",))
 

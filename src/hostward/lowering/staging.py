@@ -33,12 +33,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How many slots there are from now on, the bucket at whose gradient point they are taken, or the first below it,
-    and the layer before whose forward they are given back; None: the last.
+    """How many slots there are from now on, the buckets at whose gradient points they are taken one by one, or at the
+    first below, and the layer before whose forward all are given back; None: the last.
     """
 
     count: int
-    stage_at: int
+    stage_at: tuple[int, ...]
     unstage_at: str | None
 
 
@@ -73,8 +73,8 @@ def late_bucket(numels: Sequence[int]) -> int:
 
 def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: int, early: bool) -> Settled | None:
     """From the spans of one step: slots may use what backward has freed, and FEWEST of them besides. There are as many
-    as fit from `stage_at` on. `early`: they are taken as soon as that makes no peak higher, since reading them is in
-    nobody's way. None: backward reported no point.
+    as fit from `stage_at` on. `early`: each is taken as soon as that makes no peak higher, since reading is in nobody's
+    way. None: backward reported no point.
     """
     most_bytes = max((span.peak_bytes for span in spans), default=0)
     limit = most_bytes + FEWEST * slot_size_bytes
@@ -87,11 +87,16 @@ def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: 
     staged = next((i for i in points if (spans[i].bucket or 0) <= stage_at), points[0])
     count = min(most, (limit - later[staged]) // slot_size_bytes)
     held = count * slot_size_bytes
-    if early:
-        same = max(most_bytes, later[staged] + held)
-        lowest = list(accumulate((spans[i].bucket or 0 for i in points), min))
-        # Of points that are the first below some bucket.
-        first = (i for i, low in zip(points, lowest, strict=True) if spans[i].bucket == low)
-        stage_at = next((spans[i].bucket or 0 for i in first if later[i] + held <= same), stage_at)
+    same = max(most_bytes, later[staged] + held)
+    lowest = list(accumulate((spans[i].bucket or 0 for i in points), min))
+    # Of points that are the first below some bucket.
+    first = [i for i, low in zip(points, lowest, strict=True) if spans[i].bucket == low]
+
+    def taken_at(slots: int) -> int:
+        """Where there is room for so many."""
+        room = same - slots * slot_size_bytes
+        return next((spans[i].bucket or 0 for i in first if later[i] <= room), stage_at) if early else stage_at
+
     uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
-    return Settled(count, stage_at, next((layer for layer, peak in uses if peak + held > limit), None))
+    stages = tuple(taken_at(k + 1) for k in range(count))
+    return Settled(count, stages, next((layer for layer, peak in uses if peak + held > limit), None))

@@ -43,13 +43,15 @@ class Turn:
         self.window = max(1, len(costs.repeated) - len(leaving))
         self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
         self.slots = self._units_staged(needs.slots)
-        self._staged_layer = self._layer_of(needs.stage_at)
+        self._staged_layers = [self._layer_of(bucket) for bucket in needs.stage_at]
         # Newest work of each kind, by unit or layer.
         self.compute: int | None = None
         self.offloads: dict[int, int] = {}
         self.hosts: dict[int, int] = {}
         self.arrivals: dict[int, int] = {}
         self.reads: dict[int, int] = {}
+        self._reading_s = 0.0
+        """Of reads that the link will still be at when the next layer's backward begins."""
         self.writes: list[int] = []
         self.downloaded: list[int] = []
 
@@ -120,7 +122,6 @@ class Turn:
         waiting = list(released)
         downloads: list[int] = []
         left_before: list[int | None] = [None] * _IN_FLIGHT
-        staged_at = self._staged_layer if last else -1
         leaves = last or self.choice.gradients_on_host
         for i in reversed(range(len(costs.layers))):
             if costs.layers[i].layer.repeated:
@@ -134,7 +135,7 @@ class Turn:
                         speeds.copy_s(size, speeds.h2d_bytes_per_s),
                         [self.compute, self.offloads.get(u)],
                     )
-            if last and i == staged_at:
+            if last:
                 self._stage(i)
             cost = costs.layers[i]
             units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
@@ -163,16 +164,18 @@ class Turn:
         self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
 
     def _stage(self, layer: int) -> None:
-        """Before this layer's backward: what is read until backward is over."""
-        written = self.writes[-1:]
-        self.reads = {}
+        """Before this layer's backward: what there is room for, and what the link can read until backward is over."""
+        if layer == len(self.costs.layers) - 1:
+            self.reads, self._reading_s = {}, 0.0
         left_s = sum(self._backward_s(i) for i in range(layer + 1))
-        read_s = 0.0
-        for at, u in enumerate(self.streamed[: self.slots]):
-            if at >= FEWEST and read_s >= left_s:
+        count = len(self._staged_layers)
+        while (at := len(self.reads)) < self.slots:
+            room = self._staged_layers[at * count // self.slots] >= layer
+            if not room or (at >= FEWEST and self._reading_s >= left_s):
                 break
-            self._read(u, [self.compute, *written])
-            read_s += self.program.works[self.reads[u]].seconds
+            self._read(self.streamed[at], [self.compute, *self.writes[-1:]])
+            self._reading_s += self.program.works[self.reads[self.streamed[at]]].seconds
+        self._reading_s = max(0.0, self._reading_s - self._backward_s(layer))
 
     def step(self) -> None:
         """Norm, steps and uploads, in order of use in forward."""

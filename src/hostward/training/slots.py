@@ -96,6 +96,7 @@ class Slots:
         }
         self.slot_bytes = slot_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
         self._most = most_slots(len(self._streamed), self.slot_bytes, staging_bytes)
+        self._late = late_bucket([s.bucket.numel for s in states])
         self._set_count(min(FEWEST, self._most))
         self.pace = Pace(gauge)
         self.stream: torch.Stream | None = None
@@ -105,7 +106,6 @@ class Slots:
         self._gauge = gauge
         self._spans: list[Span] = []
         self._profiled = gauge is None or not self._streamed
-        self._stage_at = late_bucket([s.bucket.numel for s in states])
         self._unstage_at: str | None = None
         self._seen = 0
         self._uploaded: list[int] = []
@@ -115,6 +115,7 @@ class Slots:
     def _set_count(self, count: int) -> None:
         """Lay the slots out anew; none is taken."""
         self.count = self.ahead = count
+        self._stage_at: tuple[int, ...] = (self._late,) * count
         self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
         self._views: dict[tuple[int, _Layout], list[Buffer]] = {}
         for b, slot in self._slot_of.items():
@@ -130,10 +131,12 @@ class Slots:
     def buffers(self) -> list[Buffer]:
         return self._slab
 
-    def acquire(self) -> None:
-        """Take the memory, on the compute lane, unless it is taken. Raises MemoryLimitError."""
+    def acquire(self, count: int) -> None:
+        """Take the memory of the first `count` slots, on the compute lane, unless it is taken. Raises MemoryLimitError,
+        and none is taken then.
+        """
         with self._backend.memory_of(self.stream):
-            while len(self._slab) < self.count:  # one by one: a caching allocator rarely has room for all in one piece
+            while len(self._slab) < count:  # one by one: a caching allocator rarely has room for all in one piece
                 try:
                     self._slab += self._backend.allocate(
                         Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
@@ -143,6 +146,8 @@ class Slots:
                     self._slab.clear()
                     raise
         for (slot, layout), views in self._views.items():
+            if slot >= count:
+                continue
             for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
                 self._backend.refill(view, data)
 
@@ -157,9 +162,9 @@ class Slots:
 
     # ---------------------------------------------------------------- when
 
-    def ready(self, bucket: int) -> bool:
-        """Whether the slots may be taken at this bucket's gradient point."""
-        return self.count > 0 and self._profiled and bucket <= self._stage_at
+    def ready(self, bucket: int) -> int:
+        """How many slots may be taken, and are filled in backward, at this bucket's gradient point."""
+        return sum(bucket <= at for at in self._stage_at[: self.ahead]) if self._profiled else 0
 
     def wanted_back(self, layer: str) -> bool:
         """Whether the slots must be back before this layer's forward."""
@@ -207,7 +212,7 @@ class Slots:
             spans,
             slot_size_bytes=self.slot_bytes,
             most=self._most,
-            stage_at=self._stage_at,
+            stage_at=self._late,
             early=self._uploaded[:1] == self._uploaded[-1:],  # activations and weights that come back would wait
         )
         if settled is None:

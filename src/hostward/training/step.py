@@ -17,10 +17,10 @@ from hostward.engine.backend import Backend, Clipping
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
-    STAGE,
     STEP,
     UNSTAGE,
     StepShape,
+    stage_point,
     use_point,
 )
 from hostward.plan import Placement
@@ -126,7 +126,7 @@ class StepIssuer(TakenGradients):
         self._fresh = [set() for _ in self._states]
         self._reported: set[int] = set()
         self._in_flight: deque[int] = deque()
-        self._staged = False
+        self._staged = 0
         self._totals.reset()
 
     def forget_step_bound(self) -> None:
@@ -172,14 +172,19 @@ class StepIssuer(TakenGradients):
         self._points = self._schedules.points()
         self.turning = True
 
-    def _stage(self) -> None:
+    def _stage(self, slots: int) -> None:
         if self._shape.transient:
-            self._slots.acquire()
+            self._slots.acquire(slots)
         self._unstaged = False
-        self._slots.pace.begins()
-        self._issue_point(STAGE)
-        self._slots.pace.issued()
-        self._staged = True  # all of it: what was cut short is read again
+        filled = min(slots, self._slots.ahead)
+        while self._staged < filled:
+            self._slots.pace.begins()
+            self._issue_point(stage_point(self._staged))
+            self._slots.pace.issued()
+            self._staged += 1
+        if self._staged < slots:
+            self._issue_point(*map(stage_point, range(self._staged, slots)))
+            self._staged = slots
 
     # ---------------------------------------------------------------- the step
 
@@ -214,8 +219,8 @@ class StepIssuer(TakenGradients):
         absent = frozenset(b for b, chosen in enumerate(self._chosen) if not chosen)
         self._points = self._schedules.points(absent)
         self._release_all()
-        if self._slots.count and not self._staged:
-            self._stage()
+        if self._staged < self._slots.count:
+            self._stage(self._slots.count)
         self._slots.pace.backward_is_over()
         self._issue_point(STEP)
         self._backend.end_turn()
@@ -303,7 +308,7 @@ class StepIssuer(TakenGradients):
 
     def state_changed(self) -> None:
         """State on the host was written between empty lanes: what has been staged of it is read again."""
-        self._staged = False
+        self._staged = 0
 
     def abort(self) -> None:
         """Forget the turn that was cut short. All lanes are empty, and the state is about to be replaced."""

@@ -38,7 +38,8 @@ class TakenGradients(FetchedWeights):
     _held: dict[str, torch.Tensor]
     _reported: set[int]
     _in_flight: deque[int]
-    _staged: bool
+    _staged: int
+    """Slots that have been taken, and filled, for this turn's step."""
 
     def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
@@ -55,7 +56,7 @@ class TakenGradients(FetchedWeights):
     def _begin(self) -> None: ...
 
     @abstractmethod
-    def _stage(self) -> None: ...
+    def _stage(self, slots: int) -> None: ...
 
     def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
         """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient point has come.
@@ -202,8 +203,8 @@ class TakenGradients(FetchedWeights):
             return
         for b in buckets:
             self._slots.sample(b)
-            if not self._staged and self._shape.overlap and self._slots.ready(b):
-                self._stage()
+            if self._shape.overlap and self._staged < (ready := self._slots.ready(b)):
+                self._stage(ready)
 
     def _release_all(self, but: int = 0) -> None:
         """Release what is in flight, but for the newest of it."""
