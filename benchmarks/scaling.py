@@ -35,6 +35,7 @@ import json
 import os
 import statistics
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def main() -> None:
     began_s = time.monotonic()
     ranks = Ranks.of(os.environ)
     torch.cuda.set_device(ranks.local_rank)
-    ranks.join(torch.device("cuda"))
+    ranks.join(torch.device("cuda"), timedelta(minutes=10))
     roofs = measured_roofs(ranks)
     rows: list[dict[str, Any]] = []
     for length in a.lengths:

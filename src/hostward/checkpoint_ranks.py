@@ -30,9 +30,11 @@ from hostward.rank_failures import Failure, raised_by_all
 T = TypeVar("T")
 
 ARRIVE_S = 600.0
-"""Ranks come to a save or a load within so long of each other."""
+"""Ranks come to a save or a load within so long of each other, or within what their process group waits, if that is
+less.
+"""
 ANSWER_S = 30.0
-"""From then on each tells how it is doing within so long."""
+"""From then on each tells how it is doing within so long, or that."""
 ROUND_S = 0.2
 _FAREWELL_S = 5.0
 _INTACT = "the last complete checkpoint is as it was"
@@ -79,6 +81,12 @@ class _Step(Generic[T]):
         return self._future.result()
 
 
+def _patience_s(group: dist.ProcessGroup) -> float:
+    """How long processes of the group wait for one another."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(float(backend.options._timeout.total_seconds()) for backend in backends)
+
+
 class Ranks:
     """The processes of a group, or this one alone.
 
@@ -89,8 +97,11 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = 0, 1
         self._gloo: Any = None
+        self._arrive_s, self._answer_s = ARRIVE_S, ANSWER_S
         if group is None:
             return
+        most_s = _patience_s(group)
+        self._arrive_s, self._answer_s = min(ARRIVE_S, most_s), min(ANSWER_S, most_s)
         members = dist.get_process_group_ranks(group)
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         if self.size > 1:
@@ -98,7 +109,7 @@ class Ranks:
             name = [secrets.token_hex(8)]
             dist.broadcast_object_list(name, src=members[0], group=group)
             store = PrefixStore(f"hostward/{name[0]}", _get_default_store())
-            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=ARRIVE_S))
+            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._arrive_s))
 
     @property
     def first(self) -> bool:
@@ -135,11 +146,11 @@ class Ranks:
             raise
 
     def _until_done(self, what: str, step: _Step[Any], arriving: bool) -> None:
-        limit_s = ARRIVE_S if arriving else ANSWER_S
+        limit_s = self._arrive_s if arriving else self._answer_s
         while True:
             own = step.wait(ROUND_S)
             found = self._gather(what, torch.tensor([own]), limit_s)
-            limit_s = ANSWER_S
+            limit_s = self._answer_s
             states = [int(state) for state in found]
             if _FAILED in states:
                 causes = self._exchange(what, Failure.of(step.error) if step.error is not None else None)
@@ -160,7 +171,8 @@ class Ranks:
         except HostwardError:
             return
 
-    def _exchange(self, what: str, value: object, limit_s: float = ANSWER_S) -> list[Any]:
+    def _exchange(self, what: str, value: object, limit_s: float | None = None) -> list[Any]:
+        limit_s = self._answer_s if limit_s is None else limit_s
         stream = io.BytesIO()
         pickle.dump(value, stream)
         own = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)

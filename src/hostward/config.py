@@ -8,74 +8,20 @@ environment variables. A recipe returns a whole `Config`; the command line chang
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from hostward.errors import ConfigError, UnknownNameError
-
-T = TypeVar("T")
+from hostward.option_fields import Options, describe, nearest, option
 
 DTYPE_ALIASES = {
     prefix + word: short
     for word, short in {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.items()
     for prefix in ("", "torch.")
 }
-
-
-def describe(
-    help_text: str,
-    *,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    aliases: Mapping[str, str] | None = None,
-    words: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """What documentation and parser know of an option. `aliases`: other spellings; `words`: values beside numbers."""
-    return {"help": help_text, "unit": unit, "choices": choices, "aliases": dict(aliases or {}), "words": words}
-
-
-def option(
-    default: T,
-    help_text: str,
-    *,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    aliases: Mapping[str, str] | None = None,
-    words: tuple[str, ...] = (),
-) -> T:
-    """A dataclass field with its one default and its description."""
-    # A type checker takes the right-hand side of a field for its default, hence the type of `default`.
-    metadata = describe(help_text, unit=unit, choices=choices, aliases=aliases, words=words)
-    field: Any = dataclasses.field(default=default, metadata=metadata)
-    return field  # type: ignore[no-any-return]
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None where none is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-class Options:
-    """Base of the namespaces: assigning to an unknown name raises `UnknownNameError` with the nearest one."""
-
-    __slots__ = ()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        fields = {field.name: field for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        if name not in fields:
-            closest = nearest(name, fields)
-            raise UnknownNameError(
-                f"{type(self).__name__} has no option {name!r}",
-                fix=f"did you mean {closest}?" if closest else "docs/options.md lists every option",
-            )
-        if isinstance(value, str):
-            value = fields[name].metadata.get("aliases", {}).get(value, value)
-        object.__setattr__(self, name, value)
 
 
 @dataclass(slots=True)
@@ -238,6 +184,17 @@ class DistributedDataParallelConfig(Options):
 
 
 @dataclass(slots=True)
+class DistributedInitConfig(Options):
+    """How the processes of a run meet."""
+
+    distributed_timeout_minutes: float = option(
+        10.0,
+        "A process that waits so long for the others ends with an error: one of them stands still.",
+        unit="minutes",
+    )
+
+
+@dataclass(slots=True)
 class DatasetConfig(Options):
     """Training text."""
 
@@ -307,6 +264,7 @@ class Config(Options):
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     ddp: DistributedDataParallelConfig = dataclasses.field(default_factory=DistributedDataParallelConfig)
+    dist: DistributedInitConfig = dataclasses.field(default_factory=DistributedInitConfig)
     dataset: DatasetConfig = dataclasses.field(default_factory=DatasetConfig)
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     rng: RNGConfig = dataclasses.field(default_factory=RNGConfig)

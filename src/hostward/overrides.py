@@ -12,8 +12,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hostward.config import NAMESPACES, Config, OptionInfo, nearest, options
+from hostward.config import NAMESPACES, Config, OptionInfo, options
 from hostward.errors import ConfigError, UnknownNameError
+from hostward.option_fields import nearest
 
 INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)

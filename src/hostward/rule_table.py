@@ -133,6 +133,7 @@ RANGES: Mapping[str, Range] = {
     "train.global_batch_size": AT_LEAST_ONE,
     "train.micro_batch_size": AT_LEAST_ONE,
     "train.num_threads": AT_LEAST_ONE,
+    "dist.distributed_timeout_minutes": POSITIVE,
     "dataset.random_seed": SEED,
     "rng.seed": SEED,
     "checkpoint.save_interval": AT_LEAST_ONE,

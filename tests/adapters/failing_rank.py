@@ -5,6 +5,7 @@ then comes late, so that the second looks for it first, and must not do so where
 import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 
@@ -22,10 +23,10 @@ if __name__ == "__main__":
             raise DataError("the disk of this rank is gone", fix="mount it")
         return read(dataset, first, count)
 
-    def join(ranks: Ranks, device: torch.device) -> None:
+    def join(ranks: Ranks, device: torch.device, limit: timedelta) -> None:
         if ranks.first and again:
             time.sleep(4.0)
-        meet(ranks, device)
+        meet(ranks, device, limit)
 
     TokenDataset.batch = batch  # type: ignore[assignment, method-assign]
     Ranks.join = join  # type: ignore[method-assign]

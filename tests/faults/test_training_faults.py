@@ -11,6 +11,7 @@ import importlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ ITERATIONS = 16
 SEED = 11
 SOON_S = 30.0
 """Half a minute, on a busy machine too."""
+LIMIT_S = 6.0
+"""That ranks wait for each other, where one stands still."""
 IMPORTED = (
     "hostward.adapters.experts",
     "hostward.train.report",
@@ -64,8 +67,10 @@ WORDS = (
 # --- the helper process ---
 
 
-def start(base: Path, name: str, *words: str, of_rank_1: Sequence[str] = ()) -> list[int]:
-    """Fork ranks that train with these words, saving below `base`. `base/name.N.err` is what rank N says."""
+def start(base: Path, name: str, *words: str, of_rank_1: Sequence[str] = (), port: int = 0) -> list[int]:
+    """Fork ranks that train with these words, saving below `base`. `base/name.N.err` is what rank N says. They have met
+    before, or meet at `port` by themselves.
+    """
     base.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(SIZE):
@@ -77,8 +82,11 @@ def start(base: Path, name: str, *words: str, of_rank_1: Sequence[str] = ()) -> 
                     os.dup2(os.open(base / f"{name}.{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(SIZE)}
                 os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(SIZE)}
-                store = dist.FileStore(str(base / f"{name}.store"), SIZE)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                if not port:
+                    store = dist.FileStore(str(base / f"{name}.store"), SIZE)
+                    limit = timedelta(seconds=60)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=limit)
                 folder = f"checkpoint.save={base / 'saved'}"
                 code = hostward([*WORDS, folder, *words, *(of_rank_1 if rank == 1 else ())])
             finally:
@@ -144,6 +152,23 @@ def terminated(base: Path) -> None:
     run(base, "last", *going_on(base))
 
 
+def standing(base: Path) -> None:
+    """One rank of a run stands still once the first checkpoint is there, until the other has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    limit = f"dist.distributed_timeout_minutes={LIMIT_S / 60}"
+    # Long, so that it does not come to its end first.
+    pids = start(base, "only", *going_on(base), limit, "train.train_iters=2000", port=port)
+    until_saved(base, 2)
+    os.kill(pids[1], signal.SIGSTOP)
+    since_s = time.monotonic()
+    found = os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
+    assert found is not None
+    os.kill(pids[1], signal.SIGKILL)
+    end(base, "only", pids, since_s)
+
+
 def main(base: Path) -> None:
     for module in IMPORTED:
         importlib.import_module(module)
@@ -152,6 +177,7 @@ def main(base: Path) -> None:
     run(base / "straight", "only")
     killed(base / "killed")
     terminated(base / "terminated")
+    standing(base / "standing")
     run(base / "otherwise", "only", of_rank_1=("optimizer.lr=0.5", "train.num_threads=2"))
     run(base / "guide", "only", *of_the_guide(), *WORDS[1:])
     run(base / "other data", "only", of_rank_1=(f"dataset.path={ROOT / 'README.md'}",))
@@ -220,6 +246,18 @@ def test_t62_sigterm_on_one_rank_saves_on_all_and_the_run_goes_on_to_the_same_bi
     assert asked[1].told == ""
     assert [rank.code for rank in ended(base, "last")] == [0, 0]
     assert bits(base) == bits(accidents / "straight")
+
+
+def test_a_rank_that_stands_still_is_waited_for_as_long_as_asked_and_no_longer(accidents: Path) -> None:
+    base = accidents / "standing"
+    first, second = ended(base)
+    assert second.code == -signal.SIGKILL
+    assert LIMIT_S - 1 < first.seconds < LIMIT_S + SOON_S
+    assert first.code == 2
+    assert "Traceback" not in first.told
+    assert "imed out" in first.told  # in an iteration, or in a save
+    assert checkpoint.latest(base / "saved") is not None
+    bits(base)  # it is whole
 
 
 def test_the_guides_line_trains_and_the_first_rank_alone_reports(accidents: Path) -> None:

@@ -26,6 +26,7 @@ LAYERS = (
         "strict_json",
         "text_files",
         "sizes",
+        "option_fields",
         "config",
         "rules",
         "rule_table",

@@ -38,10 +38,11 @@ def of_lost_rank(error: BaseException) -> RankError | None:
     # Gloo has no class of its own for it, and names the place in its source.
     if not (isinstance(error, dist.DistNetworkError) or (isinstance(error, RuntimeError) and "/gloo/" in text)):
         return None
+    slow = "; for one that is only slow, a larger dist.distributed_timeout_minutes" if "imed out" in text else ""
     return RankError(
         "another rank ended or did not answer",
         why=text.partition("] ")[2].partition(". ")[0] or text,
-        fix="see the output of the other ranks; checkpoints that were complete are intact",
+        fix=f"see the output of the other ranks{slow}; checkpoints that were complete are intact",
     )
 
 

@@ -275,8 +275,8 @@ PROCESSES = (
     ),
     Failure(
         "collective-timeout",
-        r"watchdog caught collective operation timeout",
-        "a rank waited for the others until NCCL gave up",
+        r"watchdog caught collective operation timeout|timed out waiting \d+ms for (?:recv|send) operation",
+        "a rank waited for the others until NCCL or gloo gave up",
         "a rank died or is slow: killed for memory, slow host step, or an expert without tokens whose hooks never ran",
         "look for the first error of every rank; with experts declare them as leaf modules",
         "deepspeedai/DeepSpeed#4808, deepspeedai/DeepSpeed#5066, hiyouga/LlamaFactory#2315",

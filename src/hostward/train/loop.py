@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
         config = with_plan(config, plan)
         if device.type == "cuda" and not force:
             plan.require_machine(torch.cuda.get_device_name(device))
-    ranks.join(device)
+    ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     resume_from = ranks.agreed(lambda: resume.checkpoint_to_load(config))
     require_alike(ranks, what_runs(recipe, config, device.type, resume_from, plan))
     dataset, predicted, waiting = ranks.agreed(

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -88,8 +89,9 @@ class Ranks:
     def name(self) -> str:
         return f"rank {self.rank} on {platform.node()}"
 
-    def join(self, device: torch.device) -> None:
-        """Meet the other processes. Nothing to do for one, or where the caller has made them meet.
+    def join(self, device: torch.device, limit: timedelta) -> None:
+        """Meet the other processes, for which each waits `limit` at most, now and later. Nothing to do for one, or
+        where the caller has made them meet.
 
         Raises ConfigError where the launcher has not said where.
         """
@@ -104,9 +106,9 @@ class Ranks:
             )
         # Errors and names go by way of the host on either device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, _, _ = next(rendezvous("env://", self.rank, self.size))
+        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=limit))
         start = PrefixStore(f"hostward/{_start(os.environ)}", store)
-        dist.init_process_group(backend, store=start, rank=self.rank, world_size=self.size)
+        dist.init_process_group(backend, store=start, rank=self.rank, world_size=self.size, timeout=limit)
 
     def leave(self) -> None:
         """The run is over on every rank. Waits for all: when one ends with an exit code the launcher ends the rest."""

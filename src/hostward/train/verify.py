@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +119,8 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
             why="torch's CPU kernels round differently, so equal bits are not claimed for it",
             fix="leave it off",
         )
-    ranks.join(loop.choose_device(config.train.device, ranks.local_rank))
+    device = loop.choose_device(config.train.device, ranks.local_rank)
+    ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     require_alike(ranks, {"what is compared": "; ".join(case.name for case in cases)})
     same_gradients = False
     try:

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from hostward.config import nearest
 from hostward.errors import ConfigError, UnknownNameError
+from hostward.option_fields import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
