@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
+from hostward.errors import MemoryLimitError
 from hostward.lowering.staging import FEWEST, Span, late_bucket, settle
 from hostward.plan import Placement
 from hostward.schedule import Lane
@@ -211,3 +212,33 @@ def test_slots_that_come_earlier_raise_no_peak(early: bool, forward: list[int], 
         assert span.peak_bytes + held <= limit
     if not early:
         assert set(found.stage_at) <= {late}
+
+
+class Small(SimulatedBackend):
+    """Has room for so many slots."""
+
+    room = 3
+
+    def allocate(self, *arguments: Any, **options: Any) -> list[Buffer]:
+        if self.ledger.by_owner(Tier.DEVICE).get("staging slots", 0) >= self.room * SLOT:
+            raise MemoryLimitError("out of device memory")
+        return super().allocate(*arguments, **options)
+
+
+def test_slots_that_are_being_filled_stay_where_there_is_no_room_for_more() -> None:
+    backend = Small(threads=1)
+    slots = made([0] * 6, [0] * 6, backend)
+    slots._set_count(6)
+    slots.acquire(2)
+    filled = [slots.of(b)[0].address for b in (0, 1)]
+    with pytest.raises(MemoryLimitError):
+        slots.acquire(5)
+    assert len(slots.buffers()) == 2
+    assert [slots.of(b)[0].address for b in (0, 1)] == filled
+    assert backend.ledger.by_owner(Tier.DEVICE)["staging slots"] == 2 * SLOT
+    backend.room = 6
+    slots.acquire(5)
+    assert [slots.of(b)[0].address for b in (0, 1)] == filled
+    assert len({slots.of(b)[0].address for b in range(5)}) == 5
+    slots.give_back()
+    assert backend.ledger.by_owner(Tier.DEVICE).get("staging slots", 0) == 0

@@ -133,8 +133,9 @@ class Slots:
 
     def acquire(self, count: int) -> None:
         """Take the memory of the first `count` slots, on the compute lane, unless it is taken. Raises MemoryLimitError,
-        and none is taken then.
+        and those that were taken before stay: they are being filled.
         """
+        before = len(self._slab)
         with self._backend.memory_of(self.stream):
             while len(self._slab) < count:  # one by one: a caching allocator rarely has room for all in one piece
                 try:
@@ -142,14 +143,13 @@ class Slots:
                         Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
                     )
                 except MemoryLimitError:
-                    self._backend.free(self._slab)
-                    self._slab.clear()
+                    self._backend.free(self._slab[before:])
+                    del self._slab[before:]
                     raise
         for (slot, layout), views in self._views.items():
-            if slot >= count:
-                continue
-            for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
-                self._backend.refill(view, data)
+            if before <= slot < count:
+                for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
+                    self._backend.refill(view, data)
 
     def give_back(self) -> None:
         """Return the memory, behind what the compute lane has waited for."""
