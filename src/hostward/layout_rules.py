@@ -192,7 +192,8 @@ _DIVIDED_RULES = (
         PERMANENT,
         (EXPERTS, PIPELINE),
         lambda c, world_size: (
-            world_size % (c.model.expert_model_parallel_size * c.model.pipeline_model_parallel_size) != 0
+            c.model.expert_model_parallel_size > 1
+            and world_size % (c.model.expert_model_parallel_size * c.model.pipeline_model_parallel_size) != 0
         ),
         "world size ({world_size}) is not divisible by model.expert_model_parallel_size"
         " ({model.expert_model_parallel_size}) times model.pipeline_model_parallel_size"

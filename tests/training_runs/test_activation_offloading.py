@@ -103,7 +103,7 @@ def test_the_report_tells_what_left(train: Cli) -> None:
     assert "pinned" not in outcome.out, "nothing is, without a GPU"
     assert "times and rates of no GPU" in outcome.out
     # What the first forward moves is no step of its own.
-    assert "measured, iterations 0 to 1" in outcome.out
+    assert "measured, iteration 1" in outcome.out
 
 
 def test_no_layer_is_off_and_the_missing_option_is_named(train: Cli, caplog: pytest.LogCaptureFixture) -> None:

@@ -262,7 +262,7 @@ def test_plans_that_are_none_and_hardware_without_a_gpu(cli: Cli, tmp_path: Path
     broken.write_text("{}")
     found = cli("plan", "diff", broken, broken)
     assert found.code == 2
-    assert "is no plan file" in found.err
+    assert "cannot be used as a plan" in found.err
     bare = replace(profile("h200"), name="bare", gpu=None, gpu_count=0, links=())
     hardware = tmp_path / "bare.json"
     hardware.write_text(bare.to_json())

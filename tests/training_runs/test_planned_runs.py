@@ -294,7 +294,7 @@ def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) ->
     path = tmp_path / "plan.json"
     path.write_text("{}")
     found = refused(BF16, "--plan", path)
-    assert "is no plan file" in found.err
+    assert "cannot be used as a plan" in found.err
 
 
 def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload) -> None:

@@ -65,6 +65,21 @@ def test_saving_follows_save_interval_and_keeps_most_recent_k(train: Cli, tmp_pa
     assert_same_state(every, kept)
 
 
+def test_a_run_that_is_over_is_left_as_it_is(
+    cli: Cli, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a scheduler starts it again that does not know."""
+    folder = tmp_path / "run"
+    words = ["train", *SMALL, f"dataset.path={text}", "train.train_iters=2", f"checkpoint.save={folder}"]
+    assert cli(*words).code == 0
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.rglob("*") if file.is_file()}
+    assert folder / "report.json" in before
+    again = cli(*words, f"checkpoint.load={folder}")
+    assert again.code == 0
+    assert "nothing to do; raise the latter to go on" in caplog.text
+    assert before == {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in folder.rglob("*") if f.is_file()}
+
+
 def test_a_run_goes_on_in_its_own_folder(train: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     here = [f"checkpoint.save={folder}", "checkpoint.save_interval=1", "checkpoint.most_recent_k=2", *offloaded(0.5)]

@@ -16,10 +16,25 @@ CUDA_OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 79.11 GiB "
     "of which 1.05 GiB is free."
 )
+OF_OTHERS = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 200.00 MiB. GPU 1 has a total capacity of 23.65 GiB "
+    "of which 100.00 MiB is free. Process 99 has 20.00 GiB memory in use. Including non-PyTorch memory, this process "
+    "has 3.40 GiB memory in use. Of the allocated memory 3.01 GiB is allocated by PyTorch, and 12.00 MiB is reserved "
+    "by PyTorch but unallocated."
+)
+IN_PIECES = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the "
+    "allocated memory 60.12 GiB is allocated by PyTorch, and 14.90 GiB is reserved by PyTorch but unallocated."
+)
 ELASTIC_KILLED = "torch.distributed.elastic.multiprocessing.api: failed (exitcode: -9) local_rank: 3 (pid: 4711)"
 
 # (failure, log, the line that shows it)
 LOGS = [
+    ("device-memory-of-others", OF_OTHERS, 1),
+    ("device-memory-in-pieces", IN_PIECES, 1),
+    ("device-memory", IN_PIECES.replace("14.90 GiB", "490.00 MiB"), 1),
+    ("device-memory", OF_OTHERS.replace("20.00 GiB", "510.00 MiB"), 1),
     (
         "pipeline-activation-offload",
         """Traceback (most recent call last):

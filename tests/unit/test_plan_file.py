@@ -141,7 +141,7 @@ def test_placements_alone_for_an_optimizer() -> None:
 def test_nonsense_is_refused_with_its_place(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         PlanFile.from_json(text, "plan.json")
-    assert caught.value.what == "plan.json is no plan file"
+    assert caught.value.what == "plan.json cannot be used as a plan"
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -67,7 +67,7 @@ class Progress:
 
         done, until = run.first_iteration + len(run.losses), run.config.train.train_iters
         if not self._live:
-            if done == 1 or done % run.config.logger.log_interval == 0:
+            if done == run.first_iteration + 1 or done % run.config.logger.log_interval == 0:
                 log.info("%s", "  ".join(parts(run, newest_row(run))))
             return
         now_s = self._clock_s()

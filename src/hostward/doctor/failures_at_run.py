@@ -159,6 +159,23 @@ DEVICE_MEMORY = (
         near=r"cpu_offloading|cpu_offload\.py|activation_offload|offload_activations|save_on_cpu|offloadactivations",
     ),
     Failure(
+        "device-memory-of-others",
+        # In a container torch takes this process for another one, and then names no "this process".
+        _CUDA_OOM + r"(?=.*process \d+ has \d{2,}\.\d+ gib memory in use).*this process has",
+        "the GPU ran out of memory, and other processes hold some of it",
+        "the message says how much: what others hold, offloading in this process cannot free",
+        "end them (nvidia-smi lists them) or choose another GPU: CUDA_VISIBLE_DEVICES, or one per rank by LOCAL_RANK",
+        f"{GUIDE}; deepspeedai/DeepSpeed#6666",
+    ),
+    Failure(
+        "device-memory-in-pieces",
+        _CUDA_OOM + r".* [1-9]\d*\.\d+ gib is reserved by pytorch but unallocated",
+        "the GPU ran out of memory that is in one piece",
+        "the message says how much the allocator has that is free, in pieces too small for what was asked",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        f"{GUIDE}; deepspeedai/DeepSpeed#6666",
+    ),
+    Failure(
         "device-memory",
         _CUDA_OOM,
         "the GPU ran out of memory",

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _BEFORE, _AFTER = 40, 20
 """Lines around a match that count as near: tracebacks come before their message."""
 _PIECE_CHARACTERS, _OVERLAP_CHARACTERS = 4000, 400
-_SHOWN_CHARACTERS = 200
+_SHOWN_CHARACTERS = 700
+"""Enough for torch's message of a full GPU, whose numbers come last."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
 
 

@@ -132,7 +132,9 @@ class PlanFile:
             found = strict_json.parse(cls, text)
             _require_whole(found)
         except ValueError as error:
-            raise ConfigError(f"{origin} is no plan file", why=str(error), fix=_WRITE_ONE) from error
+            raise ConfigError(
+                f"{origin} cannot be used as a plan", why=str(error), fix=f"correct it there, or {_WRITE_ONE}"
+            ) from error
         return found
 
     def choice(self, workload: Workload) -> Choice:

@@ -241,6 +241,18 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     return run
 
 
+def is_over(run: Run) -> bool:
+    """Whether a run that was resumed has come to its end before, which is said. Training it would save it again."""
+    until = run.config.train.train_iters
+    if run.iteration >= until:
+        log.warning(
+            "the checkpoint is at iteration %d and train.train_iters is %d: nothing to do; raise the latter to go on",
+            run.iteration,
+            until,
+        )
+    return run.iteration >= until
+
+
 def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: int = 0) -> None:
     """Train to `train.train_iters`, saving on the way and after the last iteration.
 
@@ -250,12 +262,6 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
             in a long run as many near its start, too. All lanes are emptied before the first of them.
     """
     until = run.config.train.train_iters
-    if run.iteration >= until:
-        log.warning(
-            "the checkpoint is at iteration %d and train.train_iters is %d: nothing to do; raise the latter to go on",
-            run.iteration,
-            until,
-        )
     with resume.saves(run), deterministic(run.config.model.deterministic_mode), closing(run.passes):
         run.clock_s = time.perf_counter()
         for first, end in _windows(run.iteration, until, metered):
