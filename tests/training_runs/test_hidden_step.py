@@ -288,7 +288,7 @@ def test_trace_holds_the_last_iterations(train: Cli, tmp_path: Path) -> None:
     assert outcome.report["moved_d2h_bytes"] == pytest.approx(5 * offload["transfer_bytes"]["d2h"])
     for line in offload["lines"]:
         assert line in outcome.out
-    assert "measured, iterations 2 to 4" in outcome.out
+    assert "measured, iterations 3 to 4" in outcome.out
 
 
 def test_a_short_run_is_metered_whole(train: Cli, tmp_path: Path) -> None:

@@ -114,10 +114,8 @@ def train(
             scalars.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
     run = loop.prepare(recipe, config, plan=planned, force=force)
-    if loop.is_over(run):  # started again by a scheduler, say: its files tell of the iterations that there were
-        run.ranks.leave()
-        return
-    folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank else None
+    over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
+    folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     with ExitStack() as stack:
         asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None

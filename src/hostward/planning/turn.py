@@ -50,8 +50,8 @@ class Turn:
         self.hosts: dict[int, int] = {}
         self.arrivals: dict[int, int] = {}
         self.reads: dict[int, int] = {}
-        self._reading_s = 0.0
-        """Of reads that the link will still be at when the next layer's backward begins."""
+        self._began_s = self._reading_s = 0.0
+        """Of the last backward: its seconds, and those of it that pass until the link has read what was staged."""
         self.writes: list[int] = []
         self.downloaded: list[int] = []
 
@@ -123,6 +123,8 @@ class Turn:
         downloads: list[int] = []
         left_before: list[int | None] = [None] * _IN_FLIGHT
         leaves = last or self.choice.gradients_on_host
+        each_s = [self._backward_s(i) for i in range(len(costs.layers))]
+        left_s = sum(each_s)
         for i in reversed(range(len(costs.layers))):
             if costs.layers[i].layer.repeated:
                 limit = costs.repeated.index(i) - self.window
@@ -136,10 +138,11 @@ class Turn:
                         [self.compute, self.offloads.get(u)],
                     )
             if last:
-                self._stage(i)
+                self._stage(i, left_s)
             cost = costs.layers[i]
             units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
-            seconds = self._backward_s(i)
+            seconds = each_s[i]
+            left_s -= seconds
             waits = [reloads.get(i), self._fetch(i), left_before[-_IN_FLIGHT]]
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
@@ -163,19 +166,21 @@ class Turn:
         seconds = speeds.copy_s(self.units[u].state_bytes, speeds.h2d_bytes_per_s)
         self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
 
-    def _stage(self, layer: int) -> None:
-        """Before this layer's backward: what there is room for, and what the link can read until backward is over."""
+    def _stage(self, layer: int, left_s: float) -> None:
+        """Before this layer's backward, which is `left_s` from its end: what there is room for, and what the link can
+        read until then.
+        """
         if layer == len(self.costs.layers) - 1:
-            self.reads, self._reading_s = {}, 0.0
-        left_s = sum(self._backward_s(i) for i in range(layer + 1))
+            self.reads, self._reading_s, self._began_s = {}, 0.0, left_s
+        passed_s = self._began_s - left_s
         count = len(self._staged_layers)
         while (at := len(self.reads)) < self.slots:
             room = self._staged_layers[at * count // self.slots] >= layer
-            if not room or (at >= FEWEST and self._reading_s >= left_s):
+            if not room or (at >= FEWEST and self._reading_s >= self._began_s):
                 break
+            self._reading_s = max(self._reading_s, passed_s)
             self._read(self.streamed[at], [self.compute, *self.writes[-1:]])
             self._reading_s += self.program.works[self.reads[self.streamed[at]]].seconds
-        self._reading_s = max(0.0, self._reading_s - self._backward_s(layer))
 
     def step(self) -> None:
         """Norm, steps and uploads, in order of use in forward."""

@@ -242,7 +242,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
 
 
 def is_over(run: Run) -> bool:
-    """Whether a run that was resumed has come to its end before, which is said. Training it would save it again."""
+    """Whether a run that was resumed has come to its end before, which is said."""
     until = run.config.train.train_iters
     if run.iteration >= until:
         log.warning(

@@ -123,10 +123,12 @@ def finish(run: Run) -> None:
 
 @contextmanager
 def saves(run: Run) -> Iterator[None]:
-    """Around training: the last checkpoint is made behind it, and one under way is given up if it fails."""
+    """Around training: the last checkpoint is made behind it, if there was any, and one under way is given up if it
+    fails.
+    """
     try:
         yield
-        if run.config.checkpoint.save is not None:
+        if run.config.checkpoint.save is not None and run.iteration > run.first_iteration:
             save(run)
         finish(run)
     finally:

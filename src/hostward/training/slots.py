@@ -147,7 +147,7 @@ class Slots:
                     del self._slab[before:]
                     raise
         for (slot, layout), views in self._views.items():
-            if before <= slot < count:
+            if slot < count:  # the others too: an interrupt may have come between memory and views
                 for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
                     self._backend.refill(view, data)
 
