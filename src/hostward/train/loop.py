@@ -242,7 +242,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
 
 
 def is_over(run: Run) -> bool:
-    """Whether a run that was resumed has come to its end before, which is said."""
+    """Whether a run that goes on in its own folder has come to its end before. That there is nothing to do is said."""
     until = run.config.train.train_iters
     if run.iteration >= until:
         log.warning(
@@ -250,7 +250,8 @@ def is_over(run: Run) -> bool:
             run.iteration,
             until,
         )
-    return run.iteration >= until
+    folders = run.config.checkpoint
+    return run.iteration >= until and folders.save in (None, folders.load)
 
 
 def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: int = 0) -> None:

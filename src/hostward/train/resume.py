@@ -123,12 +123,13 @@ def finish(run: Run) -> None:
 
 @contextmanager
 def saves(run: Run) -> Iterator[None]:
-    """Around training: the last checkpoint is made behind it, if there was any, and one under way is given up if it
+    """Around training: the last checkpoint is made behind it, unless it is there, and one under way is given up if it
     fails.
     """
+    folders = run.config.checkpoint
     try:
         yield
-        if run.config.checkpoint.save is not None and run.iteration > run.first_iteration:
+        if folders.save is not None and (run.iteration > run.first_iteration or folders.save != folders.load):
             save(run)
         finish(run)
     finally:
