@@ -81,7 +81,7 @@ class _Step(Generic[T]):
         return self._future.result()
 
 
-def _patience_s(group: dist.ProcessGroup) -> float:
+def patience_s(group: dist.ProcessGroup) -> float:
     """How long processes of the group wait for one another."""
     backends = [group._get_backend(device) for device in group._device_types]
     return min(float(backend.options._timeout.total_seconds()) for backend in backends)
@@ -100,7 +100,7 @@ class Ranks:
         self._arrive_s, self._answer_s = ARRIVE_S, ANSWER_S
         if group is None:
             return
-        most_s = _patience_s(group)
+        most_s = patience_s(group)
         self._arrive_s, self._answer_s = min(ARRIVE_S, most_s), min(ANSWER_S, most_s)
         members = dist.get_process_group_ranks(group)
         self.rank, self.size = members.index(dist.get_rank()), len(members)

@@ -27,6 +27,13 @@ FORMAT = "hostward-run"
 VERSION = 1
 
 
+def iterations(first: int, end: int) -> str:
+    """[first, end), counted from 0, in words and as people count them: from 1, the last one included."""
+    if end <= first:
+        return "no iteration"
+    return f"iteration {end}" if end == first + 1 else f"iterations {first + 1} to {end}"
+
+
 class Ended(StrEnum):
     """How a run stands."""
 

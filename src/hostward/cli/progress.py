@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from hostward.run_report import iterations
 from hostward.sizes import size
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ def parts(run: Run, row: StepRow) -> list[str]:
     if row.pinned_bytes and run.device.type == "cuda":
         said.append(f"pinned {size(row.pinned_bytes)}")
     if run.offload is not None:
-        first, end = run.offload.first_iteration + 1, run.offload.last_iteration
-        span = f"iteration {end}" if first == end else f"iterations {first} to {end}"
+        span = iterations(run.offload.first_iteration, run.offload.last_iteration)
         said.append(f"in {span}: hidden {run.offload.hidden_s:.3f} s, exposed {run.offload.exposed_s:.3f} s")
     return said
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hostward.errors import ConfigError
 from hostward.hardware import Rates
 from hostward.hardware_profile import Hardware
-from hostward.inventory import state_bytes_per_element
-from hostward.planner import streamed_share
+from hostward.inventory import MasterKind, state_bytes_per_element
+from hostward.planner import host_step_bytes, streamed_share
 from hostward.workload import Workload
 
 from .lanes import Queue, Slowdown
@@ -22,8 +22,8 @@ LAYER_S = 150e-6
 """What one pass over a layer takes beyond its operations and its traffic: kernels that do not fill the device."""
 COPY_S = 13e-6
 """What a copy takes beyond its bytes."""
-HOST_STEP_BYTES = 26
-"""Host memory that the step of the hardware file's rate reads and writes per parameter."""
+HOST_STEP_BYTES = host_step_bytes(state_bytes=state_bytes_per_element(MasterKind.SPLIT), weight_bytes=2)
+"""Host memory that the step of the hardware file's rate, of bf16 weights, reads and writes per parameter."""
 
 # What stands in for rates that a hardware file does not know. Each use is said in `Speeds.assumed`.
 _MATMUL_OF_PEAK = 0.7

@@ -250,8 +250,7 @@ def is_over(run: Run) -> bool:
             run.iteration,
             until,
         )
-    folders = run.config.checkpoint
-    return run.iteration >= until and folders.save in (None, folders.load)
+    return run.iteration >= until and resume.is_as_it_was(run)
 
 
 def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: int = 0) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+from hostward.checkpoint_ranks import patience_s
 
 from .drawn import fill, without_memory
 from .models import build_model, layers_of
@@ -97,19 +99,21 @@ def _stages(
     for i in range(1, rounds):  # one whole model at a time
         whole, _ = without_memory(config, vocab_size, device, dtype)
         parts.append(cut(whole, i * ranks.stages + ranks.stage, count))
-    mesh = _mesh(device.type, config, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})
+    mesh = _mesh(device.type, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})
     return Held(model if rounds == 1 else together(parts), parts, mesh["stages"].get_group())
 
 
-def _mesh(device_type: str, config: Config, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
-    """All ranks: for each stage a mesh of these dimensions."""
+def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
+    """All ranks: for each stage a mesh of these dimensions. Its groups wait as long as all ranks do for one another."""
+    from torch.distributed import group as groups
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     named = {"stages": stages, **dims} if stages > 1 else dict(dims)
     mesh = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
+    limit = timedelta(seconds=patience_s(cast("dist.ProcessGroup", groups.WORLD)))
     for group in mesh.get_all_groups():  # which would wait for torch's own time
-        _set_pg_timeout(timedelta(minutes=config.dist.distributed_timeout_minutes), group)
+        _set_pg_timeout(limit, group)
     return mesh
 
 
@@ -129,20 +133,20 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
         options.tensor_model_parallel_size,
     )
     if of_matrices > 1:
-        grid = _mesh(device_type, config, ranks.stages, {"data": size // of_matrices, "matrices": of_matrices})
+        grid = _mesh(device_type, ranks.stages, {"data": size // of_matrices, "matrices": of_matrices})
         divide_matrices(model, grid["matrices"], sequences=options.sequence_parallel)
         mesh = grid["data"]
     elif config.ddp.use_distributed_optimizer:
-        mesh = _mesh(device_type, config, ranks.stages, {"data": size})["data"]
+        mesh = _mesh(device_type, ranks.stages, {"data": size})["data"]
     else:
-        mesh = _mesh(device_type, config, ranks.stages, {"copies": size, "data": 1})["copies", "data"]
+        mesh = _mesh(device_type, ranks.stages, {"copies": size, "data": 1})["copies", "data"]
     layers: list[Any] = [layer for _, layer in layers_of(model)]
     gathered = [*layers, *_ends(model)]
     if options.virtual_pipeline_model_parallel_size is not None:
         # Of several parts none is all that is here: whoever looks for what FSDP2 divides sees what they consist of.
         gathered += [model.model.norm] if _has_weights(model.model.norm) else []
     if of_experts > 1:
-        grid = _mesh(device_type, config, ranks.stages, {"data": size // of_experts, "experts": of_experts})
+        grid = _mesh(device_type, ranks.stages, {"data": size // of_experts, "experts": of_experts})
         for experts in [layer.mlp.experts for layer in layers]:
             divide_experts(experts, grid["experts"])
             fully_shard(experts, mesh=grid["data"], reshard_after_forward=False)

@@ -27,6 +27,7 @@ from hostward.run_report import (
     RanksReport,
     RunReport,
     StepRow,
+    iterations,
     step_row,
 )
 from hostward.schedule import Lane
@@ -181,16 +182,11 @@ def _host_facts() -> dict[str, Any]:
     }
 
 
-def _span(first: int, end: int) -> str:
-    """Iterations as people count them, the last one included."""
-    return f"iteration {end}" if end == first + 1 else f"iterations {first + 1} to {end}"
-
-
 def render(report: RunReport) -> list[Table]:
     """Tables for a terminal."""
     from rich.table import Table
 
-    run = Table(title=f"{report.recipe}: {_span(report.first_iteration, report.last_iteration)}")
+    run = Table(title=f"{report.recipe}: {iterations(report.first_iteration, report.last_iteration)}")
     run.add_column("run")
     run.add_column("value", justify="right")
     simulated = report.simulated
@@ -213,7 +209,7 @@ def render(report: RunReport) -> list[Table]:
     if report.activations is not None:
         rows |= {"saved activations": report.activations["words"]}
     if report.offload is not None:
-        span = _span(report.offload.first_iteration, report.offload.last_iteration)
+        span = iterations(report.offload.first_iteration, report.offload.last_iteration)
         notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
         rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
     if report.ranks is not None:

@@ -121,15 +121,20 @@ def finish(run: Run) -> None:
         _saved(run, run.saver.finish())
 
 
+def is_as_it_was(run: Run) -> bool:
+    """Whether the folder that a run goes on in has its newest checkpoint already: no iteration has been made."""
+    folders = run.config.checkpoint
+    return run.iteration == run.first_iteration and folders.save in (None, folders.load)
+
+
 @contextmanager
 def saves(run: Run) -> Iterator[None]:
     """Around training: the last checkpoint is made behind it, unless it is there, and one under way is given up if it
     fails.
     """
-    folders = run.config.checkpoint
     try:
         yield
-        if folders.save is not None and (run.iteration > run.first_iteration or folders.save != folders.load):
+        if run.config.checkpoint.save is not None and not is_as_it_was(run):
             save(run)
         finish(run)
     finally:

@@ -203,8 +203,8 @@ class TakenGradients(FetchedWeights):
             return
         for b in buckets:
             self._slots.sample(b)
-            if self._shape.overlap and self._staged < (ready := self._slots.ready(b)):
-                self._stage(ready)
+            if self._shape.overlap and self._staged < self._slots.ahead and self._staged < (n := self._slots.ready(b)):
+                self._stage(n)
 
     def _release_all(self, but: int = 0) -> None:
         """Release what is in flight, but for the newest of it."""
