@@ -13,6 +13,8 @@ first for each length, and is what the others are compared with. Columns:
     device     most bytes allocated on a GPU; host: bytes of all ranks, page-locked ones in brackets
     same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
 
+One process (`torchrun --nproc-per-node 1`) shows what several take beyond what they share: compare `over floor`.
+
 Roofs are measured by all ranks at once before the first row: parameters per second that the host's cores read, modify
 and write, bytes per second of the links, bytes per second of the host's memory with both. With an exact norm the state
 that is on the host is written after backward, so the floor is
@@ -40,7 +42,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hostward import recipes
 from hostward.engine.backend import Tier
@@ -63,14 +64,14 @@ def measured_roofs(ranks: Ranks) -> dict[str, Any]:
     threads = backend.threads
     links, loop_ = Links(backend), ReadModifyWrite(threads)
     mine: dict[str, float] = {}
-    dist.barrier()
+    ranks.gather(None)
     mine["d2h_bytes_per_s"] = links.rate(["d2h"])
-    dist.barrier()
+    ranks.gather(None)
     mine["duplex_each_way_bytes_per_s"] = links.rate(["h2d", "d2h"])
-    dist.barrier()
+    ranks.gather(None)
     alone = rmw_alone(loop_, threads)
     mine["parameters_per_s"] = alone["parameters_per_s"]
-    dist.barrier()
+    ranks.gather(None)
     both = rmw_with_copies(loop_, links, alone)
     mine["memory_bytes_per_s"] = max(both["dram_bytes_per_s"], alone["bytes_per_s"])
     backend.free(links.host)

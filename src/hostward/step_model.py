@@ -56,13 +56,13 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class SlotCount:
     """Staging slots: how many there are, at most would be, from which buckets' gradient points they are held one by
-    one, and to which layer's next forward.
+    one, and to which layers' next forward; None: the last one's.
     """
 
     count: int
     most: int
     stage_at: tuple[int, ...]
-    unstage_at: str | None
+    unstage_at: tuple[str | None, ...]
 
 
 @dataclass(slots=True)
@@ -216,21 +216,21 @@ class StepModel:
     def slots(self) -> SlotCount:
         """As the engine settles them after its profile of the third step."""
         if not self._most:
-            return SlotCount(0, 0, (), None)
+            return SlotCount(0, 0, (), ())
         settled = settle(
             self._spans(),
             slot_size_bytes=self._slot_bytes,
             most=self._most,
             stage_at=self._late,
             early=not any(self._away) and not any(self._offloaded),
-        ) or Settled(self._most, (self._late,) * self._most, None)
+        ) or Settled(self._most, (self._late,) * self._most, (None,) * self._most)
         return SlotCount(settled.count, self._most, settled.stage_at, settled.unstage_at)
 
     @property
     def first_slots(self) -> SlotCount:
         """Before that profile."""
         count = min(FEWEST, self._most)
-        return SlotCount(count, self._most, (self._late,) * count, None)
+        return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
     def _spans(self) -> list[Span]:
         samples, points = [s.bytes for s in self._timeline.samples], self._timeline.points
@@ -245,14 +245,16 @@ class StepModel:
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
         """By owner, at the moment at which the device holds the most."""
         samples, points = self._timeline.samples, self._timeline.points
-        held, last = slots.count * self._slot_bytes, len(samples) - 1
+        last = len(samples) - 1
         staged = [next((at for at, _, b in points if b is not None and b <= stage), last) for stage in slots.stage_at]
-        uses = [(at, layer) for at, layer, _ in points if layer is not None]
-        back = next((at for at, layer in uses if layer == slots.unstage_at), uses[-1][0] if uses else 0)
+        uses = {layer: at for at, layer, _ in reversed(points) if layer is not None}
+        behind = max(uses.values(), default=0)
+        back = [uses.get(layer, behind) if layer is not None else behind for layer in slots.unstage_at]
 
         def slots_at(t: int) -> int:
             # The graph's memory is there during the step as well.
-            return held if self._captured or t < back else bisect_right(staged, t) * self._slot_bytes
+            kept = slots.count if self._captured else slots.count - bisect_right(back, t)
+            return max(kept, bisect_right(staged, t)) * self._slot_bytes
 
         most = max(range(len(samples)), key=lambda t: samples[t].bytes + slots_at(t))
         found, slots_held = samples[most], slots_at(most)

@@ -8,7 +8,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from hostward.lowering.optimizer import STEP, UNSTAGE, StepShape, lower
+from hostward.lowering.optimizer import STEP, StepShape, lower
 from hostward.plan import Placement
 from hostward.schedule import Kind, Op, Schedule
 
@@ -68,8 +68,8 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     made = {f"sums/{b}" for b in range(len(points)) if random.random() < 0.5}
     points[STEP] = tuple(op for op in points[STEP] if op.name not in made)
     after = random.sample(sorted(p for p in points if p.startswith("use/")), k=_count(points, "use/"))
-    if UNSTAGE in points:
-        after.insert(random.randint(0, len(after)), UNSTAGE)
+    for point in random.sample(sorted(p for p in points if p.startswith("unstage/")), k=_count(points, "unstage/")):
+        after.insert(random.randint(0, len(after)), point)
     for point in random.sample(sorted(p for p in points if p.startswith("upload/")), k=_count(points, "upload/")):
         after.insert(random.randint(0, after.index(point.replace("upload/", "use/"))), point)
     assert {*order, *after, STEP} == points.keys() - {*stages}

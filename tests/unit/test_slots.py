@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import MemoryLimitError
+from hostward.lowering.optimizer import StepShape, lower_step, slot_of, slots_by_last_use
 from hostward.lowering.staging import FEWEST, Span, late_bucket, settle
 from hostward.plan import Placement
 from hostward.schedule import Lane
@@ -136,7 +137,24 @@ def test_a_point_behind_a_lower_one_is_none_to_begin_at() -> None:
 def test_slots_go_back_before_the_layer_that_needs_the_memory() -> None:
     slots = profiled([SLOT * n for n in (1, 2, 4, 6, 8, 9)], [SLOT * n for n in (10, 8, 6, 5, 5, 5)])
     assert slots.count == 6  # 10 at most, and two slots besides, less 5
-    assert [layer for layer in range(6) if slots.wanted_back(f"layers.{layer}")] == [4]  # 8 + 6 > 12
+    slots.acquire(6)
+    wanted = [slots.wanted_back([f"layers.{layer}"]) for layer in range(6)]
+    assert wanted == [[], [], [], [], [0, 1], [2]]  # 8 + 4 and 9 + 3 are 12
+    assert slots.wanted_back(["layers.4", "layers.5"]) == [0, 1, 2]
+    slots.give_back([0, 1])
+    assert slots.wanted_back(["layers.4", "layers.5"]) == [2]
+    assert slots.held == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("streamed", "slots", "order"), [(6, 4, [2, 3, 0, 1]), (4, 4, [0, 1, 2, 3]), (1, 3, [1, 2, 0])]
+)
+def test_slots_go_back_in_the_order_in_which_they_are_written(streamed: int, slots: int, order: list[int]) -> None:
+    """Of six buckets in four slots the last but three has slot 2."""
+    placements = [Placement.STREAMED] * streamed
+    assert slots_by_last_use({b: slot_of(placements, b, slots) for b in range(streamed)}, slots) == order
+    schedule = lower_step(StepShape(tuple(placements), ("a",) * streamed, slots=slots, transient=True))
+    assert [op.name for op in schedule.ops if op.name.startswith("unstage/")] == [f"unstage/{slot}" for slot in order]
 
 
 def test_buckets_of_a_slot_share_its_views() -> None:
@@ -212,6 +230,12 @@ def test_slots_that_come_earlier_raise_no_peak(early: bool, forward: list[int], 
         assert span.peak_bytes + held <= limit
     if not early:
         assert set(found.stage_at) <= {late}
+    names = [span.layer for span in spans[: len(forward)]]
+    back = [len(names) - 1 if layer is None else names.index(layer) for layer in found.unstage_at]
+    assert len(back) == found.count
+    assert back == sorted(back)
+    for i, span in enumerate(spans[: len(forward)]):
+        assert span.peak_bytes + sum(i < at for at in back) * 3 <= limit
 
 
 class Small(SimulatedBackend):
@@ -233,12 +257,12 @@ def test_slots_that_are_being_filled_stay_where_there_is_no_room_for_more() -> N
     filled = [slots.of(b)[0].address for b in (0, 1)]
     with pytest.raises(MemoryLimitError):
         slots.acquire(5)
-    assert len(slots.buffers()) == 2
+    assert slots.held == [0, 1]
     assert [slots.of(b)[0].address for b in (0, 1)] == filled
     assert backend.ledger.by_owner(Tier.DEVICE)["staging slots"] == 2 * SLOT
     backend.room = 6
     slots.acquire(5)
     assert [slots.of(b)[0].address for b in (0, 1)] == filled
     assert len({slots.of(b)[0].address for b in range(5)}) == 5
-    slots.give_back()
+    slots.give_back(slots.held)
     assert backend.ledger.by_owner(Tier.DEVICE).get("staging slots", 0) == 0

@@ -8,13 +8,13 @@
     step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (summed buckets);
                                                 d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
-    unstage      unstage    (slots freed)
+    unstage/k    unstage/k  (a slot freed)
     upload/L                                    h2d: upload/b, where weights before L are fetched by themselves
     use/L        arrive/L, release/b (streamed)
 
 `backward/b` and `forward/L` stand for the caller's own passes: they read weights and make gradients. Gradient points
 may come in any order, `release/b` after `gradient/b`, `stage/k` one after the other at any time before `step`, use
-points in any order after it; tests/ordering runs the rule over such orders.
+points and `unstage/k` in any order after it; tests/ordering runs the rule over such orders.
 
 State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
 while state kept coming on a lane of its own, no weight got through. The first reads stand before all of them, as many
@@ -42,7 +42,6 @@ from hostward.schedule import Kind, Lane, Op, Schedule
 DEVICE_SCALARS = "scalars.device"
 HOST_SCALARS = "scalars.host"
 STEP = "step"
-UNSTAGE = "unstage"
 GRADIENTS_IN_FLIGHT = 2
 """Host buckets whose gradients are on their way out at any time: one is copied while the next is made."""
 INBOXES = 3
@@ -71,6 +70,11 @@ def stage_point(slot: int) -> str:
     return f"stage/{slot}"
 
 
+def unstage_point(slot: int) -> str:
+    """The memory of a slot is wanted back."""
+    return f"unstage/{slot}"
+
+
 def upload_point(layer: str) -> str:
     """New weights of the layer are wanted, if those before it are fetched by themselves."""
     return f"upload/{layer}"
@@ -83,7 +87,7 @@ class StepShape:
     placements: of every bucket, in order of use in forward. layers: the use point's layer of every bucket. absent:
     buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
     is streamed. ahead: so many of the first streamed buckets are read when their slot is taken; None: all of them.
-    transient: slots are taken at the points `stage/k` and given back at `unstage`, instead of being kept.
+    transient: slots are taken at the points `stage/k` and given back at `unstage/k`, instead of being kept.
     overlap: False issues everything at the point `step`, arrivals included. summed: host buckets whose gradients are
     added up on the host, microbatch by microbatch. fetched: host buckets whose weights come by themselves.
     """
@@ -118,6 +122,12 @@ def inboxes_of(summed: frozenset[int]) -> dict[int, int]:
 def slot_of(placements: Sequence[Placement], bucket: int, slots: int) -> int:
     """The staging slot of a streamed bucket: streamed buckets take the slots in turn."""
     return sum(p is Placement.STREAMED for p in placements[:bucket]) % slots
+
+
+def slots_by_last_use(slot_of_bucket: Mapping[int, int], slots: int) -> list[int]:
+    """All slots, in the order in which their last buckets are written back; first those that no bucket takes."""
+    last = {slot: bucket for bucket, slot in sorted(slot_of_bucket.items())}
+    return sorted(range(slots), key=lambda slot: last.get(slot, -1))
 
 
 def later_uploads(shape: StepShape) -> dict[str, list[str]]:
@@ -315,16 +325,30 @@ def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[
     ]
 
 
+def _unstaged(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    """Each slot goes back behind what used it last."""
+    streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
+    slot_of_bucket = {b: i % shape.slots for i, b in enumerate(streamed)}
+    users: dict[int, list[int]] = {}
+    for b, slot in slot_of_bucket.items():
+        users.setdefault(slot, []).append(b)
+    ops, staged = [], set(shape.staged)
+    for slot in slots_by_last_use(slot_of_bucket, shape.slots if streamed else 0):
+        held = users.get(slot, [])
+        written = [f"write/{b}" for b in held if b in present][-1:]
+        # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
+        read = [f"read/{b}" for b in held if b in staged and b not in present]
+        point, waits = unstage_point(slot), (*written, *read)
+        ops.append(Op(f"unstage/{slot}", Kind.RETIRE, Lane.COMPUTE, point, None, (), (f"slot/{slot}",), waits))
+    return ops
+
+
 def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops: list[Op] = []
     layers = list(dict.fromkeys(shape.layers))
-    streamed = _of(shape, present, Placement.STREAMED)
     for i, layer in enumerate(layers):
-        if shape.transient and Placement.STREAMED in shape.placements and i == len(layers) - 1:
-            last = [f"write/{b}" for b in streamed[-shape.slots :]]
-            # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
-            writes = (*last, *(f"read/{b}" for b in shape.staged if b not in present))
-            ops.append(Op("unstage", Kind.RETIRE, Lane.COMPUTE, UNSTAGE, None, (), _slots(shape), (*writes, "written")))
+        if shape.transient and i == len(layers) - 1:
+            ops += _unstaged(shape, present)
         held = [b for b in range(len(shape.placements)) if shape.layers[b] == layer]
         weights = tuple(f"weight/{b}" for b in held if b not in shape.fetched)
         own = [b for b in held if b in present]

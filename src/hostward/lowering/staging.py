@@ -34,12 +34,12 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Settled:
     """How many slots there are from now on, the buckets at whose gradient points they are taken one by one, or at the
-    first below, and the layer before whose forward all are given back; None: the last.
+    first below, and the layers before whose forward they are given back one by one; None: the last.
     """
 
     count: int
     stage_at: tuple[int, ...]
-    unstage_at: str | None
+    unstage_at: tuple[str | None, ...]
 
 
 def streamed_bytes(kind: MasterKind, padded: int) -> tuple[int, ...]:
@@ -86,8 +86,7 @@ def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: 
 
     staged = next((i for i in points if (spans[i].bucket or 0) <= stage_at), points[0])
     count = min(most, (limit - later[staged]) // slot_size_bytes)
-    held = count * slot_size_bytes
-    same = max(most_bytes, later[staged] + held)
+    same = max(most_bytes, later[staged] + count * slot_size_bytes)
     lowest = list(accumulate((spans[i].bucket or 0 for i in points), min))
     # Of points that are the first below some bucket.
     first = [i for i, low in zip(points, lowest, strict=True) if spans[i].bucket == low]
@@ -97,6 +96,10 @@ def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: 
         room = same - slots * slot_size_bytes
         return next((spans[i].bucket or 0 for i in first if later[i] <= room), stage_at) if early else stage_at
 
-    uses = ((span.layer, span.peak_bytes) for span in spans if span.layer is not None)
-    stages = tuple(taken_at(k + 1) for k in range(count))
-    return Settled(count, stages, next((layer for layer, peak in uses if peak + held > limit), None))
+    def back_at(slots: int) -> str | None:
+        """Where there is no room for so many."""
+        room = limit - slots * slot_size_bytes
+        return next((span.layer for span in spans if span.layer is not None and span.peak_bytes > room), None)
+
+    numbers = range(1, count + 1)
+    return Settled(count, tuple(map(taken_at, numbers)), tuple(map(back_at, reversed(numbers))))

@@ -193,7 +193,7 @@ class Bindings:
             pairs = list(zip(memory.host_scalars.all(), memory.device_scalars.all(), strict=True))
             return backend.copy(op.lane, pairs, name="offload/d2h/scalars", **rest)
         if op.kind is Kind.RETIRE:
-            return backend.retire(self._slots.buffers(), op.lane, **rest)
+            return backend.retire(self._slots.all_of(int(op.name.removeprefix("unstage/"))), op.lane, **rest)
         if op.kind is Kind.ACQUIRE:
             return backend.mark("offload/slots", op.lane, **rest)
         name = op.name.removeprefix("arrive/")

@@ -1,14 +1,15 @@
 """Device staging of streamed buckets: slots that several buckets take in turn, and when they are there.
 
-Slots are taken during backward, when it has freed enough, and given back during the next forward, before activations
-need the memory. How many fit, and when, comes from a profile of one step: the most device memory that was allocated
-from each gradient point or use point to the next. Staging may then use what backward has freed, and two slots besides.
-State is read as soon as there is room, unless activations or weights are read back in backward, which come first.
+Slots are taken during backward, when it has freed enough, and given back during the next forward, one by one, before
+activations or gathered weights need the memory. How many fit, and when, comes from a profile of one step: the most
+device memory that was allocated from each gradient point or use point to the next. Staging may then use what backward
+has freed, and two slots besides. State is read as soon as there is room, unless activations or weights are read back
+in backward, which come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from hostward.engine.backend import Backend, Buffer, Tier, empty_buffer
 from hostward.errors import MemoryLimitError
 from hostward.inventory import align
-from hostward.lowering.optimizer import slot_of
+from hostward.lowering.optimizer import slot_of, slots_by_last_use
 from hostward.lowering.staging import (
     FEWEST,
     SLOT_ALIGNMENT_BYTES,
@@ -102,11 +103,11 @@ class Slots:
         self.stream: torch.Stream | None = None
         """Whose memory they are; None: of the stream that is current when they are taken."""
         self.transient = True
-        self._slab: list[Buffer] = []
+        self._held: dict[int, Buffer] = {}
+        """Memory of slots, by slot."""
         self._gauge = gauge
         self._spans: list[Span] = []
         self._profiled = gauge is None or not self._streamed
-        self._unstage_at: str | None = None
         self._seen = 0
         self._uploaded: list[int] = []
         """Bytes that had been enqueued to go to the device at each gradient point of the profiled step."""
@@ -116,7 +117,9 @@ class Slots:
         """Lay the slots out anew; none is taken."""
         self.count = self.ahead = count
         self._stage_at: tuple[int, ...] = (self._late,) * count
+        self._unstage_at: tuple[str | None, ...] = (None,) * count
         self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
+        self._by_last_use = slots_by_last_use(self._slot_of, count)
         self._views: dict[tuple[int, _Layout], list[Buffer]] = {}
         for b, slot in self._slot_of.items():
             layout = self._layouts[b]
@@ -128,37 +131,44 @@ class Slots:
         """The slot of a streamed bucket as its state's tensors: exp_avg, exp_avg_sq, and the remainder or master."""
         return self._views[self._slot_of[bucket], self._layouts[bucket]]
 
-    def buffers(self) -> list[Buffer]:
-        return self._slab
+    def all_of(self, slot: int) -> list[Buffer]:
+        """A slot as the tensors of any bucket that takes it."""
+        return [view for (taken, _), views in self._views.items() if taken == slot for view in views]
+
+    @property
+    def held(self) -> list[int]:
+        """Slots that have memory, first those that are written back first."""
+        return [slot for slot in self._by_last_use if slot in self._held]
 
     def acquire(self, count: int) -> None:
         """Take the memory of the first `count` slots, on the compute lane, unless it is taken. Raises MemoryLimitError,
         and those that were taken before stay: they are being filled.
         """
-        before = len(self._slab)
+        taken: list[int] = []
         with self._backend.memory_of(self.stream):
-            while len(self._slab) < count:  # one by one: a caching allocator rarely has room for all in one piece
+            for slot in range(count):  # one by one: a caching allocator rarely has room for all in one piece
+                if slot in self._held:
+                    continue
                 try:
-                    self._slab += self._backend.allocate(
+                    (self._held[slot],) = self._backend.allocate(
                         Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
                     )
                 except MemoryLimitError:
-                    self._backend.free(self._slab[before:])
-                    del self._slab[before:]
+                    self.give_back(taken)
                     raise
+                taken.append(slot)
         for (slot, layout), views in self._views.items():
             if slot < count:  # the others too: an interrupt may have come between memory and views
-                for view, data in zip(views, _cut(self._slab[slot].data, layout), strict=True):
+                for view, data in zip(views, _cut(self._held[slot].data, layout), strict=True):
                     self._backend.refill(view, data)
 
-    def give_back(self) -> None:
-        """Return the memory, behind what the compute lane has waited for."""
+    def give_back(self, slots: Collection[int]) -> None:
+        """Return the memory of these, behind what the compute lane has waited for."""
         nothing = torch.empty(0, device="cpu")
-        for views in self._views.values():
-            for view in views:
+        for (slot, _), views in self._views.items():
+            for view in views if slot in slots else ():
                 view.data = nothing
-        self._backend.free(self._slab)
-        self._slab.clear()
+        self._backend.free([self._held.pop(slot) for slot in slots])
 
     # ---------------------------------------------------------------- when
 
@@ -166,9 +176,10 @@ class Slots:
         """How many slots may be taken, and are filled in backward, at this bucket's gradient point."""
         return sum(bucket <= at for at in self._stage_at[: self.ahead]) if self._profiled else 0
 
-    def wanted_back(self, layer: str) -> bool:
-        """Whether the slots must be back before this layer's forward."""
-        return layer == self._unstage_at
+    def wanted_back(self, layers: Collection[str]) -> list[int]:
+        """Slots that must be back before the forward of one of these layers."""
+        wanted = zip(self._by_last_use, self._unstage_at, strict=True)
+        return [slot for slot, layer in wanted if slot in self._held and layer in layers]
 
     def sample(self, bucket: int) -> None:
         """Backward has reached a bucket's gradient point."""
@@ -183,7 +194,7 @@ class Slots:
     def _begin_span(self, layer: str | None, bucket: int | None) -> None:
         if self._gauge is not None and self._profiling:
             self._end_span(self._gauge)
-            self._spans.append(Span(layer, bucket, sum(b.nbytes for b in self._slab)))
+            self._spans.append(Span(layer, bucket, len(self._held) * self.slot_bytes))
 
     def _end_span(self, gauge: Gauge) -> None:
         if self._spans:

@@ -18,9 +18,9 @@ from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
     STEP,
-    UNSTAGE,
     StepShape,
     stage_point,
+    unstage_point,
     use_point,
 )
 from hostward.plan import Placement
@@ -88,7 +88,6 @@ class StepIssuer(TakenGradients):
         """Layers whose weights have not been waited for since the last step."""
         self._unreported: set[str] = set()
         """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
-        self._unstaged = True
         self._lower()
         self._reset()
         # What is pending writes to memory that this object holds.
@@ -175,7 +174,6 @@ class StepIssuer(TakenGradients):
     def _stage(self, slots: int) -> None:
         if self._shape.transient:
             self._slots.acquire(slots)
-        self._unstaged = False
         filled = min(slots, self._slots.ahead)
         while self._staged < filled:
             self._slots.pace.begins()
@@ -185,6 +183,11 @@ class StepIssuer(TakenGradients):
         if self._staged < slots:
             self._issue_point(*map(stage_point, range(self._staged, slots)))
             self._staged = slots
+
+    def _unstage(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._issue_point(*map(unstage_point, slots))
+            self._slots.give_back(slots)
 
     # ---------------------------------------------------------------- the step
 
@@ -274,10 +277,7 @@ class StepIssuer(TakenGradients):
     def _use(self, layers: Sequence[str]) -> None:
         """These are pending, and used now; several at once where no upload waits for a use."""
         require_arrived(self._backend, layers[0])
-        if not self._unstaged and (len(self.pending) == len(layers) or any(map(self._slots.wanted_back, layers))):
-            self._issue_point(UNSTAGE)
-            self._slots.give_back()
-            self._unstaged = True
+        self._unstage(self._slots.held if len(self.pending) == len(layers) else self._slots.wanted_back(layers))
         for layer in layers:
             self._slots.sample_use(layer)
         self._upload(layers)
@@ -313,9 +313,7 @@ class StepIssuer(TakenGradients):
     def abort(self) -> None:
         """Forget the turn that was cut short. All lanes are empty, and the state is about to be replaced."""
         self.pending.clear()
-        if not self._unstaged:
-            self._slots.give_back()
-            self._unstaged = True
+        self._slots.give_back(self._slots.held)
         self._drop(range(len(self._states)))
         self._reset()
         self._points = self._schedules.points()
