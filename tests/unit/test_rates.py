@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from hostward.engine import rates
+from hostward.engine.backend import Backend, Work
 from hostward.engine.simulated import SimulatedBackend
 from hostward.inspect import Tracked
+from hostward.schedule import Lane
 from hostward.training.mix import Mix
 
 
@@ -42,11 +45,32 @@ def test_ranks_measure_at_once_and_take_the_mean(monkeypatch: pytest.MonkeyPatch
     others = Others(rate=0.0)
     alone = rates.measure_rates(SimulatedBackend(threads=1))
     found = rates.measure_rates(SimulatedBackend(threads=1), others)
-    assert others.told == [1, 1, 1, 1, 5]  # before each measurement, and at the end
+    assert others.told == [1, 1, 1, 1, 1, 5]  # before each measurement, and at the end
     assert found.host_parameters_per_s == alone.host_parameters_per_s / 4
     assert found.duplex_bytes_per_s == alone.duplex_bytes_per_s / 4
     assert found.busy_host_parameters_per_s == alone.busy_host_parameters_per_s / 4
     assert found.busy_duplex_bytes_per_s == alone.busy_duplex_bytes_per_s / 4
+
+
+def test_each_direction_is_timed_while_everything_else_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a host that steps one direction is faster than the other: bytes over the time of both would say that the
+    slower one is all there is.
+    """
+    took = {Lane.HOST: 1.0, Lane.H2D: 4.0, Lane.D2H: 2.0}
+    timed: list[tuple[Counter[Lane], list[Lane]]] = []
+
+    def seconds(_: Backend, works: Sequence[Work], last: Sequence[Work]) -> float:
+        timed.append((Counter(work.lane for work in works), [work.lane for work in last]))
+        return max(took[work.lane] for work in last)
+
+    monkeypatch.setattr(rates, "_seconds", seconds)
+    found = rates.measure_rates(SimulatedBackend(threads=1))
+    assert timed[2:] == [
+        ({lane: 3 if lane is last else 12 for lane in took}, [last]) for last in (Lane.HOST, Lane.H2D, Lane.D2H)
+    ]
+    assert found.busy_host_parameters_per_s == 3 * 8192
+    assert found.busy_duplex_bytes_per_s == 3 * 8192 / 4.0 + 3 * 8192 / 2.0
+    assert found.duplex_bytes_per_s == 2 * 3 * 8192 / 4.0
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [(0.75, 0.75), (0.0, 0.0)])

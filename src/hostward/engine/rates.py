@@ -19,6 +19,8 @@ from .backend import AdamWOperands, Backend, BoundRange, Buffer, Constants, Hype
 _ELEMENTS = 48 * 1024 * 1024
 _COPIED_BYTES = 512 * 1024 * 1024
 _ROUNDS = 3
+_LONGER = 4
+"""Times as many works of the others beside those that are timed."""
 
 
 def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
@@ -36,8 +38,12 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
 
     def seconds(works: Sequence[Work], last: Sequence[Work]) -> float:
         if ranks is not None:
+            backend.synchronise()
             ranks.total(torch.zeros(1, device=backend.device))  # nobody begins before the last is here
         return _seconds(backend, works, last)
+
+    def beside(work: Work, others: Sequence[Work]) -> float:
+        return seconds([work] * _ROUNDS + [*others] * _LONGER * _ROUNDS, [work])
 
     try:
         # First what may be refused.
@@ -51,13 +57,15 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
             work.issue()
         step_s = seconds([step] * _ROUNDS, [step])
         copy_s = seconds(copies * _ROUNDS, copies)
-        # Each beside the other, which goes on for longer.
-        busy_step_s = seconds([step] * _ROUNDS + copies * 3 * _ROUNDS, [step])
-        busy_copy_s = seconds([step] * 6 * _ROUNDS + copies * _ROUNDS, copies)
+        # Each beside the others, which go on for longer. Directions lose differently: one of them, ended, would have
+        # left the link to the other.
+        busy_step_s = beside(step, copies)
+        busy_copies_s = [beside(copy, [step, other]) for copy, other in (copies, copies[::-1])]
     finally:
         backend.free(taken)
     elements, copied_bytes = _ROUNDS * _ELEMENTS, _ROUNDS * 2 * _COPIED_BYTES
-    own = (elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
+    busy_bytes_per_s = sum(_ROUNDS * _COPIED_BYTES / copy_s for copy_s in busy_copies_s)
+    own = (elements / step_s, copied_bytes / copy_s, elements / busy_step_s, busy_bytes_per_s)
     if ranks is None:
         return Rates(*own)
     told = torch.tensor([*own, 1.0], dtype=torch.float64, device=backend.device)
