@@ -286,3 +286,9 @@ def test_t44_weights_that_are_on_their_way_are_not_captured() -> None:
     optimizer.arrive()
     backend.captures = True
     mlp_loss(model, 1)
+
+
+def test_a_backend_is_no_name_of_a_device() -> None:
+    with pytest.raises(ConfigError, match="backend='cuda' is no backend") as caught:
+        adamw(Model(), backend="cuda")
+    assert caught.value.fix == 'leave it out, and move the model: model.to("cuda")'

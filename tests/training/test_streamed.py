@@ -274,6 +274,23 @@ def test_streamed_state_is_not_stepped_by_torch() -> None:
         assert plan.count(Placement.STREAMED) == 0
 
 
+def test_a_share_of_what_is_not_offloaded_is_said_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    adamw(Model(), streamed_fraction=0.5)
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told == "streamed_fraction=0.5 does nothing while offload_fraction=0: it is a share of what is offloaded"
+    caplog.clear()
+    adamw(Model())
+    adamw(Model(), streamed_fraction=0.0)
+    adamw(Model(), streamed_fraction=0.5, offload_fraction=0.5)
+    assert not caplog.records
+
+
+def test_a_plan_says_what_is_streamed() -> None:
+    with pytest.raises(ConfigError, match=r"^plan=... and streamed_fraction=0\.5") as caught:
+        adamw(Model(), streamed_fraction=0.5, plan="plan.json")
+    assert caught.value.fix == "leave streamed_fraction out, or edit the plan"
+
+
 def test_auto_streams_nothing_where_rates_cannot_be_measured() -> None:
     plan = adamw(Model(), offload_fraction=1.0, streamed_fraction="auto").plan
     assert plan.count(Placement.HOST) == len(plan.buckets)

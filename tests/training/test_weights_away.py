@@ -17,7 +17,7 @@ from weight_cases import ALL, ON_HOST, SAVED, expected, frozen, network, train
 import hostward
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError, DeviceError, HostwardError, ModelError
 from hostward.training.weight_values import is_away, value_of
 
 NAMES = ["Llama", "Qwen3", "Qwen3Moe", "encoder"]
@@ -117,6 +117,17 @@ def test_a_model_that_is_not_new(problem: str) -> None:
         loss_of(model, 0).backward()
     with pytest.raises(ModelError, match="is not on the CPU" if problem == "twice" else "has a gradient"):
         hostward.move(model, "cpu", weights=ALL)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "said"),
+    [("cudda", ConfigError, "is no device"), ("cuda:0", DeviceError, "no CUDA device is there")],
+)
+def test_a_device_that_is_not_there(device: str, error: type[HostwardError], said: str) -> None:
+    if error is DeviceError and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(error, match=said):
+        hostward.move(network("Llama"), device)
 
 
 def test_too_many_layers() -> None:

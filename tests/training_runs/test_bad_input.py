@@ -82,6 +82,11 @@ def test_all_violations_are_listed_at_once(refused: Cli) -> None:
     ("arguments", "said"),
     [
         (["train", "--recipy", "x"], "No such option"),
+        (
+            ["train", "--optimizer-cpu-offload"],
+            "  fix: options of training are written optimizer.optimizer_cpu_offload=",
+        ),
+        (["train", "--cpu-offloading-num-layers", "2"], "are written model.cpu_offloading_num_layers=VALUE"),
         (["train", "--recipe"], "requires an argument"),
         (["trian"], "No such command"),
         ([], "Usage:"),

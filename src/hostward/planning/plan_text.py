@@ -28,7 +28,7 @@ _KEEPS = {
 _NOT_COUNTED = {
     SAVE: "a run without checkpoint.save does not do it",
     RESUME: "a run without checkpoint.load does not do it",
-    SLEEP: "only a program that calls sleep() does it",
+    SLEEP: "hostward has no call yet that does it",
 }
 """Of phases that training can do without."""
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hostward.errors import ModelError
+from hostward.errors import ConfigError, DeviceError, ModelError
 
 from .layers import find_layers
 from .weight_choice import count_sharing, why_stays
@@ -45,10 +45,10 @@ def move(
         layers: the layers in order of use, where they cannot be found.
 
     Raises:
-        ConfigError: options out of range. ModelError: no layers were found; a weight is not on the CPU, or has a
-            gradient.
+        ConfigError: options out of range. DeviceError: no such device is there. ModelError: no layers were found; a
+            weight is not on the CPU, or has a gradient.
     """
-    device, found = torch.device(device), find_layers(model, layers)
+    device, found = _checked_device(device), find_layers(model, layers)
     how = weights_of(Weights() if weights is None else weights, len(found))
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu" or is_away(parameter) or parameter.grad is not None:
@@ -73,6 +73,21 @@ def move(
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     _Waiting(model, leaving, device)
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:  # of a name that torch does not know
+        raise ConfigError(
+            f"device={device!r} is no device", why=str(error).partition("\n")[0], fix='write "cuda", or "cuda:1"'
+        ) from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            f"device={str(found)!r}, and no CUDA device is there",
+            fix='move(model, "cpu") simulates one; hostward doctor says what torch sees',
+        )
+    return found
 
 
 class _Waiting:

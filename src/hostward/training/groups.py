@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hostward.engine.backend import DTYPES
+from hostward.engine.backend import DTYPES, Backend
 from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.inspect import Tracked
 from hostward.planner import checked_fraction
@@ -95,6 +95,17 @@ def checked_norm(value: float | None) -> float:
     if not is_number(value) or not math.isfinite(value) or value < 0:
         raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
     return float(value)
+
+
+def checked_backend(value: object) -> Backend | None:
+    """Raises ConfigError for what is none, as the name of a device."""
+    if value is None or isinstance(value, Backend):
+        return value
+    raise ConfigError(
+        f"backend={value!r} is no backend",
+        why="operations run where the parameters lie",
+        fix='leave it out, and move the model: model.to("cuda")',
+    )
 
 
 def checked_streamed(value: float | str, use_torch_optimizer: bool) -> float | str:

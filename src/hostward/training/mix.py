@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from hostward.planning.plan_file import PlanFile, load
 from hostward.sizes import size_bytes
 
 from .rank_plan import placed_by_plan
+
+log = logging.getLogger("hostward")
 
 AUTO = "auto"
 
@@ -48,6 +51,7 @@ class Mix:
         device_memory: int | str | None = None,
     ) -> None:
         self._budget_bytes = _budget_bytes(offload_fraction, device_memory)
+        _require_use(streamed, offload_fraction, plan)
         self.offload_fraction = 0.0 if offload_fraction == AUTO else checked_fraction(offload_fraction)
         self._asked = streamed
         self._plan = planned(plan)
@@ -172,6 +176,22 @@ def _most(fraction: float, backend: Backend, ranks: Ranks | None) -> float:
 
 def _gradients_of(plan: PlanFile) -> str:
     return "host" if plan.gradients_on_host else "device"
+
+
+def _require_use(streamed: float | str, offload_fraction: object, plan: object) -> None:
+    """A share that is asked for must be of something."""
+    if isinstance(streamed, str) or not streamed:
+        return
+    if plan is not None:
+        raise ConfigError(
+            f"plan=... and streamed_fraction={streamed}",
+            why="the plan says where each bucket goes",
+            fix="leave streamed_fraction out, or edit the plan",
+        )
+    if not offload_fraction:
+        log.warning(
+            "streamed_fraction=%s does nothing while offload_fraction=0: it is a share of what is offloaded", streamed
+        )
 
 
 def _require_alone(plan: PlanFile, offload_fraction: float, gradients: str | None) -> None:

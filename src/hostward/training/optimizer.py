@@ -27,6 +27,7 @@ from .groups import (
     check_grad_dtype,
     check_group,
     check_members,
+    checked_backend,
     checked_norm,
     checked_streamed,
     described,
@@ -147,7 +148,7 @@ class AdamW(Saving):
         self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
-        self._backend, self._stages = backend, stages
+        self._backend, self._stages = checked_backend(backend), stages
         check_count("host_threads", host_threads)
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
         check_count("staging_bytes", self._staging_bytes)
