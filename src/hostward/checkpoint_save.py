@@ -144,22 +144,17 @@ class Save:
     def _run(self, held: ExitStack) -> Path:
         request, ranks, stop = self._request, self._ranks, self.stop
         folder = ranks.together(request.what, lambda: self._open(held), stop, arriving=True)[0]
-        try:
-            planner = PiecePlanner(request.values)
-            writer = PieceWriter(folder, planner.read, self._rooms, stop)
-            planned = ranks.together(request.what, lambda: self._plan(planner, writer), stop)
-            plan, metadata = self._agree(planner, writer, [plan for plan, _ in planned])
-            written = ranks.together(request.what, lambda: self._write(planner, writer, plan), stop)
-            owns = [own for _, own in planned]
+        planner = PiecePlanner(request.values)
+        writer = PieceWriter(folder, planner.read, self._rooms, stop)
+        planned = ranks.together(request.what, lambda: self._plan(planner, writer), stop)
+        plan, metadata = self._agree(planner, writer, [plan for plan, _ in planned])
+        written = ranks.together(request.what, lambda: self._write(planner, writer, plan), stop)
+        owns = [own for _, own in planned]
 
-            def publish() -> Path | None:
-                return self._publish(folder, writer, metadata, written, owns) if ranks.first else None
+        def publish() -> Path | None:
+            return self._publish(folder, writer, metadata, written, owns) if ranks.first else None
 
-            final = ranks.together(request.what, publish, stop)[0]
-        except BaseException:
-            if ranks.first:
-                files.clear_leftovers(request.directory)
-            raise
+        final = ranks.together(request.what, publish, stop)[0]
         if ranks.first:
             self._tidy(final)
         return final or folder
@@ -172,11 +167,17 @@ class Save:
             if self._ranks.first:
                 directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(files.locked(directory))
+                held.push(self._give_up)  # before there is anything: an interrupt may come right behind it
                 files.clear_leftovers(directory)
             folder = files.hidden_path(directory, files.folder_name(self._request.iteration), "partial")
             if self._ranks.first:
                 folder.mkdir()
         return folder
+
+    def _give_up(self, error: type[BaseException] | None, *_: object) -> None:
+        """The save ends, with an error or without, and the lock is still held."""
+        if error is not None:
+            files.clear_leftovers(self._request.directory)
 
     def _plan(self, planner: PiecePlanner, writer: PieceWriter) -> tuple[SavePlan, object]:
         if not Path(writer.path).is_dir():

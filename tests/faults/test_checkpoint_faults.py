@@ -19,11 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hostward import checkpoint
+from hostward import checkpoint, checkpoint_files
+from hostward.checkpoint_ranks import Ranks
 from hostward.errors import CheckpointError
 
 EVENTS = {
@@ -240,6 +242,38 @@ def test_t54_a_save_that_dies_at_a_random_time_leaves_a_whole_checkpoint(
     outcomes = [check_after_death(folder, {"iter_0000001", "iter_0000002"}) for folder in folders]
     assert {status for status, _ in outcomes} <= {expected, 0}
     assert (expected, 1) in outcomes, "no save died half-way: the times are off"
+
+
+def test_an_interrupt_right_behind_the_making_of_the_folder_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, value=1)
+    together = Ranks.together
+
+    def interrupted(ranks: Ranks, *arguments: Any, **options: Any) -> Any:
+        found = together(ranks, *arguments, **options)
+        if leftovers(tmp_path):
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Ranks, "together", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, value=2)
+    assert leftovers(tmp_path) == []
+    monkeypatch.undo()
+    assert read_value(save(tmp_path, 2, value=2)) == 2
+
+
+def test_a_save_that_finds_another_one_leaves_its_files(tmp_path: Path) -> None:
+    save(tmp_path, 1, value=1)
+    other = tmp_path / ".iter_0000002.partial-0123abcd"
+    with checkpoint_files.locked(tmp_path):
+        other.mkdir()
+        with pytest.raises(CheckpointError, match="another process is saving there"):
+            save(tmp_path, 3, value=3)
+        assert other.is_dir()
+    save(tmp_path, 3, value=3)
+    assert not other.exists()
 
 
 def test_t58_neither_save_nor_load_holds_a_second_copy(deaths: dict[str, Path]) -> None:
