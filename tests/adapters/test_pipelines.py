@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sharded_cases import digest, snapshot
 from train_cases import MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradients, small
-from world import World, torchrun
+from world import World, commands
 
 from hostward.config import Config
 from hostward.train import loop
@@ -190,17 +190,15 @@ def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> Non
     assert joined(found) == alone(whole, "train.train_iters=3", load)["bits"]
 
 
-# -------------------------------------------------------------------- torchrun
+# -------------------------------------------------------------------- the command
 
 
-def test_torchrun_trains_a_pipeline_and_the_first_rank_reports(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
+def test_a_pipeline_is_trained_and_the_first_rank_reports(tmp_path: Path) -> None:
     words = ["--recipe", MOE, *SMALL, *SIZES[MOE], "model.pipeline_model_parallel_size=2"]
-    run = ("--nproc-per-node", "2", "-m", "hostward", "train")
-    done = torchrun(*run, *words, *HALF, "logger.log_interval=1", "--json", str(report), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("loss, first and last") == 1
-    content = json.loads(report.read_text())
+    ended = commands("train", *words, *HALF, "logger.log_interval=1", "--json", "report.json", folder=tmp_path)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    assert [rank.out.count("loss, first and last") for rank in ended] == [1, 0]
+    content = json.loads((tmp_path / "report.json").read_text())
     expected = loop.prepare(MOE, small())
     loop.train(expected)
     assert content["losses"] == expected.losses

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from planned_cases import LAYERS, choice_of, net_inventory, net_plan, plan, workload
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
-from world import SIZE, World, torchrun
+from world import SIZE, World, commands
 
 from hostward.choice import Keep
 from hostward.inventory import SPLIT_ELEMENTS
@@ -194,16 +194,16 @@ def test_two_processes_train_by_a_plan_of_the_command(tmp_path: Path) -> None:
     assert made.workload.ranks == 2
     losses = []
     for given in ([], ["--plan", "plan.json"]):
-        command = ["--nproc-per-node", "2", "-m", "hostward", "train", *recipe, *words, *given, "--json", "report.json"]
-        done = torchrun(*command, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
+        command = ["train", *recipe, *words, *given, "--json", "report.json"]
+        ended = commands(*command, folder=tmp_path)
+        assert [rank.code for rank in ended] == [0, 0], ended[0].err
         report = json.loads((tmp_path / "report.json").read_text())
         losses.append((report["losses"], report["grad_norms"]))
     assert losses[0] == losses[1]
     assert report["placed_fraction"] == 1.0
-    done = torchrun(*command[:-2], "model.num_layers=3", folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("the plan is of another model") == 1
+    ended = commands(*command[:-2], "model.num_layers=3", folder=tmp_path)
+    assert [rank.code for rank in ended] == [2, 2]
+    assert ["the plan is of another model" in rank.err for rank in ended] == [True, False]
 
 
 def test_the_parts_of_a_network_are_those_of_its_first_rank() -> None:

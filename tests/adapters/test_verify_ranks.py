@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
-from world import SIZE, World, torchrun
+from world import SIZE, World, commands
 
 BF16 = "model.params_dtype=bf16"
 UNEVEN = ("model.vocab_size=4099", "model.ffn_hidden_size=97")
@@ -87,18 +87,18 @@ def test_what_cannot_be_verified_is_refused_on_every_rank(world: World) -> None:
 
 
 def test_two_processes_end_alike_with_one_verdict(tmp_path: Path) -> None:
-    command = ["--nproc-per-node", "2", "-m", "hostward", "verify", "--recipe", MOE, *SMALL, *SIZES[MOE], BF16]
-    done = torchrun(*command, "--fraction", "0.5", "--json", "verdict.json", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("PASS: identical in every bit over 2 iterations on 2 ranks") == 1
+    words = ["verify", "--recipe", MOE, *SMALL, *SIZES[MOE], BF16, "--fraction", "0.5", "--json", "verdict.json"]
+    first, second = commands(*words, folder=tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.out.count("PASS: identical in every bit over 2 iterations on 2 ranks") == 1
+    assert second.out == ""
     assert json.loads((tmp_path / "verdict.json").read_text())["passed"]
 
 
 def test_all_ranks_end_with_one_code_where_one_of_them_differs(tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("wrong_rank.py"))
-    words = ["verify", "--recipe", MOE, *SMALL, *SIZES[MOE], "--fraction", "1"]
-    done = torchrun("--nproc-per-node", "2", script, *words, "--json", "verdict.json", folder=tmp_path)
-    assert [(tmp_path / f"code-{rank}").read_text() for rank in (0, 1)] == ["1", "1"], done.stderr
-    assert done.stdout.count("FAIL: NOT verified in 1 of 1 cases") == 1
-    assert ", on rank 1 on " in done.stdout
+    words = ["verify", "--recipe", MOE, *SMALL, *SIZES[MOE], "--fraction", "1", "--json", "verdict.json"]
+    first, second = commands(*words, folder=tmp_path, before="verify_cases.flip_a_bit_on_rank_1")
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    assert first.out.count("FAIL: NOT verified in 1 of 1 cases") == 1
+    assert ", on rank 1 on " in first.out
     assert not json.loads((tmp_path / "verdict.json").read_text())["passed"]

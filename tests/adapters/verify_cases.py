@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ from hostward.errors import HostwardError
 from hostward.train import loop
 from hostward.train.cases import choose
 from hostward.train.verify import verify
+
+
+def _flipping(real: Any) -> Any:
+    def host_task(operands: Any, *rest: Any) -> Any:
+        task = real(operands, *rest)
+        if operands.exp_avg.tier is Tier.HOST:
+            operands.exp_avg_sq.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        return task
+
+    return host_task
+
+
+def flip_a_bit_on_rank_1() -> None:
+    """From now on every host step of this process flips one, if it is that rank."""
+    if os.environ["RANK"] == "1":
+        simulated.host_task = _flipping(simulated.host_task)
 
 
 def verdict(
@@ -36,19 +53,13 @@ def verdict(
     config = small(*words, recipe=recipe)
     real_task, real_iteration = simulated.host_task, loop.train_iteration
 
-    def host_task(operands: Any, *rest: Any) -> Any:
-        task = real_task(operands, *rest)
-        if operands.exp_avg.tier is Tier.HOST:
-            operands.exp_avg_sq.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
-        return task
-
     def iteration(run: loop.Run) -> None:
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError("some_backward does not have a deterministic implementation")
         real_iteration(run)
 
     if wrong == dist.get_rank():
-        simulated.host_task = host_task
+        simulated.host_task = _flipping(real_task)
     if undeterministic:
         loop.train_iteration = iteration
     try:

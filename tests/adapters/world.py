@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import hostward
+import hostward.cli
 
 SIZE = 4
 START_S = 120.0
@@ -118,6 +121,53 @@ def _serve(rank: int, port: int, end: Connection) -> None:
             answer = (None, getattr(importlib.import_module(module), name)(**options))
         finally:
             end.send(answer or (traceback.format_exc(), None))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended, and what it said."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def commands(*words: str, folder: Path, count: int = 2, before: str = "") -> list[Ended]:
+    """`hostward WORDS` on each rank, in processes of their own in `folder` that find what they import already there.
+
+    `before`: a `module.function` that each calls first. What the launcher adds to it `torchrun` below shows.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        context.Process(target=_command, args=(rank, count, port, words, folder, before), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    deadline_s = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+    for process in processes:
+        process.kill()
+    said = [[(folder / f"{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(count)]
+    return [Ended(process.exitcode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def _command(rank: int, count: int, port: int, words: tuple[str, ...], folder: Path, before: str) -> None:
+    os.chdir(folder)
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    local = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    os.environ |= {name: str(value) for name, value in local.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    if before:
+        module, _, name = before.rpartition(".")
+        getattr(importlib.import_module(module), name)()
+    sys.exit(hostward.cli.main(words))
 
 
 def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

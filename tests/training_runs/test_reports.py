@@ -13,6 +13,7 @@ from conftest import Cli
 from test_interrupts import LOITER
 
 from hostward.cli import run_files
+from hostward.cli.output import require_writable
 from hostward.engine.trace import from_chrome
 from hostward.overrides import apply_overrides
 from hostward.recipes import load
@@ -312,3 +313,19 @@ def test_png_draws_the_charts(train: Cli, cli: Cli, tmp_path: Path) -> None:
     train("train.train_iters=3", *offloaded(0.5), "--run-dir", tmp_path / "run")
     assert cli("report", tmp_path / "run", "--png", tmp_path / "png").code == 0
     assert sorted(p.name for p in (tmp_path / "png").iterdir()) == ["loss.png", "memory.png", "step.png"]
+
+
+def test_ranks_that_ask_at_the_same_time_whether_a_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has found the file that this one made to see whether it can, and removed it."""
+    file, opened = tmp_path / "report.json", Path.open
+
+    def removed(path: Path, *arguments: Any, **options: Any) -> Any:
+        found = opened(path, *arguments, **options)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "open", removed)
+    require_writable("--json", file)
+    assert not file.exists()

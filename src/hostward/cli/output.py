@@ -30,7 +30,7 @@ def require_writable(option: str, file: Path | None) -> None:
     try:
         file.open("a").close()
         if not existed:
-            file.unlink()
+            file.unlink(missing_ok=True)  # ranks of a run ask at the same time
     except OSError as error:
         raise _unwritable(option, file, error) from error
 
