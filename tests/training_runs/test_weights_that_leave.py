@@ -7,6 +7,7 @@ loaded before the optimizer is made, or its state that is not; a GPU that is ask
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
+from hostward.sizes import GIB
 from hostward.train import loop
-from hostward.train.memory import require_memory
+from hostward.train.memory import Need, require_memory
 from hostward.train.models import build_model
 from hostward.train.parts import Held
 from hostward.train.ranks import Ranks
-from hostward.train.refusal import require_fit
+from hostward.train.refusal import Weighed, require_fit
 from hostward.train.waiting import waiting_weights
 from hostward.train.workload import recipe_workload
 from hostward.training.away import is_away
@@ -183,13 +185,37 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
     assert away < there
     free_bytes(monkeypatch, away)
     least = require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
-    assert require_fit(TINY, config, device, 257, None, least, Ranks()) is not None
+    assert require_fit(TINY, config, device, 257, None, least, Ranks()).predicted is not None
     with pytest.raises(MemoryLimitError, match="more device memory"):
         require_fit(TINY, plain, device, 257, None, least, Ranks())
     free_bytes(monkeypatch, work.weight_bytes - 1)
     require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
     with pytest.raises(MemoryLimitError, match="bytes of device memory"):
         require_memory(plain, device, 257, Ranks())
+
+
+def test_other_plans_are_told_beside_a_run_that_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy", reason="planning needs SciPy")
+    device = torch.device("cuda")
+    free_bytes(monkeypatch, 8 * GIB)
+    config = configured(*offloaded(1), "model.num_layers=12", "model.hidden_size=512")
+
+    least = Need(0, GIB, 0, 0)  # of a model that is worth a look
+
+    def weighed(rank: int = 0) -> Weighed:
+        ranks = Ranks(rank, 2, rank, 2, divided=True)
+        return require_fit(TINY, config, device, 257, None, least, ranks)
+
+    found = weighed()
+    assert found.predicted is not None
+    assert len(found.frontier) > 2
+    sizes, times = ([getattr(p, name) for p in found.frontier] for name in ("device_bytes", "step_s"))
+    assert sizes == sorted(sizes)
+    assert times == sorted(times, reverse=True)
+    assert sizes[0] <= found.predicted.device_peak_bytes
+    assert weighed(1).frontier == (), "the first rank reports"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert weighed().frontier == ()
 
 
 def test_such_a_run_is_verified(cli: Cli, text: Path) -> None:

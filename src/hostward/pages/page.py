@@ -194,7 +194,8 @@ def _predictions(report: RunReport) -> Iterator[str]:
     if not report.frontier:
         here = "; without a GPU it takes another machine's rates" if report.simulated else ""
         yield (
-            "<p>No other plans are drawn beside this run: it was not started with a plan that holds them "
+            "<p>No other plans are drawn beside this run: it was not weighed on a GPU that a shipped profile "
+            "describes, or SciPy was not there, and it was not started with a plan that holds them "
             f"(<code>hostward plan --json FILE</code>, then <code>hostward train --plan FILE</code>){here}.</p>"
         )
 

@@ -243,9 +243,13 @@ def _state_shares(workload: Workload, choice: Choice) -> dict[Placement, float]:
 
 def frontier_points(found: Answer) -> tuple[FrontierPoint, ...]:
     """The choices that less device memory, or less time, leads to, by device memory."""
+    return points_of(found.question.workload, _unbeaten(found))
+
+
+def points_of(workload: Workload, candidates: Sequence[Candidate]) -> tuple[FrontierPoint, ...]:
+    """Choices as reports keep them."""
     return tuple(
-        FrontierPoint(label(found.question.workload, c.choice), c.needs.device_peak_bytes, c.prediction.step_s)
-        for c in _unbeaten(found)
+        FrontierPoint(label(workload, c.choice), c.needs.device_peak_bytes, c.prediction.step_s) for c in candidates
     )
 
 

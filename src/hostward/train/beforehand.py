@@ -11,7 +11,6 @@ from hostward.engine.backend import TORCH_DTYPES
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import captured
-from hostward.run_report import Estimate
 
 from . import resume
 from .captured import require_capturable
@@ -19,7 +18,7 @@ from .data import TokenDataset, build_dataset
 from .memory import require_memory
 from .models import pretrained_config
 from .ranks import Ranks
-from .refusal import require_fit, require_same_model
+from .refusal import Weighed, require_fit, require_same_model
 from .waiting import Waiting, waiting_weights
 
 
@@ -32,9 +31,9 @@ def weighed(
     ranks: Ranks,
     *,
     force: bool,
-) -> tuple[TokenDataset, Estimate | None, Waiting | None]:
-    """The data, what is predicted of the run, and which weights wait on the CPU. Raises for all that can be refused
-    before weights are allocated.
+) -> tuple[TokenDataset, Weighed, Waiting | None]:
+    """The data, what is predicted of the run and of others in its place, and which weights wait on the CPU. Raises for
+    all that can be refused before weights are allocated.
     """
     dataset = _dataset(config)
     if resume_from is not None and not config.checkpoint.finetune:
@@ -52,9 +51,12 @@ def weighed(
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
     least = require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)
-    predicted = None if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
+    if force:
+        found = Weighed(None, () if plan is None else plan.frontier)
+    else:
+        found = require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
     resume.require_writable(config)
-    return dataset, predicted, waiting
+    return dataset, found, waiting
 
 
 def _dataset(config: Config) -> TokenDataset:

@@ -199,7 +199,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     resume_from = ranks.agreed(lambda: resume.checkpoint_to_load(config))
     require_alike(ranks, what_runs(recipe, config, device.type, resume_from, plan))
-    dataset, predicted, waiting = ranks.agreed(
+    dataset, found, waiting = ranks.agreed(
         lambda: weighed(recipe, config, device, plan, resume_from, ranks, force=force)
     )
     require_alike(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
@@ -226,10 +226,9 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     for whole in [part.model for part in held.parts] or [model]:
         recompute_layers(whole, config, plan)
-    frontier = () if plan is None else plan.frontier
     run = Run(
-        recipe, config, device, dataset, model, optimizer, scaler, predicted=predicted, frontier=frontier, ranks=ranks,
-        passes=passes_of(held, share, device),
+        recipe, config, device, dataset, model, optimizer, scaler, predicted=found.predicted, frontier=found.frontier,
+        ranks=ranks, passes=passes_of(held, share, device),
     )  # fmt: skip
     if resume_from is not None and waiting is None:
         resume.load(run, resume_from)

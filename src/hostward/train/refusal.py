@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -15,14 +17,17 @@ from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype, cut_buckets
 from hostward.memory_model import Needs
 from hostward.plan import Placement
+from hostward.planning.assignment import Forced
+from hostward.planning.frontier import Frontier
 from hostward.planning.needs import Budgets, refuse
 from hostward.planning.plan_file import PlanFile
+from hostward.planning.plan_text import points_of
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
 from hostward.rule_table import captured
-from hostward.run_report import Estimate
+from hostward.run_report import Estimate, FrontierPoint
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
@@ -41,6 +46,14 @@ SMALL_SHARE = 0.05
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
 
 
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What is predicted of a run, None where nothing was weighed, and other plans for it."""
+
+    predicted: Estimate | None
+    frontier: tuple[FrontierPoint, ...]
+
+
 def require_fit(
     recipe: str,
     config: Config,
@@ -49,10 +62,11 @@ def require_fit(
     plan: PlanFile | None,
     least: Need,
     ranks: Ranks,
-) -> Estimate | None:
-    """Weigh what the options, or the plan, ask of a GPU; None where nothing was weighed: no GPU, a small model,
-    or layers, experts or matrices divided over ranks. With several ranks each weighs its part, and asks the host for
-    its share of what is free. Seconds are the plan's, or those of the shipped profile of this GPU.
+) -> Weighed:
+    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for a small model,
+    or for layers, experts or matrices divided over ranks. With several ranks each weighs its part, and asks the host
+    for its share of what is free. Seconds are the plan's, or those of the shipped profile of this GPU; and so is what
+    else would do.
 
     Args:
         least: what the model needs, wherever it lies.
@@ -61,16 +75,17 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
+    frontier = () if plan is None else plan.frontier
     if device.type != "cuda" or config.model.expert_model_parallel_size * ranks.sharing * ranks.stages > 1:
-        return None
+        return Weighed(None, frontier)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if least.total_bytes < SMALL_SHARE * free_bytes:
-        return None
+        return Weighed(None, frontier)
     try:
         workload = recipe_workload(config, name=recipe, vocab_size=vocab_size)
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
-        return None
+        return Weighed(None, frontier)
     if ranks.divided:
         workload = sharded(workload, ranks.size)
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
@@ -79,7 +94,19 @@ def require_fit(
     refuse(needs, budgets, CURE)
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if captured(config) else profile_of(torch.cuda.get_device_name(device))
-    return estimate(workload, choice, needs, plan, hardware)
+    if plan is None and hardware is not None and ranks.first:
+        frontier = others(workload, hardware, ranks.size, budgets)
+    return Weighed(estimate(workload, choice, needs, plan, hardware), frontier)
+
+
+def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:
+    """Plans that take less memory, or less time, than one another within the budgets of host memory, for the page of a
+    run; none without SciPy, which planning needs and training does not.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        return ()
+    found = Frontier(workload, speeds_of(hardware, gpus), required_of(workload), Forced())
+    return points_of(workload, found.unbeaten(budgets))
 
 
 def estimate(
