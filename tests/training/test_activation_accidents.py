@@ -14,11 +14,12 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from activation_cases import FEW, left_over, offloading
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hostward
 from hostward.engine.simulated import Order
@@ -253,12 +254,58 @@ def frozen_layers(net: Net) -> None:
     loss(net, 0).backward()
 
 
+def selective_checkpoint_within_a_layer(net: Net) -> None:
+    """torch's own: what its policy keeps of a checkpoint is kept by torch, the rest runs again."""
+
+    def policy(_: object, op: object, *arguments: object, **options: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(
+            lambda z: torch.tanh(torch.nn.functional.gelu(z) @ torch.ones(24, 24)),
+            y,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+        return out
+
+    for layer in net.layers:
+        layer.inner = inner  # type: ignore[assignment]
+    loss(net, 0).backward()
+
+
+class _Own(torch.autograd.Function):
+    """Whose backward hands on views of what it has saved (H16): they live on when nobody unpacks any more."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y.exp(), y.sin())
+        return y.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        first, _ = ctx.saved_tensors
+        return first.view(-1).view(6, 24)  # nothing is computed: the gradient is the saved tensor's own memory
+
+
+def views_of_saved_tensors_as_gradients(net: Net) -> None:
+    for layer in net.layers:
+        layer.inner = _Own.apply  # type: ignore[assignment]
+    x = batch(0).requires_grad_()
+    found = net(x).square().sum()
+    kept = [torch.autograd.grad(found, x, retain_graph=True)[0] for _ in range(2)]
+    found.backward()
+    assert torch.equal(kept[0], kept[1])
+    loss(net, 1).backward()
+
+
 SCENARIOS: list[Scenario] = [
     retained, double_backward, two_losses, half_a_graph, branch_that_nobody_uses, forward_without_backward,
     evaluation_in_between, microbatches_in_order, microbatches_in_reverse, one_forward_one_backward,
     a_microbatch_is_dropped, three_forwards_in_one_graph, another_order_of_layers, layers_used_twice, failed_forward,
     interrupted_forward, failed_backward, gradients_of_inputs_alone, checkpoint_within_a_layer,
-    checkpoint_around_layers, saved_views, frozen_layers,
+    checkpoint_around_layers, saved_views, frozen_layers, selective_checkpoint_within_a_layer,
+    views_of_saved_tensors_as_gradients,
 ]  # fmt: skip
 
 
@@ -393,6 +440,25 @@ def test_weights_from_elsewhere_and_detached_ones_stay() -> None:
     plain = kept(lambda _: torch.nn.functional.gelu)
     assert kept(lambda _: lambda y: torch.nn.functional.gelu(y @ outside)) == plain + 3 * 24 * 24 * 4
     assert kept(lambda layer: lambda y: torch.nn.functional.gelu(y * layer.up.bias.detach())) == plain + 3 * 24 * 4
+
+
+class Marked(torch.Tensor):
+    """What libraries wrap tensors in."""
+
+
+def test_h42_tensors_of_other_classes_stay() -> None:
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(y.as_subclass(Marked)).as_subclass(torch.Tensor)
+
+    plain, net = Net(), Net()
+    for of in (plain, net):
+        for layer in of.layers:
+            layer.inner = inner  # type: ignore[assignment]
+    loss(plain, 0).backward()
+    with offloading(net) as run:
+        loss(net, 0).backward()
+        assert run.report().kept_bytes["it is no plain tensor on the device"] == 3 * 6 * 24 * 4
+    assert equal(gradients(net), gradients(plain))
 
 
 def test_hooks_of_others_within_a_layer_win_there() -> None:

@@ -239,6 +239,19 @@ def test_weights_cast_by_autocast_stay() -> None:
     assert same(found, expected)
 
 
+def test_generation_is_as_before_and_leaves_nothing() -> None:
+    model, ids = transformer("Llama").eval(), torch.arange(6).view(1, 6)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **settings)
+    with offloading(model) as run:
+        assert torch.equal(model.generate(ids, **settings), expected)
+        assert (run.report().offloaded_bytes, left_over(run)) == (0, 0)
+        loss_of(model.train(), 0).backward()
+        assert torch.equal(model.eval().generate(ids, **settings), expected)
+        assert run.report().offloaded_bytes > 0
+        assert left_over(run) == 0
+
+
 def test_small_tensors_stay() -> None:
     model = NETWORKS["Llama"]()
     backend = SimulatedBackend(threads=1, order=Order(eager=True))

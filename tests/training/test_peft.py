@@ -41,15 +41,28 @@ def adapted(base: torch.dtype, reentrant: bool | None) -> Any:
     return model.train()
 
 
-def trained(model: Any, order: Order | None = None) -> tuple[list[torch.Tensor], hostward.ActivationReport | None]:
-    """Three steps: gradients of every step and weights after the last, with `order` offloaded in that order."""
+def trained(
+    model: Any, order: Order | None = None, weights: hostward.Weights | None = None
+) -> tuple[list[torch.Tensor], hostward.ActivationReport | None]:
+    """Three steps: gradients of every step and weights after the last, with `order` offloaded in that order; with
+    `weights` those of the frozen base as well.
+    """
     torch.manual_seed(2)  # dropout
     backend = SimulatedBackend(threads=1, order=order or Order(eager=True))
     optimizer = hostward.AdamW(model, lr=1e-2, max_grad_norm=1.0, offload_fraction=1.0, backend=backend)
     attached = None
     if order is not None:
-        attached = hostward.attach(model, optimizer, activations=hostward.Activations(min_bytes=64))
+        attached = hostward.attach(model, optimizer, activations=hostward.Activations(min_bytes=64), weights=weights)
         assert attached.layers == LAYERS
+        if weights is not None:
+            frozen, adapters = 0, 0
+            for p in model.get_submodule(LAYERS[0]).parameters():
+                frozen, adapters = frozen + p.nbytes * (not p.requires_grad), adapters + p.nbytes * p.requires_grad
+            told = attached.report().weights
+            assert told is not None
+            # Of adapters, which the host steps, the optimizer has the one copy there is on the host.
+            assert (told.host_bytes, told.offloaded_bytes) == (3 * frozen, 3 * (frozen + adapters))
+            assert told.here_bytes == 0
     found = []
     for step in range(3):
         with torch.autocast("cpu", torch.bfloat16):
@@ -59,12 +72,13 @@ def trained(model: Any, order: Order | None = None) -> tuple[list[torch.Tensor],
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait()
+    report = None
+    if attached is not None:
+        assert left_over(attached) == 0
+        report = attached.report()
+        attached.detach()  # weights come back
     found += [p.detach().clone() for p in model.parameters()]
-    if attached is None:
-        return found, None
-    assert left_over(attached) == 0
-    attached.detach()
-    return found, attached.report()
+    return found, report
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["saved", "reentrant", "checkpointed"])
@@ -80,6 +94,16 @@ def test_s11_adapters_train_the_same_bits(base: torch.dtype, reentrant: bool | N
         if reentrant is not None:
             inputs = 3 * 3 * 2 * 24 * 64 * base.itemsize  # steps, layers, batch, sequence, hidden, bytes
             assert report.offloaded_bytes == inputs
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["saved", "reentrant", "checkpointed"])
+def test_s11_adapters_train_the_same_bits_with_their_base_on_the_host(reentrant: bool | None) -> None:
+    expected, _ = trained(adapted(torch.bfloat16, reentrant))
+    for order in FEW:
+        found, report = trained(adapted(torch.bfloat16, reentrant), order, hostward.Weights(min_elements=0))
+        assert same(found, expected), order
+        assert report is not None
+        assert report.offloaded_bytes == report.reloaded_bytes > 0
 
 
 def test_frozen_weights_stay_and_casts_of_them_leave() -> None:
