@@ -91,7 +91,9 @@ class ModelConfig(Options):
 
     recompute_granularity: str | None = option(None, "Recompute in backward. None: off.", choices=("full", "selective"))
     recompute_method: str | None = option(None, "How full recomputation chooses layers.", choices=("uniform", "block"))
-    recompute_num_layers: int | None = option(None, "Layers per recomputed block: 1 with uniform; with block, the first so many.")
+    recompute_num_layers: int | None = option(
+        None, "Layers per recomputed block: 1 with uniform, the first so many with block."
+    )
     recompute_modules: list[str] = dataclasses.field(
         default_factory=list, metadata=describe("Modules of selective recomputation.")
     )
