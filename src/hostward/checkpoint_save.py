@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -175,9 +175,12 @@ class Save:
         return folder
 
     def _give_up(self, error: type[BaseException] | None, *_: object) -> None:
-        """The save ends, with an error or without, and the lock is still held."""
+        """The save ends, with an error or without, and the lock is still held. What cannot be removed now is removed by
+        the next save: the error that ended this one is the one to be told.
+        """
         if error is not None:
-            files.clear_leftovers(self._request.directory)
+            with suppress(OSError):
+                files.clear_leftovers(self._request.directory)
 
     def _plan(self, planner: PiecePlanner, writer: PieceWriter) -> tuple[SavePlan, object]:
         if not Path(writer.path).is_dir():

@@ -153,8 +153,13 @@ def commands(*words: str, folder: Path, count: int = 2, before: str = "") -> lis
         process.join(max(0.0, deadline_s - time.monotonic()))
     for process in processes:
         process.kill()
-    said = [[(folder / f"{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(count)]
+        process.join()
+    said = [[_text(folder / f"{rank}.{kind}") for kind in ("out", "err")] for rank in range(count)]
     return [Ended(process.exitcode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def _command(rank: int, count: int, port: int, words: tuple[str, ...], folder: Path, before: str) -> None:

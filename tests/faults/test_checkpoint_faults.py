@@ -264,6 +264,15 @@ def test_an_interrupt_right_behind_the_making_of_the_folder_leaves_none(
     assert read_value(save(tmp_path, 2, value=2)) == 2
 
 
+def test_what_cannot_be_removed_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_files, "clear_leftovers", refused)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        save(tmp_path, 1, value=1)
+
+
 def test_a_save_that_finds_another_one_leaves_its_files(tmp_path: Path) -> None:
     save(tmp_path, 1, value=1)
     other = tmp_path / ".iter_0000002.partial-0123abcd"

@@ -88,7 +88,7 @@ IMPLIED = {
     ("step", "download"): "the release before the norm waited for it",
     ("step", "fetch"): "of host buckets the first waits",
     ("upload", "norm"): "the host step waited for the scalars",
-    ("read", "~written"): "the slot's memory was waited for, which came after the last write to be had of it",
+    ("read", "~written"): "the slot's memory was waited for, and with it all writes of the lane up to its own",
     ("read", "acquire"): "of reads the first waits, if it is there",
     ("arrive", "step"): "a later step of the lane was waited for",
 }

@@ -7,6 +7,7 @@ or a reseed stepped with all the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,9 +34,12 @@ from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError
 from hostward.inventory import state_bytes_per_element
+from hostward.lowering.optimizer import StepShape
 from hostward.plan import Placement
 from hostward.schedule import Lane
+from hostward.training import binding
 from hostward.training import optimizer as building
+from hostward.training import step as issuing
 from hostward.training.slots import Slots
 
 STEPS = 4
@@ -121,6 +125,39 @@ def with_profile(monkeypatch: pytest.MonkeyPatch, slots: int) -> list[Profile]:
 
 def slots_of(optimizer: hostward.AdamW) -> int:
     return len({name for op in optimizer.schedule.ops for name in op.writes if name.startswith("slot/")})
+
+
+def test_an_interrupt_between_new_slots_and_the_schedule_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of which the schedule knows nothing would be given back behind nothing."""
+    with_profile(monkeypatch, 4)
+    monkeypatch.setattr(binding, "_KEPT_WORKS", 0)  # works are bound anew in every step
+    lower, interrupts = issuing.Schedules, [1]
+
+    def interrupted(shape: StepShape) -> issuing.Schedules:
+        if shape.slots == 4 and interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return lower(shape)
+
+    monkeypatch.setattr(issuing, "Schedules", interrupted)
+    model = Model(torch.bfloat16)
+    optimizer = adamw(model, **MIXES["streamed"], backend=backend(late=[Lane.UPDATE, Lane.D2H]), max_grad_norm=0.5)
+    expected = NumpyOptimizer.over(model.named_parameters())
+    saved: list[Any] = []
+    for step in range(6):
+        gradients(model, step)
+        expected.step({n: p.grad for n, p in model.named_parameters()}, max_norm=0.5)
+        if step == 2:
+            saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            gradients(model, step)
+        optimizer.step()
+    assert not interrupts
+    assert slots_of(optimizer) == 4
+    assert_equal(snapshot(model, optimizer), expected.snapshot())
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4, 100])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runs import SMALL
+from cli_runs import ROOT, SMALL
 from conftest import Cli
 
 from hostward.hardware_profile import profile
@@ -52,6 +52,25 @@ def test_a_recipe_is_planned_and_written(cli: Cli, tmp_path: Path) -> None:
     assert {row.placement for row in plan.buckets} == {"device"}
     assert "rates are those of the shipped profile h200; --hardware takes h100, " in found.out
     assert "rates are those" not in cli("plan", *TINY, "--hardware", "h200").out
+
+
+def test_what_was_measured_of_a_machine_is_planned_with(cli: Cli) -> None:
+    """A file of `hostward bench machine` knows nothing that the vendor alone says."""
+    measured = ROOT / "benchmarks/results/2026-11-22-hardware-h200.json"
+    assert json.loads(measured.read_text())["gpu"]["memory_peak_bytes_per_s"] is None
+    found = cli("plan", *TINY, "--hardware", measured)
+    assert found.code == 0, found.err
+    assert "assumed: gpu.memory_peak_bytes_per_s 4.8e+12" in found.out
+    assert "predicted step" in found.out
+
+
+def test_the_first_screen_of_the_readme_is_what_the_command_prints(cli: Cli) -> None:
+    _, block, *_ = (ROOT / "README.md").read_text().split("```text\n$ hostward ")
+    command, *lines = block.partition("```")[0].splitlines()
+    found = cli(*command.split())
+    assert found.code == 0, found.err
+    printed = found.out.splitlines()
+    assert [line for line in lines if line not in printed] == []
 
 
 def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:

@@ -88,6 +88,9 @@ def test_what_is_predicted_of_a_run(small: Workload) -> None:
     assert (by_profile.step_s, by_profile.exposed_s) == (seconds.step_s, seconds.exposed_s)
     assert by_profile.device_peak_bytes == needs.device_peak_bytes > 0
     assert (by_profile.host_bytes, by_profile.pinned_bytes) == (needs.host_bytes, needs.pinned_bytes)
+    among_four = estimate(small, choice, needs, None, hardware, 4)
+    assert among_four.step_s == predict(small, choice, speeds_of(hardware, 4)).step_s
+    assert among_four.step_s > seconds.step_s, "four GPUs share the host's memory"
     unknown = estimate(small, choice, needs, None, None)
     assert (unknown.step_s, unknown.exposed_s) == (None, None)
     made = plan(small, choice)

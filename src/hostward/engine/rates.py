@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,8 +20,8 @@ from .backend import AdamWOperands, Backend, BoundRange, Buffer, Constants, Hype
 _ELEMENTS = 48 * 1024 * 1024
 _COPIED_BYTES = 512 * 1024 * 1024
 _ROUNDS = 3
-_LONGER = 4
-"""Times as many works of the others beside those that are timed."""
+_LONGER = 5
+"""Times as long as those that are timed the others would take alone: nothing is slowed down more by them."""
 
 
 def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
@@ -42,8 +43,11 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
             ranks.total(torch.zeros(1, device=backend.device))  # nobody begins before the last is here
         return _seconds(backend, works, last)
 
-    def beside(work: Work, others: Sequence[Work]) -> float:
-        return seconds([work] * _ROUNDS + [*others] * _LONGER * _ROUNDS, [work])
+    def beside(work: Work, *others: Work) -> float:
+        issued = [work] * _ROUNDS
+        for other in others:
+            issued += [other] * math.ceil(_LONGER * _ROUNDS * alone_s[work.lane] / alone_s[other.lane])
+        return seconds(issued, [work])
 
     try:
         # First what may be refused.
@@ -57,10 +61,11 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
             work.issue()
         step_s = seconds([step] * _ROUNDS, [step])
         copy_s = seconds(copies * _ROUNDS, copies)
+        alone_s = {step.lane: step_s} | {copy.lane: copy_s for copy in copies}
         # Each beside the others, which go on for longer. Directions lose differently: one of them, ended, would have
         # left the link to the other.
-        busy_step_s = beside(step, copies)
-        busy_copies_s = [beside(copy, [step, other]) for copy, other in (copies, copies[::-1])]
+        busy_step_s = beside(step, *copies)
+        busy_copies_s = [beside(copy, step, other) for copy, other in (copies, copies[::-1])]
     finally:
         backend.free(taken)
     elements, copied_bytes = _ROUNDS * _ELEMENTS, _ROUNDS * 2 * _COPIED_BYTES

@@ -328,18 +328,18 @@ def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[
 def _unstaged(shape: StepShape, present: Sequence[int]) -> list[Op]:
     """Each slot goes back behind what used it last."""
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
-    slot_of_bucket = {b: i % shape.slots for i, b in enumerate(streamed)}
+    slot_of_bucket = {b: slot_of(shape.placements, b, shape.slots) for b in streamed}
     users: dict[int, list[int]] = {}
     for b, slot in slot_of_bucket.items():
         users.setdefault(slot, []).append(b)
     ops, staged = [], set(shape.staged)
     for slot in slots_by_last_use(slot_of_bucket, shape.slots if streamed else 0):
         held = users.get(slot, [])
-        written = [f"write/{b}" for b in held if b in present][-1:]
         # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
-        read = [f"read/{b}" for b in held if b in staged and b not in present]
-        point, waits = unstage_point(slot), (*written, *read)
-        ops.append(Op(f"unstage/{slot}", Kind.RETIRE, Lane.COMPUTE, point, None, (), (f"slot/{slot}",), waits))
+        written = [f"write/{b}" for b in held if b in present][-1:]
+        waits = written or [f"read/{b}" for b in held if b in staged]
+        op = Op(f"unstage/{slot}", Kind.RETIRE, Lane.COMPUTE, unstage_point(slot), None, (), (f"slot/{slot}",))
+        ops.append(replace(op, waits=tuple(waits)))
     return ops
 
 

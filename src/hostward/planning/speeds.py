@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hostward.errors import ConfigError
 from hostward.hardware import Rates
-from hostward.hardware_profile import Hardware
+from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import MasterKind, state_bytes_per_element
 from hostward.planner import host_step_bytes, streamed_share
 from hostward.workload import Workload
@@ -90,14 +90,16 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
         if instead is None:
             raise ConfigError(
                 f"the hardware file {hardware.name!r} does not say {name}",
-                fix="measure it: hostward bench machine --json FILE",
+                fix="measure it (hostward bench machine --json FILE) or write it into the file, if it is the vendor's",
             )
         assumed.append(f"{name} {instead:.3g}")
         return instead
 
     peak, link_peak = gpu.bf16_peak_flops_per_s, gpu.link_peak_bytes_per_s
     matmul = known(gpu.bf16_matmul_flops_per_s, "gpu.bf16_matmul_flops_per_s", peak and peak * _MATMUL_OF_PEAK)
-    memory = known(gpu.memory_peak_bytes_per_s, "gpu.memory_peak_bytes_per_s", None)
+    shipped = profile_of(gpu.name)  # a measured file knows no figures of the vendor
+    vendors = shipped.gpu.memory_peak_bytes_per_s if shipped is not None and shipped.gpu is not None else None
+    memory = known(gpu.memory_peak_bytes_per_s, "gpu.memory_peak_bytes_per_s", vendors)
     largest = hardware.links[-1] if hardware.links else None
     link = link_peak and link_peak * _LINK_OF_PEAK
     h2d = largest.h2d_bytes_per_s if largest else known(None, "link bytes/s in each direction", link)

@@ -96,7 +96,7 @@ def require_fit(
     hardware = None if captured(config) else profile_of(torch.cuda.get_device_name(device))
     if plan is None and hardware is not None and ranks.first:
         frontier = others(workload, hardware, ranks.size, budgets)
-    return Weighed(estimate(workload, choice, needs, plan, hardware), frontier)
+    return Weighed(estimate(workload, choice, needs, plan, hardware, ranks.size), frontier)
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:
@@ -110,14 +110,16 @@ def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) 
 
 
 def estimate(
-    workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None
+    workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None, gpus: int = 1
 ) -> Estimate:
-    """What is predicted of a run; its seconds are unknown without a plan and without a profile of the GPU."""
+    """What is predicted of a run on so many GPUs of a machine; its seconds are unknown without a plan and without a
+    profile of the GPU.
+    """
     step_s = exposed_s = None
     if plan is not None:
         step_s, exposed_s = plan.predicted.step_s, plan.predicted.exposed_s
     elif hardware is not None:
-        found = predict(workload, choice, speeds_of(hardware))
+        found = predict(workload, choice, speeds_of(hardware, gpus))
         step_s, exposed_s = found.step_s, found.exposed_s
     return Estimate(needs.device_peak_bytes, needs.host_bytes, needs.pinned_bytes, step_s, exposed_s)
 

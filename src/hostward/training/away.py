@@ -78,13 +78,14 @@ def move(
 def _checked_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
-    except RuntimeError as error:  # of a name that torch does not know
+    except (RuntimeError, TypeError) as error:  # of what torch does not know
         raise ConfigError(
             f"device={device!r} is no device", why=str(error).partition("\n")[0], fix='write "cuda", or "cuda:1"'
         ) from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    count = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
         raise DeviceError(
-            f"device={str(found)!r}, and no CUDA device is there",
+            f"device={str(found)!r}, and {f'there are {count} CUDA devices' if count else 'no CUDA device is there'}",
             fix='move(model, "cpu") simulates one; hostward doctor says what torch sees',
         )
     return found

@@ -114,16 +114,16 @@ class Slots:
         self._profiling = False
 
     def _set_count(self, count: int) -> None:
-        """Lay the slots out anew; none is taken."""
-        self.count = self.ahead = count
+        """Lay the slots out anew. Memory that is taken stays so."""
+        slots = {b: slot_of(self._placements, b, count) for b in self._streamed}
+        views: dict[tuple[int, _Layout], list[Buffer]] = {}
+        for b, slot in slots.items():
+            layout = self._layouts[b]
+            views.setdefault((slot, layout), [empty_buffer("slots") for _ in layout])
+        self._slot_of, self._by_last_use, self._views = slots, slots_by_last_use(slots, count), views
         self._stage_at: tuple[int, ...] = (self._late,) * count
         self._unstage_at: tuple[str | None, ...] = (None,) * count
-        self._slot_of = {b: slot_of(self._placements, b, count) for b in self._streamed}
-        self._by_last_use = slots_by_last_use(self._slot_of, count)
-        self._views: dict[tuple[int, _Layout], list[Buffer]] = {}
-        for b, slot in self._slot_of.items():
-            layout = self._layouts[b]
-            self._views.setdefault((slot, layout), [empty_buffer("slots") for _ in layout])
+        self.count = self.ahead = count  # last: by this the step knows that its schedule is of other slots
 
     # ---------------------------------------------------------------- memory
 

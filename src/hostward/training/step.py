@@ -97,7 +97,7 @@ class StepIssuer(TakenGradients):
         """Make the schedule anew: slots have changed. Nothing is pending."""
         placements = tuple(s.placement for s in self._states)
         slots = self._slots
-        self._shape = StepShape(
+        shape = StepShape(
             placements,
             self._layers,
             slots=slots.count,
@@ -107,10 +107,16 @@ class StepIssuer(TakenGradients):
             summed=self._totals.summed,
             fetched=frozenset(b for b, names in enumerate(self._of_bucket) if set(names) <= self.fetched),
         )
-        self._plan_uploads(self._shape)
-        self._schedules = Schedules(self._shape)
-        self._points = self._schedules.points()
+        schedules = Schedules(shape)
+        self._plan_uploads(shape)
+        self._schedules, self._points = schedules, schedules.points()
         self._bindings.forget()
+        self._shape = shape  # last: an interrupt before this is noticed below
+
+    def _follow_slots(self) -> None:
+        """An interrupt may have come between the settling of slots and the schedule for them."""
+        if (self._shape.slots, self._shape.ahead) != (self._slots.count, self._slots.ahead):
+            self._lower()
 
     @property
     def schedule(self) -> Schedule:
@@ -162,6 +168,7 @@ class StepIssuer(TakenGradients):
         unreported = set(self.pending)
         self.use_all()
         self._unreported = unreported
+        self._follow_slots()
         self._bindings.trim()
         try:
             self._backend.begin_turn()
@@ -316,4 +323,5 @@ class StepIssuer(TakenGradients):
         self._slots.give_back(self._slots.held)
         self._drop(range(len(self._states)))
         self._reset()
+        self._follow_slots()
         self._points = self._schedules.points()
