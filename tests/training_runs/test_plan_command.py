@@ -65,12 +65,33 @@ def test_what_was_measured_of_a_machine_is_planned_with(cli: Cli) -> None:
 
 
 def test_the_first_screen_of_the_readme_is_what_the_command_prints(cli: Cli) -> None:
-    _, block, *_ = (ROOT / "README.md").read_text().split("```text\n$ hostward ")
-    command, *lines = block.partition("```")[0].splitlines()
-    found = cli(*command.split())
+    blocks = (ROOT / "README.md").read_text().split("```text\n$ hostward ")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        command, *lines = block.partition("```")[0].splitlines()
+        found = cli(*command.split())
+        assert found.code == 0, found.err
+        printed = found.out.splitlines()
+        assert [line for line in lines if line not in printed] == []
+
+
+def test_several_numbers_of_gpus_are_a_line_each(cli: Cli, tmp_path: Path) -> None:
+    found = cli("plan", *TINY, "--hardware", "h200", "--gpus", "2,1")
     assert found.code == 0, found.err
-    printed = found.out.splitlines()
-    assert [line for line in lines if line not in printed] == []
+    title, _, header, *rows = found.out.splitlines()
+    assert title.startswith("qwen3_moe_tiny_pretrain_config on NVIDIA H200 (hardware h200)")
+    assert header.split() == ["GPUs", "device", "MiB", "host", "MiB,", "node", "step", "ms", "tokens/s", "choice"]
+    assert [row.split()[0] for row in rows] == ["2", "1"]
+    alone = cli("plan", *TINY, "--hardware", "h200", "--gpus", "2").out
+    step_ms = rows[0].split()[3]
+    assert f"predicted step {step_ms} ms" in alone
+    assert int(rows[0].split()[4].replace(",", "")) == pytest.approx(4 * 64 / float(step_ms) * 1e3, rel=1e-3)
+    short = cli("plan", *TINY, "--hardware", "h200", "--gpus", "1,2", "--device-memory", "1MiB")
+    assert short.code == 1
+    assert short.out.count("does not fit; any one would make it: --device-memory ") == 2
+    refused = cli("plan", *TINY, "--gpus", "1,2", "--json", tmp_path / "plan.json")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--json or --plot, which are of one plan" in refused.err
 
 
 def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:
@@ -258,7 +279,8 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--place", "*=gpu"], ["is not of the form PATTERN=WHAT", "device, streamed, host"]),
         (["--keep", "*"], ["is not of the form PATTERN=WHAT", "recompute"]),
         (["--weights", "2"], ["--weights 2: the model has 2 layers", "at most --weights 1"]),
-        (["--gpus", "0"], ["--gpus"]),
+        (["--gpus", "0"], ["--gpus 0 is no number of GPUs"]),
+        (["--gpus", "1,,4"], ["--gpus 1,,4 is no number of GPUs"]),
         (["--gpus", "3"], ["cannot be divided among 3 GPUs", "train.global_batch_size=6"]),
         (["--recipe", "qwen3_moe_tiny"], ["there is no recipe"]),
         (["--json", "no/such/plan.json"], ["its folder does not exist"]),

@@ -21,7 +21,7 @@ from .recipe import DEFAULT_RECIPE, configured
 if TYPE_CHECKING:
     from hostward.config import Config
     from hostward.hardware_profile import Hardware
-    from hostward.planning.answer import Answer
+    from hostward.planning.answer import Answer, Question
     from hostward.planning.assignment import Forced
     from hostward.planning.needs import Budgets
     from hostward.planning.speeds import Speeds
@@ -50,7 +50,12 @@ HardwareName = Annotated[
     str | None,
     typer.Option("--hardware", metavar="FILE|PROFILE", help="From `hostward bench machine`, or a shipped profile."),
 ]
-Gpus = Annotated[int, typer.Option("--gpus", min=1, help="GPUs that share parameters, gradients and state.")]
+Gpus = Annotated[
+    str,
+    typer.Option(
+        "--gpus", metavar="N[,N...]", help="GPUs that share parameters, gradients and state; of several, a line each."
+    ),
+]
 Place = Annotated[
     list[str] | None,
     typer.Option("--place", metavar="PATTERN=device|streamed|host", help="Chosen by hand: layers or buckets by name."),
@@ -91,7 +96,7 @@ def plan(
     pinned_memory: Pinned = None,
     no_pin: NoPin = False,
     hardware: HardwareName = None,
-    gpus: Gpus = 1,
+    gpus: Gpus = "1",
     place: Place = None,
     keep: KeepOption = None,
     weights: Weights = None,
@@ -110,69 +115,83 @@ def plan(
     require_replaceable("--json", json_file)
     require_writable("--plot", plot)
     from hostward.hardware_profile import PROFILES
+    from hostward.planning.answer import Question
+    from hostward.planning.plan_text import compared, render
     from hostward.planning.speeds import speeds_of
     from hostward.train.planning import by_hand, forced_by_hand
 
+    counts = _counts(gpus)
+    if len(counts) > 1 and (plot is not None or json_file is not None):
+        raise ConfigError(f"--gpus {gpus} with --json or --plot, which are of one plan", fix=f"--gpus {counts[-1]}")
     machine = _hardware(hardware)
-    budgets = _budgets(machine, gpus, device_memory, host_memory, pinned_memory)
-    speeds = speeds_of(machine, gpus)
     hand = partial(by_hand, place or [], keep or [], weights)
-    if config is not None:
-        if recipe is not None or words:
-            raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
-        chosen = hand(None)
-        workload, forced, phases = _of_file(config, sequence, batch, micro_batch, gpus)
-    else:
-        given = [
-            o for o, v in (("--seq", sequence), ("--batch", batch), ("--micro-batch", micro_batch)) if v is not None
-        ]
-        if given:
-            raise ConfigError(
-                f"{given[0]} goes with --config",
-                fix="for a recipe: model.seq_length, train.global_batch_size, train.micro_batch_size",
-            )
-        asked = configured(recipe or DEFAULT_RECIPE, words)
-        chosen = hand(asked.model.num_layers if asked.model.hf_model_path is None else None)
-        workload, forced, phases = _of_recipe(recipe or DEFAULT_RECIPE, asked, gpus, speeds)
-    if no_pin:
-        workload = replace(workload, pin_gradients=False, pin_weights=False)
-    forced = forced_by_hand(workload, forced, chosen)
-    found = _answer(workload, machine, gpus, replace(budgets, phases=phases), forced, plot, json_file)
+    if config is not None and (recipe is not None or words):
+        raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
+    given = [o for o, v in (("--seq", sequence), ("--batch", batch), ("--micro-batch", micro_batch)) if v is not None]
+    if config is None and given:
+        raise ConfigError(
+            f"{given[0]} goes with --config",
+            fix="for a recipe: model.seq_length, train.global_batch_size, train.micro_batch_size",
+        )
+
+    def asked(count: int) -> Question:
+        budgets = _budgets(machine, count, device_memory, host_memory, pinned_memory)
+        if config is not None:
+            chosen = hand(None)
+            workload, forced, phases = _of_file(config, sequence, batch, micro_batch, count)
+        else:
+            options = configured(recipe or DEFAULT_RECIPE, words)
+            chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
+            speeds = speeds_of(machine, count)
+            workload, forced, phases = _of_recipe(recipe or DEFAULT_RECIPE, options, count, speeds)
+        if no_pin:
+            workload = replace(workload, pin_gradients=False, pin_weights=False)
+        forced = forced_by_hand(workload, forced, chosen)
+        return Question(workload, machine, count, replace(budgets, phases=phases), forced)
+
+    answers = [_answer(asked(count), plot, json_file) for count in counts]
+    typer.echo(compared(answers) if len(answers) > 1 else render(answers[0]), nl=False)
     if hardware is None:
         others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
         typer.echo(
             f"\nrates are those of the shipped profile {DEFAULT_PROFILE}; "
             f"--hardware takes {others}, or a file of `hostward bench machine`"
         )
-    if found.chosen is None:
+    if any(found.chosen is None for found in answers):
         raise typer.Exit(1)
 
 
-def _answer(
-    workload: Workload,
-    machine: Hardware,
-    gpus: int,
-    budgets: Budgets,
-    forced: Forced,
-    plot: Path | None,
-    json_file: Path | None,
-) -> Answer:
+def _counts(text: str) -> list[int]:
+    """The numbers of `--gpus`."""
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise ConfigError(f"--gpus {text} is no number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each")
+    return [int(word) for word in words]
+
+
+def _answer(question: Question, plot: Path | None, json_file: Path | None) -> Answer:
     from hostward.planning import plan_file
-    from hostward.planning.answer import Question, answer
-    from hostward.planning.plan_text import frontier_points, render
+    from hostward.planning.answer import answer
+    from hostward.planning.plan_text import frontier_points
     from hostward.planning.shards import required_of
 
-    found = answer(Question(workload, machine, gpus, budgets, forced), required_of(workload))
+    found = answer(question, required_of(question.workload))
     if plot is not None:
         from hostward.planning.plan_picture import draw
 
         draw(found, plot)
     if json_file is not None and found.chosen is not None:
-        points = frontier_points(found)
-        plan_file.save(plan_file.plan_of(workload, machine, gpus, budgets, found.chosen, points), json_file)
+        made = plan_file.plan_of(
+            question.workload,
+            question.hardware,
+            question.gpus,
+            question.budgets,
+            found.chosen,
+            frontier_points(found),
+        )
+        plan_file.save(made, json_file)
     elif json_file is not None:
         typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
-    typer.echo(render(found), nl=False)
     return found
 
 

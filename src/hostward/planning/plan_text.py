@@ -275,7 +275,37 @@ def _frontier(found: Answer, units: _Units) -> str:
             ]
         )
         names.append(label(found.question.workload, candidate.choice))
+    return "\n".join(["less device memory, more time:", *_named(rows, names)])
+
+
+def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    """Lines of a table of numbers, each with words behind it."""
     lines = _table(rows).split("\n")
     width = max(len(line) for line in lines)
-    joined = [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
-    return "\n".join(["less device memory, more time:", *joined])
+    return [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
+
+
+def compared(answers: Sequence[Answer]) -> str:
+    """Answers for several numbers of GPUs, a line for each."""
+    first = answers[0]
+    units = _units(first.shown)
+    rows = [["GPUs", f"device {units.memory}", f"host {units.memory}, node", f"step {units.time}", "tokens/s"]]
+    names = ["choice"]
+    for found in answers:
+        gpus, workload, shown = found.question.gpus, found.question.workload, found.shown
+        step_s = shown.prediction.step_s
+        rows.append(
+            [
+                str(gpus),
+                units.size(shown.needs.device_peak_bytes),
+                units.size(shown.needs.host_bytes * gpus),
+                units.seconds(step_s),
+                f"{workload.step_tokens * gpus / step_s:,.0f}",
+            ]
+        )
+        missing = f"does not fit; any one would make it: {', '.join(found.changes)}"
+        names.append(missing if found.chosen is None else label(workload, shown.choice))
+    recipe, hardware = first.question.workload.name, first.question.hardware
+    gpu = hardware.gpu.name if hardware.gpu else "no GPU"
+    title = f"{recipe} on {gpu} (hardware {hardware.name}); what GPUs exchange is not timed"
+    return "\n".join([title, "", *_named(rows, names)]) + "\n"
