@@ -338,8 +338,8 @@ def _unstaged(shape: StepShape, present: Sequence[int]) -> list[Op]:
         # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
         written = [f"write/{b}" for b in held if b in present][-1:]
         waits = written or [f"read/{b}" for b in held if b in staged]
-        op = Op(f"unstage/{slot}", Kind.RETIRE, Lane.COMPUTE, unstage_point(slot), None, (), (f"slot/{slot}",))
-        ops.append(replace(op, waits=tuple(waits)))
+        point, slots = unstage_point(slot), (f"slot/{slot}",)
+        ops.append(Op(f"unstage/{slot}", Kind.RETIRE, Lane.COMPUTE, point, None, (), slots, tuple(waits)))
     return ops
 
 

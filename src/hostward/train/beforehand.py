@@ -51,10 +51,7 @@ def weighed(
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
     least = require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)
-    if force:
-        found = Weighed(None, () if plan is None else plan.frontier)
-    else:
-        found = require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
+    found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
     resume.require_writable(config)
     return dataset, found, waiting
 

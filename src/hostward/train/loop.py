@@ -227,8 +227,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     for whole in [part.model for part in held.parts] or [model]:
         recompute_layers(whole, config, plan)
     run = Run(
-        recipe, config, device, dataset, model, optimizer, scaler, predicted=found.predicted, frontier=found.frontier,
-        ranks=ranks, passes=passes_of(held, share, device),
+        recipe, config, device, dataset, model, optimizer, scaler, predicted=found.predicted,
+        frontier=found.frontier if plan is None else plan.frontier, ranks=ranks, passes=passes_of(held, share, device),
     )  # fmt: skip
     if resume_from is not None and waiting is None:
         resume.load(run, resume_from)

@@ -50,8 +50,8 @@ CURE = "hostward plan with the same options says what would fit; --force starts 
 class Weighed:
     """What is predicted of a run, None where nothing was weighed, and other plans for it."""
 
-    predicted: Estimate | None
-    frontier: tuple[FrontierPoint, ...]
+    predicted: Estimate | None = None
+    frontier: tuple[FrontierPoint, ...] = ()
 
 
 def require_fit(
@@ -75,17 +75,16 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
-    frontier = () if plan is None else plan.frontier
     if device.type != "cuda" or config.model.expert_model_parallel_size * ranks.sharing * ranks.stages > 1:
-        return Weighed(None, frontier)
+        return Weighed()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if least.total_bytes < SMALL_SHARE * free_bytes:
-        return Weighed(None, frontier)
+        return Weighed()
     try:
         workload = recipe_workload(config, name=recipe, vocab_size=vocab_size)
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
-        return Weighed(None, frontier)
+        return Weighed()
     if ranks.divided:
         workload = sharded(workload, ranks.size)
     choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
@@ -94,8 +93,8 @@ def require_fit(
     refuse(needs, budgets, CURE)
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if captured(config) else profile_of(torch.cuda.get_device_name(device))
-    if plan is None and hardware is not None and ranks.first:
-        frontier = others(workload, hardware, ranks.size, budgets)
+    drawn = plan is None and ranks.first  # a plan brings its own
+    frontier = others(workload, hardware, ranks.size, budgets) if drawn and hardware is not None else ()
     return Weighed(estimate(workload, choice, needs, plan, hardware, ranks.size), frontier)
 
 
