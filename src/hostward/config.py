@@ -170,6 +170,8 @@ class TrainConfig(Options):
     micro_batch_size: int = option(1, "Sequences per forward and backward in one process.")
     device: str = option("auto", "auto: cuda where there is one, else cpu.", choices=("auto", "cuda", "cpu"))
     num_threads: int | None = option(None, "Threads of torch on the CPU. None: torch's own default.")
+    manual_gc: bool = option(False, "Python's garbage collector runs every manual_gc_interval iterations alone.")
+    manual_gc_interval: int = option(100, "Iterations from one collection to the next. 0: none while training.")
     exit_signal_handler: bool = option(False, "On SIGTERM finish the iteration, save, and end with exit code 143.")
 
 

@@ -133,6 +133,7 @@ RANGES: Mapping[str, Range] = {
     "train.global_batch_size": AT_LEAST_ONE,
     "train.micro_batch_size": AT_LEAST_ONE,
     "train.num_threads": AT_LEAST_ONE,
+    "train.manual_gc_interval": NOT_NEGATIVE,
     "dist.distributed_timeout_minutes": POSITIVE,
     "dataset.random_seed": SEED,
     "rng.seed": SEED,
@@ -180,6 +181,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
         "train.exit_signal_handler",
     ),
     "checkpoint.async_save": ("checkpoint.async_save_mode",),
+    "train.manual_gc": ("train.manual_gc_interval",),
     "checkpoint.load": ("checkpoint.finetune", "checkpoint.load_optim", "checkpoint.load_rng"),
 }
 
@@ -232,6 +234,7 @@ DIFFERENCES: Mapping[str, str] = {
     "There is no checkpoint.async_save_mode": (
         "Saving beside training takes a second host copy of the state, or lets the next step wait for the disk."
     ),
+    "manual_gc_interval is 0 where nothing is said": "It is 100, what Megatron's recipes set. 0 is still none.",
     "exit_signal_handler ends with exit code 0": "It is 143, for the run is not at its end (training/scaling-out.md).",
     "A folder in checkpoint.load without a checkpoint starts from random weights": (
         "It does where checkpoint.save names the same folder; any other is an error, for its name may be misspelt."

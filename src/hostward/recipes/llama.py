@@ -34,6 +34,7 @@ def llama32_1b_pretrain_config() -> Config:
     config.scheduler.lr_warmup_iters = 40
     config.scheduler.lr_decay_iters = 100
     config.train.train_iters = 100
+    config.train.manual_gc = True
     config.train.global_batch_size = 8
     config.train.micro_batch_size = 1
     config.logger.log_interval = 1

@@ -44,6 +44,7 @@ def qwen3_30b_a3b_pretrain_config() -> Config:
     config.scheduler.lr_warmup_iters = 40
     config.scheduler.lr_decay_iters = 100
     config.train.train_iters = 100
+    config.train.manual_gc = True
     config.train.global_batch_size = 8
     config.train.micro_batch_size = 1
     config.rng.seed = 1234
@@ -76,6 +77,7 @@ def qwen3_moe_tiny_pretrain_config() -> Config:
     config.scheduler.lr_warmup_iters = 5
     config.scheduler.lr_decay_iters = 50
     config.train.train_iters = 50
+    config.train.manual_gc = True
     config.train.global_batch_size = 4
     config.train.micro_batch_size = 4
     config.logger.log_interval = 5

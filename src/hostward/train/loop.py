@@ -37,6 +37,7 @@ from .beforehand import weighed
 from .beside_gpu import bind_beside_gpu
 from .captured import require_graphs
 from .data import TokenDataset
+from .garbage import collect_garbage, collected_by_hand
 from .parts import hold
 from .passes import Passes, WholeModel, passes_of
 from .placing import make_optimizer, share_of, staying_gradients, with_plan
@@ -261,7 +262,8 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
             in a long run as many near its start, too. All lanes are emptied before the first of them.
     """
     until = run.config.train.train_iters
-    with resume.saves(run), deterministic(run.config.model.deterministic_mode), closing(run.passes):
+    steady = collected_by_hand(run.config.train)
+    with resume.saves(run), deterministic(run.config.model.deterministic_mode), closing(run.passes), steady:
         run.clock_s = time.perf_counter()
         for first, end in _windows(run.iteration, until, metered):
             _iterate(run, first, progress)
@@ -287,6 +289,7 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
     interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
     while run.iteration < until and not run.stopped:
         train_iteration(run)
+        collect_garbage(config.train, run.iteration)
         resume.look(run)
         run.watermark.look(run.iteration)
         more = run.iteration < config.train.train_iters  # the last one is saved anyway
