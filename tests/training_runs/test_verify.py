@@ -92,7 +92,20 @@ def test_cases_are_all_combinations_of_what_is_given(verify: Cli) -> None:
     assert cases_of(outcome) == [(0.5, p, "serial", k) for k in (1, 4) for p in placements]
     told = "PASS: identical in every bit over 3 iterations, without offloading and with: "
     assert f"{told}50% mixed, serial, 1 microbatch; 50% streamed, serial, " in outcome.out.splitlines()[-1]
-    assert "mixed: half of it each" in outcome.out
+    assert "mixed: half of it each" in " ".join(outcome.out.split())
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_iterations_that_were_clipped_are_counted(verify: Cli, train: Cli, gradients: str) -> None:
+    """With a limit between the norms of its iterations a run is clipped in some, and keeps its bits."""
+    norms = sorted(train("train.train_iters=3").report["grad_norms"])
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    limit = f"optimizer.clip_grad={(norms[0] + norms[1]) / 2}"
+    outcome = verify(*words, f"optimizer.gradients={gradients}", limit)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert [c["clipped"] for c in outcome.report["comparisons"]] == [2]
+    assert "2 of 3" in outcome.out
+    assert verify(*words, "optimizer.clip_grad=0").report["comparisons"][0]["clipped"] == 0
 
 
 def test_cases_are_what_their_names_say() -> None:

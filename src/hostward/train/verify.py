@@ -50,6 +50,8 @@ class Comparison:
     placement: str
     schedule: str
     microbatches: int
+    clipped: int
+    """Iterations in which the gradients were clipped."""
     claims: list[Claim]
 
     @property
@@ -141,6 +143,7 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
             case.placement,
             case.schedule,
             case.microbatches,
+            _clipped(case.config.optimizer.clip_grad, base),
             of_all(ranks.gather((ranks.name, claims(base, other, kernels)))),
         )
         for case, (base, other) in zip(cases, pairs, strict=True)
@@ -156,11 +159,12 @@ def render(verdict: Verdict) -> list[Table]:
     how = "same gradients fed to both" if verdict.same_gradients else "independent runs"
     table = Table(title=f"verify {verdict.recipe}: {verdict.iterations} iterations, {how}")
     table.caption = WORDS
-    for column in ("case", "placed", "claim", "held", "detail"):
+    for column in ("case", "placed", "clipped", "claim", "held", "detail"):
         table.add_column(column)
     for c in verdict.comparisons:
+        facts = c.name, f"{c.placed_fraction:.4f}", f"{c.clipped} of {verdict.iterations}"
         for claim in c.claims:
-            table.add_row(c.name, f"{c.placed_fraction:.4f}", claim.name, "yes" if claim.held else "NO", claim.detail)
+            table.add_row(*facts, claim.name, "yes" if claim.held else "NO", claim.detail)
         table.add_section()
     settings = Table(title="settings of all runs")
     settings.add_column("setting")
@@ -301,6 +305,10 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
         # A rank may have rows of which none was trained.
         unchanged_weights=all(run.ranks.gather(_bit_sums(run) == start)),
     )
+
+
+def _clipped(limit: float, outcome: Outcome) -> int:
+    return sum(norm > limit for norm in outcome.grad_norms) if limit else 0
 
 
 def _share(of_ranks: Sequence[tuple[int, int]]) -> float:
