@@ -27,6 +27,8 @@ from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from predictions import keeps_of, shape_of, workload
 
+from machine import describe
+
 RESULTS = Path(__file__).parent / "results"
 _ROW = re.compile(r"(?:(?:host|streamed|auto):)?[\d.]+")
 
@@ -117,8 +119,13 @@ def main() -> None:
     within = sum(abs(row.error) <= 0.1 for row in rows)
     print(f"{within} of {len(rows)} rows within 10 %")
     if arguments.json is not None:
-        content = [{**asdict(row), "error": row.error} for row in rows]
-        arguments.json.write_text(json.dumps({"benchmark": "prediction times", "rows": content}, indent=1) + "\n")
+        result = {
+            "benchmark": "prediction times",
+            "machine": describe(),
+            "hardware": name,
+            "rows": [{**asdict(row), "error": row.error} for row in rows],
+        }
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from hostward.overrides import apply_overrides
 from hostward.train import loop
 from hostward.train.ranks import Ranks
 from roofs import rmw_alone, rmw_with_copies
+from training_row import rates_of
 
 from machine import describe
 
@@ -157,6 +158,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         "host_bytes": ledger.total_bytes(Tier.HOST),
         "pinned_bytes": ledger.pinned_bytes,
         "parameters_by_placement": placements,
+        "rates": rates_of(run.optimizer),
         "prepared_s": prepared_s,
     }
     found = {

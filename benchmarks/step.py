@@ -26,8 +26,8 @@ the largest share of the state on the device that fits, found by trying, under a
 
 Iterations follow one another without any synchronisation. `step_s` is the median time from the start of one to the
 start of the next on the compute stream, `mean_step_s` the mean; `drain_s` is what the last step left to do after that.
-Enqueueing is timed on extra iterations with empty queues, since a full queue makes every launch wait; the trace is
-taken on further ones.
+Python's garbage collector stands still in that time. Enqueueing is timed on extra iterations with empty queues, since a
+full queue makes every launch wait; the trace is taken on further ones.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -320,6 +321,10 @@ def measure(job: RowJob) -> dict[str, Any]:
     warmup_peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    # A full collection stops the calling thread for longer than the device has work enqueued.
+    gc.collect()
+    gc.disable()
+    run.iterate()  # what has become idle meanwhile is busy again
     clock = Clock(job.device)
     clock.mark()
     calls_s = []
@@ -327,6 +332,7 @@ def measure(job: RowJob) -> dict[str, Any]:
         calls_s.append(run.iterate())
         clock.mark()
     durations_s = clock.durations_s()
+    gc.enable()
     started = time.perf_counter()
     run.contender.wait()
     synchronise(job.device)
@@ -384,8 +390,16 @@ def hostward_facts(run: Run, contender: Hostward) -> dict[str, Any]:
         "host_bytes": sum(n for (tier, _), n in ledger.held_bytes.items() if tier == "host"),
         "pinned_bytes": ledger.pinned_bytes,
         "backend": dict(optimizer.backend.describe()),
+        "rates": rates_of(optimizer),
+        "staging_slots": optimizer._issuer._slots.count,
         **({**enqueued(run, optimizer), "trace": traced(run, contender)} if run.job.traced else {}),
     }
+
+
+def rates_of(optimizer: Any) -> dict[str, float] | None:
+    """What was measured to choose what is streamed; None: nothing was."""
+    rates = optimizer._mix.rates
+    return None if rates is None else asdict(rates)
 
 
 def enqueued(run: Run, optimizer: Any) -> dict[str, float]:

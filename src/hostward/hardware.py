@@ -88,8 +88,8 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does per second: parameters that the host steps, and bytes over the link in both directions
-    together; alone, and (`busy_`) each while the other goes on.
+    """What a machine does per second: parameters that the host steps, and bytes over the link, as many in each
+    direction; alone, and (`busy_`) each while the other goes on.
     """
 
     host_parameters_per_s: float

@@ -95,27 +95,20 @@ def host_step_bytes(*, state_bytes: int, weight_bytes: int) -> int:
     return 2 * state_bytes + 3 * weight_bytes
 
 
-def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int) -> float:
-    """The share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
+def streamed_share(rates: Rates, *, state_bytes: int) -> float:
+    """The share s of offloaded parameters to stream for the shortest step (`state_bytes` are per parameter).
 
-    Each parameter, with h = 1 - s, takes the longest of
-
-        h / host                                                   the cores
-        (s * 2 * state_bytes + h * weight_bytes) / link            state in both directions, weights in one
-        (s * 2 * state_bytes + h * (step + weight_bytes)) / memory host memory, with `step` bytes of the host's step
-
-    `host` and `link` are the rates alone; what memory gives is what both took together, or the host alone, if that is
-    more. The first and the last fall with s, the link's rises: the best share is where it meets the higher of them.
-    Streaming moves less memory than stepping, so where ranks share the memory of a node nearly all is streamed.
+    Once the norm is known host and link start together, and slow one another down until one of them has ended; from
+    then on the other goes at the rate that it has alone. The host steps h = 1 - s. The link carries s * state_bytes in
+    each direction: the weights that the host has stepped go to the device as well, but so much of the state at least
+    has been read while backward ran. Seconds are linear in s on both sides of the share at which they end together, so
+    the best one is that, or none, or all: it depends on what each gains when the other stands still.
     """
-    step = host_step_bytes(state_bytes=state_bytes, weight_bytes=weight_bytes)
-    host, link = rates.host_parameters_per_s, rates.duplex_bytes_per_s
-    memory = max(host * step, rates.busy_host_parameters_per_s * step + rates.busy_duplex_bytes_per_s)
+    host, busy_host = rates.host_parameters_per_s, rates.busy_host_parameters_per_s
+    link, busy_link = (r / 2 / state_bytes for r in (rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s))
 
-    def meeting(step_s: float, streamed_s: float) -> float:
-        """Where a line from `step_s` at s = 0 to `streamed_s` at s = 1 meets the link's."""
-        before = max(0.0, step_s - weight_bytes / link)
-        behind = max(0.0, 2 * state_bytes / link - streamed_s)
-        return before / (before + behind) if before + behind else 1.0
+    def seconds(s: float) -> float:
+        together_s = min((1 - s) / busy_host, s / busy_link)
+        return together_s + max((1 - s - together_s * busy_host) / host, (s - together_s * busy_link) / link)
 
-    return max(meeting(1 / host, 0.0), meeting((step + weight_bytes) / memory, 2 * state_bytes / memory))
+    return min((busy_link / (busy_link + busy_host), 0.0, 1.0), key=seconds)

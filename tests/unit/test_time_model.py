@@ -20,7 +20,7 @@ from hostward.hardware_profile import PROFILES, profile
 from hostward.inventory import Inventory
 from hostward.planning.costs import Costs
 from hostward.planning.lanes import Queue
-from hostward.planning.speeds import balanced_share, speeds_of
+from hostward.planning.speeds import HOST_STEP_BYTES, Speeds, balanced_share, speeds_of
 from hostward.planning.time_model import explain, predict
 from hostward.workload import Workload
 
@@ -193,6 +193,19 @@ def test_gpus_of_one_node_share_its_memory() -> None:
     workload = llama()
     choice = chosen(workload, 1.0)
     assert predict(workload, choice, four).step_s > predict(workload, choice, one).step_s
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_host_and_link_of_all_gpus_together_draw_no_more_than_the_node_gives(gpus: int) -> None:
+    """What one alone draws from memory, host and link together, is more than all draw of one kind."""
+    one, shared = speeds_of(profile("h200")), speeds_of(profile("h200"), gpus)
+
+    def drawn(speeds: Speeds) -> float:
+        _, d2h, h2d, host = speeds.slowdown[7]
+        stepped = host * speeds.host_parameters_per_s * HOST_STEP_BYTES
+        return stepped + d2h * speeds.d2h_bytes_per_s + h2d * speeds.h2d_bytes_per_s
+
+    assert gpus * drawn(shared) == pytest.approx(drawn(one))
 
 
 @pytest.mark.parametrize("name", list(PROFILES))

@@ -21,7 +21,7 @@ _ELEMENTS = 48 * 1024 * 1024
 _COPIED_BYTES = 512 * 1024 * 1024
 _ROUNDS = 3
 _LONGER = 5
-"""Times as long as those that are timed the others would take alone: nothing is slowed down more by them."""
+"""Times as long as those that are timed the others would take alone: they go on until those have ended."""
 
 
 def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
@@ -43,11 +43,9 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
             ranks.total(torch.zeros(1, device=backend.device))  # nobody begins before the last is here
         return _seconds(backend, works, last)
 
-    def beside(work: Work, *others: Work) -> float:
-        issued = [work] * _ROUNDS
-        for other in others:
-            issued += [other] * math.ceil(_LONGER * _ROUNDS * alone_s[work.lane] / alone_s[other.lane])
-        return seconds(issued, [work])
+    def beside(works: list[Work], works_s: float, others: list[Work], others_s: float) -> float:
+        """`_s` are of `_ROUNDS` of them without the others."""
+        return seconds([*works * _ROUNDS, *others * math.ceil(_LONGER * _ROUNDS * works_s / others_s)], works)
 
     try:
         # First what may be refused.
@@ -61,16 +59,13 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
             work.issue()
         step_s = seconds([step] * _ROUNDS, [step])
         copy_s = seconds(copies * _ROUNDS, copies)
-        alone_s = {step.lane: step_s} | {copy.lane: copy_s for copy in copies}
-        # Each beside the others, which go on for longer. Directions lose differently: one of them, ended, would have
-        # left the link to the other.
-        busy_step_s = beside(step, *copies)
-        busy_copies_s = [beside(copy, step, other) for copy, other in (copies, copies[::-1])]
+        busy_step_s = beside([step], step_s, copies, copy_s)
+        # Until both directions have ended: a step needs as many bytes of each, and one loses more than the other.
+        busy_copy_s = beside(copies, copy_s, [step], step_s)
     finally:
         backend.free(taken)
     elements, copied_bytes = _ROUNDS * _ELEMENTS, _ROUNDS * 2 * _COPIED_BYTES
-    busy_bytes_per_s = sum(_ROUNDS * _COPIED_BYTES / copy_s for copy_s in busy_copies_s)
-    own = (elements / step_s, copied_bytes / copy_s, elements / busy_step_s, busy_bytes_per_s)
+    own = (elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
     if ranks is None:
         return Rates(*own)
     told = torch.tensor([*own, 1.0], dtype=torch.float64, device=backend.device)

@@ -65,9 +65,7 @@ def balanced_share(speeds: Speeds, workload: Workload) -> float:
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
     host = speeds.host_parameters_per_s
     rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy))
-    return streamed_share(
-        rates, state_bytes=state_bytes_per_element(buckets[0].kind), weight_bytes=buckets[0].dtype.itemsize_bytes
-    )
+    return streamed_share(rates, state_bytes=state_bytes_per_element(buckets[0].kind))
 
 
 def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
@@ -112,11 +110,16 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
         # All GPUs of a node share its memory: a rank has its part where that is less than it reaches alone.
         node_host = known(hardware.node_host_parameters_per_s, "node_host_parameters_per_s", host * 1.6)
         node_duplex = known(hardware.node_duplex_bytes_per_s, "node_duplex_bytes_per_s", duplex * 2)
+        alone_bytes_per_s = busy_host * HOST_STEP_BYTES + busy_duplex
         shared_host, shared_duplex = min(host, node_host / gpus), min(duplex, node_duplex / gpus)
         busy_host *= shared_host / host
         busy_duplex *= shared_duplex / duplex
         # One direction alone is held up by memory as well, at the node's rate for both.
         h2d, d2h = min(h2d, shared_duplex), min(d2h, shared_duplex)
+        # What memory gives to host and link together: to all ranks no more than one of them alone draws, or one kind.
+        given = max(node_host * HOST_STEP_BYTES, node_duplex, alone_bytes_per_s) / gpus
+        part = min(1.0, given / (busy_host * HOST_STEP_BYTES + busy_duplex))
+        busy_host, busy_duplex = busy_host * part, busy_duplex * part
         host, duplex = shared_host, shared_duplex
     return Speeds(
         matmul * (hardware.matmul_share or MATMUL_SHARE),

@@ -82,10 +82,7 @@ class Mix:
             self.rates = _measured(backend, ranks)
         if not buckets:  # a rank without any has measured beside the others
             return 0.0
-        first = buckets[0]
-        return streamed_share(
-            self.rates, state_bytes=state_bytes_per_element(first.kind), weight_bytes=first.dtype.itemsize_bytes
-        )
+        return streamed_share(self.rates, state_bytes=state_bytes_per_element(buckets[0].kind))
 
     def place(
         self,
