@@ -27,11 +27,12 @@ from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning import plan_file
 from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets, refuse
+from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
+from hostward.planning.refuse import refuse
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import predict
-from hostward.sizes import GIB
+from hostward.sizes import MIB
 from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
 from hostward.train.placing import with_plan
@@ -209,7 +210,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_done(small: Work
     backend = SimulatedBackend()
     with pytest.raises(MemoryLimitError, match="the run needs more host memory than there is") as caught:
         hostward.attach(model, plan=large, backend=backend)
-    assert f"host {(1 << 60) / GIB:,.1f} GiB" in caught.value.why
+    assert f"{(1 << 60) / MIB:,.1f}" in caught.value.why
     assert "force=True" in caught.value.fix
     assert "hostward.move" not in caught.value.fix
     leaving = plan(small, mixed(small, (Keep.KEEP, Keep.KEEP), frozenset({small.repeated[0].name})))
@@ -306,7 +307,13 @@ def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload)
     refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes), CURE)
     with pytest.raises(MemoryLimitError, match="more device memory than there is") as caught:
         refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes), CURE)
-    assert "steady step: device " in caught.value.why
+    lines = [line.split() for line in caught.value.why.splitlines()]
+    steady = next(phase for phase in needs.phases if phase.name == "steady step")
+    sizes = [f"{n / MIB:,.1f}" for n in (steady.device_bytes, steady.host_bytes, steady.pinned_bytes)]
+    assert ["MiB", "per", "GPU", "device", "host", "pinned"] in lines
+    assert ["steady", "step", *sizes] in lines
+    assert ["limit", f"{(needs.device_peak_bytes - 1) / MIB:,.1f}", f"{needs.host_bytes / MIB:,.1f}", "none"] in lines
+    assert "optimizer state" in next(" ".join(line) for line in lines if line[:2] == ["device,", "steady"])
     assert "--force" in caught.value.fix
     with pytest.raises(MemoryLimitError, match="more host memory than there is"):
         refuse(needs, Budgets(None, needs.host_bytes - 1), CURE)

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hostward.choice import Choice
-from hostward.errors import MemoryLimitError
 from hostward.memory_model import TRAINING, Needs
-from hostward.sizes import gib
 from hostward.workload import Workload
 
 Required = Callable[[Workload, Choice], Needs]
@@ -41,20 +39,3 @@ def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
         "host": max((phase.host_bytes for phase in chosen), default=0),
         "pinned": max((phase.pinned_bytes for phase in chosen), default=0),
     }
-
-
-def refuse(needs: Needs, free: Budgets, cure: str) -> None:
-    """Raises MemoryLimitError, with the needs by phase, if they exceed what is free."""
-    over = free.over(needs)
-    if not over:
-        return
-    rows = [
-        f"{phase.name}: device {gib(phase.device_bytes)}, host {gib(phase.host_bytes)}"
-        f"{f', page-locked {gib(phase.pinned_bytes)}' if 'pinned' in over else ''} GiB"
-        for phase in needs.phases
-        if phase.name in free.phases
-    ]
-    limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
-    named = " and ".join(f"{name} memory" for name in over)
-    there = ", ".join(f"{name} {gib(limits[name] or 0)} GiB" for name in over)
-    raise MemoryLimitError(f"the run needs more {named} than there is: free are {there}", why="; ".join(rows), fix=cure)

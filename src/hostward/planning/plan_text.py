@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import groupby
 
 from hostward.choice import Choice, Keep
-from hostward.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
 from hostward.plan import Placement
 from hostward.run_report import FrontierPoint
-from hostward.sizes import GIB, MIB
 from hostward.workload import Workload
 
-from .answer import Answer, Question, offloads, verdict
+from .answer import Answer, offloads, verdict
 from .frontier import Candidate
+from .needs_table import Units, by_owner, by_phase, columns, units_of
 
 _KEEPS = {
     Keep.KEEP: "keep",
@@ -25,36 +23,6 @@ _KEEPS = {
     Keep.ELEMENTWISE: "recompute norms and activations",
     Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute norms and activations",
 }
-_NOT_COUNTED = {
-    SAVE: "a run without checkpoint.save does not do it",
-    RESUME: "a run without checkpoint.load does not do it",
-    SLEEP: "hostward has no call yet that does it",
-}
-"""Of phases that training can do without."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Units:
-    """In which sizes and times of an answer are figures that differ from 0."""
-
-    scale_bytes: int
-    memory: str
-    per_s: float
-    time: str
-
-    def size(self, nbytes: float) -> str:
-        return f"{nbytes / self.scale_bytes:,.1f}"
-
-    def seconds(self, seconds: float) -> str:
-        return f"{seconds * self.per_s:.3f}"
-
-    def shows(self, nbytes: float) -> bool:
-        return nbytes >= self.scale_bytes // 20
-
-
-def _units(shown: Candidate) -> _Units:
-    small, quick = shown.needs.device_peak_bytes < GIB, shown.prediction.step_s < 0.1
-    return _Units(*((MIB, "MiB") if small else (GIB, "GiB")), *((1e3, "ms") if quick else (1.0, "s")))
 
 
 def render(found: Answer) -> str:
@@ -65,9 +33,10 @@ def render(found: Answer) -> str:
     if found.chosen is None:
         blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
         blocks.append("The choice that comes nearest:")
-    units = _units(shown)
-    blocks.append(_needs_table(shown.needs, shown.choice, question, units))
-    blocks.append(_owners(shown.needs, units))
+    units = units_of(shown.needs, shown.prediction.step_s)
+    table = by_phase(shown.needs, question.budgets, units, question.gpus)
+    blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks)]))
+    blocks.append(by_owner(shown.needs, units))
     blocks.append(_placements(workload, shown.choice))
     blocks.append(_time(found, units))
     blocks.append(_frontier(found, units))
@@ -98,36 +67,6 @@ def _title(found: Answer) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side; the first to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _needs_table(needs: Needs, choice: Choice, question: Question, units: _Units) -> str:
-    gpus, budgets = question.gpus, question.budgets
-    rows = [[f"{units.memory} per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
-    outside = []
-    for phase in needs.phases:
-        sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
-        sizes += [phase.host_bytes * gpus] if gpus > 1 else []
-        rows.append([phase.name, *(units.size(size) for size in sizes)])
-        over = replace(budgets, phases=(phase.name,)).over(needs)
-        if over and phase.name not in budgets.phases:
-            kinds = f"{' and '.join(over)} memory than the limit"
-            outside.append(f"{phase.name} takes more {kinds}, which is not counted: {_NOT_COUNTED[phase.name]}")
-    limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
-    limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
-    rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
-    return "\n".join([_table(rows), *outside, *_loading(choice, question.workload.ranks)])
-
-
 def _loading(choice: Choice, ranks: int) -> list[str]:
     """What the load phase takes for granted."""
     count = len(choice.offloaded_weights)
@@ -135,22 +74,6 @@ def _loading(choice: Choice, ranks: int) -> list[str]:
         return []
     move = f"hostward.move(model, device, weights={count})"
     return [f"load is that of hostward train; a loop of one's own begins with {move}"]
-
-
-def _owners(needs: Needs, units: _Units) -> str:
-    # Of phases that are equally full the later one, which is the one that lasts.
-    training = [phase for phase in reversed(needs.phases) if phase.name in TRAINING]
-    fullest = max(training, key=lambda phase: phase.device_bytes)
-    on_host = max(training, key=lambda phase: phase.host_bytes)
-    lines = [f"device, {fullest.name}: {_list(fullest.device, units)}"]
-    if units.shows(on_host.host_bytes):
-        lines.append(f"host, {on_host.name}: {_list(on_host.host, units)}")
-    return "\n".join(lines)
-
-
-def _list(sizes: Mapping[str, int], units: _Units) -> str:
-    shown = sorted(((size, name) for name, size in sizes.items() if units.shows(size)), reverse=True)
-    return ", ".join(f"{name} {units.size(size)}" for size, name in shown)
 
 
 def _placements(workload: Workload, choice: Choice) -> str:
@@ -201,7 +124,7 @@ def _state_line(workload: Workload, choice: Choice) -> str:
     return f"{line}; gradients added up on the host" if choice.gradients_on_host else line
 
 
-def _time(found: Answer, units: _Units) -> str:
+def _time(found: Answer, units: Units) -> str:
     prediction, base = found.shown.prediction, found.frontier.base
 
     def told(seconds: float) -> str:
@@ -259,7 +182,7 @@ def _unbeaten(found: Answer) -> list[Candidate]:
     return sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes)
 
 
-def _frontier(found: Answer, units: _Units) -> str:
+def _frontier(found: Answer, units: Units) -> str:
     memory, seconds = units.memory, units.time
     rows = [["", f"device {memory}", f"host {memory}", f"step {seconds}", f"exposed {seconds}"]]
     names = ["choice"]
@@ -280,7 +203,7 @@ def _frontier(found: Answer, units: _Units) -> str:
 
 def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     """Lines of a table of numbers, each with words behind it."""
-    lines = _table(rows).split("\n")
+    lines = columns(rows).split("\n")
     width = max(len(line) for line in lines)
     return [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
 
@@ -288,7 +211,7 @@ def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
 def compared(answers: Sequence[Answer]) -> str:
     """Answers for several numbers of GPUs, a line for each."""
     first = answers[0]
-    units = _units(first.shown)
+    units = units_of(first.shown.needs, first.shown.prediction.step_s)
     rows = [["GPUs", f"device {units.memory}", f"host {units.memory}, node", f"step {units.time}", "tokens/s"]]
     names = ["choice"]
     for found in answers:

@@ -19,9 +19,10 @@ from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.planning.assignment import Forced
 from hostward.planning.frontier import Frontier
-from hostward.planning.needs import Budgets, refuse
+from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile
 from hostward.planning.plan_text import points_of
+from hostward.planning.refuse import refuse
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict

@@ -8,8 +8,9 @@ import torch
 
 from hostward.hardware import host_memory, resident_bytes
 from hostward.host.threads import local_ranks
-from hostward.planning.needs import Budgets, refuse
+from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile
+from hostward.planning.refuse import refuse
 
 _CURE = "make a plan within these limits (hostward plan --device-memory SIZE --host-memory SIZE); force=True goes on"
 
