@@ -113,6 +113,8 @@ TypeError: optimizer can only optimize Tensors, but one of the params is NoneTyp
         "RuntimeError: Unable to JIT load the cpu_adam op due to it not being compatible due to hardware/software",
         1,
     ),
+    ("no-compiler", "/bin/sh: 1: g++: not found", 1),
+    ("unknown-instruction-set", "cc1plus: error: bad value 'native' for '-march=' switch", 1),
     (
         "old-driver",
         "RuntimeError: The NVIDIA driver on your system is too old (found version 12020). Please update your GPU",
@@ -262,6 +264,13 @@ CUDA kernel errors might be asynchronously reported at some other API call""",
         1,
     ),
     (
+        "resume-names",
+        """  File "megatron/core/optimizer/distrib_optimizer.py", line 712, in load_state_dict
+    inner_state = self.optimizer.state[param]
+KeyError: 'module.decoder.layers.0.self_attention.linear_qkv.weight'""",
+        3,
+    ),
+    (
         "torn-checkpoint",
         "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
         1,
@@ -320,6 +329,11 @@ def test_a_log_of_the_failure_is_recognised_and_as_that_alone(name: str, log: st
 
 # Other ways in which the same failures are spelt, one line each.
 SPELLINGS = [
+    ("unknown-instruction-set", "error: inlining failed in call to '_mm512_add_ps': target specific option mismatch"),
+    ("no-compiler", "FileNotFoundError: [Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'"),
+    ("no-compiler", "RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)"),
+    ("unknown-instruction-set", "Illegal instruction (core dumped)"),
+    ("unknown-instruction-set", "c++: error: unrecognized command-line option '-march=sapphirerapids'"),
     ("expandable-segments", "pausing memory is not supported with expandable_segments"),
     ("nan-loss", "FloatingPointError: the loss is NaN at step 3"),
     (

@@ -172,6 +172,26 @@ BUILDS = (
         "deepspeedai/DeepSpeed#1846, deepspeedai/DeepSpeed#5677, ymcui/Chinese-LLaMA-Alpaca#368",
     ),
     Failure(
+        "no-compiler",
+        r"(?:c\+\+|g\+\+|gcc|clang|nvcc|ninja): (?:command )?not found"
+        r"|no such file or directory: '?[^ ]{0,60}(?:c\+\+|g\+\+|nvcc)'|failed to find c compiler|no c\+\+ compiler"
+        r"|ninja is required to load c\+\+ extensions",
+        "something is compiled when it is first used, and the compiler is missing",
+        "the image or machine has what runs programs, not what builds them",
+        f"install g++ and ninja, and for CUDA the toolkit of torch's own version; {_BUILT}",
+        "deepspeedai/DeepSpeed#1846",
+    ),
+    Failure(
+        "unknown-instruction-set",
+        r"bad value .{1,40} for .{0,3}-m(?:arch|tune)|unrecognized command[- ]line option .{0,3}-m(?:arch|avx|cpu)"
+        r"|unknown target cpu|target specific option mismatch|illegal instruction",
+        "code was built, or is to be built, for an instruction set that this compiler or this CPU does not have",
+        "it was built on another machine, as in an image or a cache that machines share, or the compiler is older than "
+        "the CPU",
+        f"clear the cache of built extensions (~/.cache/torch_extensions) and build on the machine that runs; {_BUILT}",
+        "deepspeedai/DeepSpeed#7556, deepspeedai/DeepSpeed#788",
+    ),
+    Failure(
         "old-driver",
         r"driver on your system is too old|cuda driver version is insufficient",
         "the NVIDIA driver is older than the CUDA version of torch",

@@ -213,6 +213,18 @@ CHECKPOINTS = (
         "NVIDIA-NeMo/Speech#14574, hpcaitech/ColossalAI#4528, NVIDIA/Megatron-LM#4623",
     ),
     Failure(
+        "resume-names",
+        r"^ {0,8}(?:\[[^ ]{1,30}\]: ?)?keyerror: ",
+        "the checkpoint does not have a name that the optimizer looks for",
+        "state saved by another model or wrapper, under names with another prefix; or, where an optimizer keeps copies "
+        "of its parameters by identity, a map of them that offloading has made stale",
+        "compare the names on both sides (hostward checkpoint inspect FOLDER, model.named_parameters()); in hostward "
+        "state is found by name, wherever it lies",
+        "NovaSky-AI/SkyRL#1401, NovaSky-AI/SkyRL#1403, NVIDIA/Megatron-LM#3885",
+        CONTEXT,
+        r"load_state_dict|load_checkpoint|load_optimizer|optimizer_state|dist_checkpointing",
+    ),
+    Failure(
         "torn-checkpoint",
         r"failed finding central directory|incomplete metadata, file not fully covered|headertoolarge"
         r"|archive is corrupted",
