@@ -9,6 +9,7 @@ Order is kept as a vector clock: for each operation, how many operations of each
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -67,21 +68,26 @@ class LaneClocks:
 
 @dataclass(slots=True)
 class Accesses(Generic[T]):
-    """The last writer of some bytes and their readers since; T is whatever names an operation to the caller."""
+    """The last writer of some bytes and, by lane, their last reader since: the others of its lane come before it. T is
+    whatever names an operation to the caller.
+    """
 
     writer: tuple[T, Stamp] | None = None
-    readers: list[tuple[T, Stamp]] = field(default_factory=list)
+    readers: dict[Lane, tuple[T, Stamp]] = field(default_factory=dict)
 
     def unordered(self, stamp: Stamp, *, writes: bool) -> T | None:
-        """The first earlier access that conflicts with one at `stamp` and does not precede it: the rule itself."""
-        earlier = (self.writer, *self.readers) if writes else (self.writer,)
-        return next((who for who, when in filter(None, earlier) if not when.precedes(stamp)), None)
+        """An earlier access that conflicts with one at `stamp` and does not precede it: the rule itself."""
+        if self.writer is not None and not self.writer[1].precedes(stamp):
+            return self.writer[0]
+        if writes:
+            return next((who for who, when in self.readers.values() if not when.precedes(stamp)), None)
+        return None
 
     def add(self, who: T, stamp: Stamp, *, writes: bool) -> None:
         if writes:
-            self.writer, self.readers = (who, stamp), []
+            self.writer, self.readers = (who, stamp), {}
         else:
-            self.readers.append((who, stamp))
+            self.readers[stamp.lane] = who, stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +111,17 @@ def stamps(schedule: Schedule) -> dict[str, Stamp]:
 def races(schedule: Schedule) -> list[Race]:
     """Every pair that breaks the rule, the first for each operation and operand."""
     when = stamps(schedule)
-    accesses: dict[str, Accesses[Op]] = {}
+    accesses: defaultdict[str, Accesses[Op]] = defaultdict(Accesses)
     found = []
     for op in schedule.ops:
+        stamp = when[op.name]
         for names, writes in ((op.reads, False), (op.writes, True)):
             for name in names:
-                seen = accesses.setdefault(name, Accesses())
-                earlier = seen.unordered(when[op.name], writes=writes)
+                seen = accesses[name]
+                earlier = seen.unordered(stamp, writes=writes)
                 if earlier is not None and earlier is not op:
                     found.append(Race(earlier, op, name))
-                seen.add(op, when[op.name], writes=writes)
+                seen.add(op, stamp, writes=writes)
     return found
 
 

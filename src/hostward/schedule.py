@@ -101,10 +101,13 @@ class Schedule:
     def __post_init__(self) -> None:
         everything = {op.name for op in self.ops}
         seen: set[str] = set()
+        names: set[str] = set()
         for op in self.ops:
             for name in (op.name, op.point, *op.reads, *op.writes):
-                if not _NAME.fullmatch(name):
-                    raise ConfigError(f"schedule: {name!r} is no name", why="names are letters, digits and ._/-")
+                if name not in names:
+                    if not _NAME.fullmatch(name):
+                        raise ConfigError(f"schedule: {name!r} is no name", why="names are letters, digits and ._/-")
+                    names.add(name)
             if op.name in seen:
                 raise ConfigError(f"schedule: two operations are named {op.name!r}")
             missing = [*(w for w in op.waits if w not in seen), *(w for w in op.prior if w not in everything)]

@@ -18,10 +18,11 @@ from step_turns import D, H, S, absent_sets, as_reached, in_a_row, shapes, stepp
 
 from hostward.errors import OrderingError
 from hostward.lowering import optimizer as lowering
-from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT, StepShape, lower, lower_step, slot_of
+from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT, StepShape, lower, lower_step, slots_of
 from hostward.ordering import races, repeated, require_ordered, same_order, stamps
 from hostward.plan import Placement
 from hostward.schedule import Kind, Lane, Op, Schedule
+from hostward.training.schedules import Schedules
 
 SEEDS = st.integers(0, 2**32)
 
@@ -198,9 +199,19 @@ def test_order_is_kept_through_lanes_and_through_chains_of_waits() -> None:
         assert [(r.earlier.name, r.later.name) for r in races(schedule.without_wait(name, wait))] == [("a", "d")]
 
 
+def test_schedules_without_some_buckets_are_checked_when_they_are_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules = Schedules(StepShape((H, S, H, S), tuple("abcd"), slots=2, transient=True))
+    schedules.points(frozenset({0}))
+    download = lowering._download
+    monkeypatch.setattr(lowering, "_download", lambda b: replace(download(b), waits=()))
+    schedules.points(frozenset({0}))  # kept
+    with pytest.raises(OrderingError, match="both use 'gradient/2'"):
+        schedules.points(frozenset({1}))
+
+
 def test_streamed_buckets_take_the_slots_in_turn_and_the_first_are_read_before_the_norm() -> None:
     placements = (D, S, H, S, S, S)
-    assert [slot_of(placements, b, 2) for b in (1, 3, 4, 5)] == [0, 1, 0, 1]
+    assert slots_of(placements, 2) == {1: 0, 3: 1, 4: 0, 5: 1}
     schedule = lower_step(StepShape(placements, tuple("abcdef"), slots=2, transient=True))
     at = {op.name: op.point for op in schedule.ops}
     assert [at[f"read/{b}"] for b in (1, 3, 4, 5)] == ["stage/0", "stage/1", "step", "step"]

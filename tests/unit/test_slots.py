@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import MemoryLimitError
-from hostward.lowering.optimizer import StepShape, lower_step, slot_of, slots_by_last_use
+from hostward.lowering.optimizer import StepShape, lower_step, slots_by_last_use, slots_of
 from hostward.lowering.staging import FEWEST, Span, late_bucket, settle
 from hostward.plan import Placement
 from hostward.schedule import Lane
@@ -151,9 +151,9 @@ def test_slots_go_back_before_the_layer_that_needs_the_memory() -> None:
 )
 def test_slots_go_back_in_the_order_in_which_they_are_written(streamed: int, slots: int, order: list[int]) -> None:
     """Of six buckets in four slots the last but three has slot 2."""
-    placements = [Placement.STREAMED] * streamed
-    assert slots_by_last_use({b: slot_of(placements, b, slots) for b in range(streamed)}, slots) == order
-    schedule = lower_step(StepShape(tuple(placements), ("a",) * streamed, slots=slots, transient=True))
+    placements = (Placement.STREAMED,) * streamed
+    assert slots_by_last_use(slots_of(placements, slots), slots) == order
+    schedule = lower_step(StepShape(placements, ("a",) * streamed, slots=slots, transient=True))
     assert [op.name for op in schedule.ops if op.name.startswith("unstage/")] == [f"unstage/{slot}" for slot in order]
 
 

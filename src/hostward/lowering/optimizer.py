@@ -33,6 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
 
 from hostward.inventory import Bucket
 from hostward.ordering import repeated, require_ordered
@@ -119,9 +121,11 @@ def inboxes_of(summed: frozenset[int]) -> dict[int, int]:
     return {b: i % INBOXES for i, b in enumerate(sorted(summed))}
 
 
-def slot_of(placements: Sequence[Placement], bucket: int, slots: int) -> int:
-    """The staging slot of a streamed bucket: streamed buckets take the slots in turn."""
-    return sum(p is Placement.STREAMED for p in placements[:bucket]) % slots
+@lru_cache(maxsize=16)
+def slots_of(placements: tuple[Placement, ...], slots: int) -> Mapping[int, int]:
+    """The staging slot of each streamed bucket: they take the slots in turn."""
+    streamed = (b for b, p in enumerate(placements) if p is Placement.STREAMED)
+    return MappingProxyType({b: n % slots for n, b in enumerate(streamed)})
 
 
 def slots_by_last_use(slot_of_bucket: Mapping[int, int], slots: int) -> list[int]:
@@ -151,7 +155,7 @@ def _is_late(shape: StepShape, b: int) -> bool:
 
 
 def lower_step(shape: StepShape) -> Schedule:
-    """The schedule of one turn. The ordering rule is run on two turns in a row.
+    """The schedule of one turn. The ordering rule is run on two of it in a row.
 
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
@@ -244,12 +248,9 @@ def _staged(shape: StepShape, present: Sequence[int]) -> list[Op]:
 
 
 def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
-    slot = slot_of(shape.placements, b, shape.slots)
-    earlier = [
-        e
-        for e in _of(shape, present, Placement.STREAMED)
-        if e < b and slot_of(shape.placements, e, shape.slots) == slot
-    ]
+    slots = slots_of(shape.placements, shape.slots)
+    slot = slots[b]
+    earlier = [e for e in _of(shape, present, Placement.STREAMED) if e < b and slots[e] == slot]
     waits = (*([f"acquire/{slot}"] if shape.transient else []), *(f"write/{e}" for e in earlier[-1:]))
     reads, writes = (f"state/{b}",), (f"slot/{slot}",)
     return Op(f"read/{b}", Kind.COPY, Lane.H2D, point, b, reads, writes, waits, prior=("written",))
@@ -316,7 +317,7 @@ def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[
     between writes. A copy engine serves one stream until that has to wait, and models read flags back in forward
     (transformers does in each), which would come behind all writes.
     """
-    slot, state = f"slot/{slot_of(shape.placements, b, shape.slots)}", f"state/{b}"
+    slot, state = f"slot/{slots_of(shape.placements, shape.slots)[b]}", f"state/{b}"
     reads, writes, waits = (f"gradient/{b}", DEVICE_SCALARS), (slot, f"count/{b}", f"weight/{b}"), ("norm", f"read/{b}")
     pace = [f"step/{h}" for h in paced_by]
     return [
@@ -327,13 +328,12 @@ def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[
 
 def _unstaged(shape: StepShape, present: Sequence[int]) -> list[Op]:
     """Each slot goes back behind what used it last."""
-    streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
-    slot_of_bucket = {b: slot_of(shape.placements, b, shape.slots) for b in streamed}
+    slot_of_bucket = slots_of(shape.placements, shape.slots)
     users: dict[int, list[int]] = {}
     for b, slot in slot_of_bucket.items():
         users.setdefault(slot, []).append(b)
     ops, staged = [], set(shape.staged)
-    for slot in slots_by_last_use(slot_of_bucket, shape.slots if streamed else 0):
+    for slot in slots_by_last_use(slot_of_bucket, shape.slots if slot_of_bucket else 0):
         held = users.get(slot, [])
         # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
         written = [f"write/{b}" for b in held if b in present][-1:]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hostward.lowering.optimizer import StepShape, lower, lower_step
+from hostward.lowering.optimizer import StepShape, lower_step
 from hostward.schedule import Op, Schedule
 
 _KEPT_SCHEDULES = 64
 
 
 class Schedules:
-    """Lowers schedules of a shape when they are needed. The one in which every bucket has a gradient is checked."""
+    """Lowers schedules of a shape when they are needed, each checked by the ordering rule."""
 
     def __init__(self, shape: StepShape) -> None:
         """Raises OrderingError for a shape whose schedule has a race, which is a defect of the lowering."""
@@ -21,10 +21,13 @@ class Schedules:
         self._kept: dict[frozenset[int], Mapping[str, tuple[Op, ...]]] = {}
 
     def points(self, absent: frozenset[int] = frozenset()) -> Mapping[str, tuple[Op, ...]]:
-        """Operations by point, of a turn in which the buckets `absent` have no gradient."""
+        """Operations by point, of a turn in which the buckets `absent` have no gradient.
+
+        Raises OrderingError as above.
+        """
         found = self._kept.get(absent)
         if found is None:
-            schedule: Schedule = lower(replace(self.shape, absent=absent)) if absent else self.whole
+            schedule: Schedule = lower_step(replace(self.shape, absent=absent)) if absent else self.whole
             found = self._kept[absent] = schedule.points
             if len(self._kept) > _KEPT_SCHEDULES:
                 del self._kept[next(iter(self._kept))]

@@ -17,7 +17,7 @@ import torch
 from hostward.engine.backend import Backend, Buffer, Tier, empty_buffer
 from hostward.errors import MemoryLimitError
 from hostward.inventory import align
-from hostward.lowering.optimizer import slot_of, slots_by_last_use
+from hostward.lowering.optimizer import slots_by_last_use, slots_of
 from hostward.lowering.staging import (
     FEWEST,
     SLOT_ALIGNMENT_BYTES,
@@ -90,7 +90,7 @@ class Slots:
         staging_bytes: int | None = None,
     ) -> None:
         self._backend = backend
-        self._placements = [s.placement for s in states]
+        self._placements = tuple(s.placement for s in states)
         self._streamed = [b for b, p in enumerate(self._placements) if p is Placement.STREAMED]
         self._layouts: dict[int, _Layout] = {
             b: tuple((t.nbytes, t.data.dtype) for t in states[b].streamed()) for b in self._streamed
@@ -115,7 +115,7 @@ class Slots:
 
     def _set_count(self, count: int) -> None:
         """Lay the slots out anew. Memory that is taken stays so."""
-        slots = {b: slot_of(self._placements, b, count) for b in self._streamed}
+        slots = slots_of(self._placements, count)
         views: dict[tuple[int, _Layout], list[Buffer]] = {}
         for b, slot in slots.items():
             layout = self._layouts[b]
