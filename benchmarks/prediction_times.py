@@ -5,7 +5,8 @@
 Rows are predicted for the models that were measured, traced on the meta device, with the shares that were placed. Rows
 of activations.py have no optimizer; what the prediction has of it is taken off. `step_s` of a row is taken as it is: of
 activations.py the mean of iterations issued back to back where there is an `alone_s` besides, in older files the median
-of iterations each waited for. Weights on the host and serial schedules are left out.
+of iterations each waited for. Left out are
+weights on the host, serial schedules and rows with another number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from predictions import keeps_of, shape_of, workload
 from machine import describe
 
 RESULTS = Path(__file__).parent / "results"
-_ROW = re.compile(r"(?:(?:host|streamed|auto):)?[\d.]+")
+_ROW = re.compile(r"(?:(?:host|streamed|auto|mix[\d.]+):)?[\d.]+")
 
 
 @dataclass(frozen=True)

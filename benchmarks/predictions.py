@@ -138,7 +138,7 @@ def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | Non
     away = frozenset(layer.name for layer in layers[:-1]) if options is not None and options.weights else frozenset()
     leave = Keep.RECOMPUTE_OFFLOAD if options is not None and options.inputs else Keep.RECOMPUTE
     keeps = (*(leave,) * (len(layers) - 1), Keep.RECOMPUTE)
-    choice = Choice(tuple(placements), keeps, away)
+    choice = Choice(tuple(placements), keeps, away, serial=options is not None and not options.overlap)
     needs = required(work, choice).phase(STEADY_STEP)
     device = device_bytes(needs, with_optimizer=options is not None)
     measured = row["device_peak_bytes"]

@@ -49,6 +49,7 @@ from hostward.engine.choose import backend_for
 from hostward.engine.roofs import Links, ReadModifyWrite
 from hostward.overrides import apply_overrides
 from hostward.train import loop
+from hostward.train.garbage import collected_by_hand
 from hostward.train.ranks import Ranks
 from roofs import rmw_alone, rmw_with_copies
 from training_row import rates_of
@@ -137,7 +138,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     run = loop.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
     prepared_s = time.perf_counter() - began_s
     clock, starts = Clock(run.model), []
-    with loop.deterministic(a.deterministic):
+    with loop.deterministic(a.deterministic), collected_by_hand(run.config.train):
         for _ in range(a.warmup + a.steps):
             starts.append(_now())
             loop.train_iteration(run)

@@ -48,3 +48,5 @@ class Choice:
     """Most device bytes of staging slots; None: what backward has freed."""
     captured: bool = False
     """Whether forward and backward are a CUDA graph, whose memory nothing else may use between them."""
+    serial: bool = False
+    """Whether all of the step comes between backward and forward: no gradient leaves before, no state is read ahead."""

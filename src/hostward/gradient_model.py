@@ -44,7 +44,8 @@ class Gradients:
     """Of one step in steady state.
 
     With one microbatch, or where the host adds them up, gradients of host buckets leave during backward, a few at a
-    time; with more, all are there from the second microbatch on, in float32. Those that a CUDA graph writes all stay.
+    time; with more, all are there from the second microbatch on, in float32. Those that a CUDA graph writes all stay,
+    and so do those of a serial step.
     """
 
     def __init__(self, facts: Facts, choice: Choice) -> None:
@@ -52,6 +53,7 @@ class Gradients:
         workload = facts.workload
         several = workload.microbatches > 1
         self._in_fp32 = several or choice.gradients_on_host
+        stays = choice.captured or choice.serial
         self.summed = (
             summed_on_host(workload.inventory.buckets, choice.placements)
             if choice.gradients_on_host
@@ -60,7 +62,7 @@ class Gradients:
         self._leaving = {
             b
             for b, placement in enumerate(choice.placements)
-            if placement is Placement.HOST and not choice.captured and (not several or b in self.summed)
+            if placement is Placement.HOST and not stays and (not several or b in self.summed)
         }
         self.accumulate = several
         """Whether those that stay are added to what is there already."""

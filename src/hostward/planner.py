@@ -99,10 +99,11 @@ def streamed_share(rates: Rates, *, state_bytes: int) -> float:
     """The share s of offloaded parameters to stream for the shortest step (`state_bytes` are per parameter).
 
     Once the norm is known host and link start together, and slow one another down until one of them has ended; from
-    then on the other goes at the rate that it has alone. The host steps h = 1 - s. The link carries s * state_bytes in
-    each direction: the weights that the host has stepped go to the device as well, but so much of the state at least
-    has been read while backward ran. Seconds are linear in s on both sides of the share at which they end together, so
-    the best one is that, or none, or all: it depends on what each gains when the other stands still.
+    then on the other goes at the rate that it has alone. The host steps 1 - s. The link carries s * state_bytes in each
+    direction. Two things towards the device are left out, which make up for one another in part: the weights that the
+    host has stepped, and the state that was read while backward ran. Seconds are linear in s on both sides of the share
+    at which host and link end together, so the best one is that, or none, or all: it depends on what each gains when
+    the other stands still.
     """
     host, busy_host = rates.host_parameters_per_s, rates.busy_host_parameters_per_s
     link, busy_link = (r / 2 / state_bytes for r in (rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s))

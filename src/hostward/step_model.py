@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -83,7 +83,7 @@ class StepModel:
 
     def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
         workload = self._workload = facts.workload
-        self._gradients, self._captured = gradients, choice.captured
+        self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
         self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
         layers = workload.layers
         self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
@@ -217,6 +217,8 @@ class StepModel:
         """As the engine settles them after its profile of the third step."""
         if not self._most:
             return SlotCount(0, 0, (), ())
+        if self._serial:  # taken when backward is over
+            return replace(self.first_slots, stage_at=(-1,) * self.first_slots.count)
         settled = settle(
             self._spans(),
             slot_size_bytes=self._slot_bytes,

@@ -51,7 +51,13 @@ def test_pieces_arrive_in_place_and_in_order(lane: Lane, monkeypatch: pytest.Mon
     backend.free([host, device])
 
 
-@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
+@pytest.mark.parametrize(
+    "lane",
+    [
+        Lane.H2D,
+        pytest.param(Lane.D2H, marks=pytest.mark.xfail(strict=True, reason="decision 13: open")),
+    ],
+)
 def test_a_small_copy_of_others_does_not_wait_for_all_pieces(lane: Lane) -> None:
     """In a process of its own: the device has eight queues, which the streams of all optimizers of a process share."""
     done = subprocess.run([sys.executable, __file__, lane.value], capture_output=True, text=True, timeout=120)

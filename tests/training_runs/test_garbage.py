@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from conftest import Cli
 
 from hostward.config import TrainConfig
@@ -53,6 +54,45 @@ def test_without_an_interval_there_is_none(train: Cli, monkeypatch: pytest.Monke
     with collections(monkeypatch) as seen:
         train("train.train_iters=3", "train.manual_gc=true", "train.manual_gc_interval=0")
     assert [done for done, on in seen if not on] == [-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"),
+        (
+            "optimizer.optimizer_cpu_offload=True",
+            "optimizer.optimizer_offload_fraction=1.0",
+            "optimizer.offload_mix=0.5",
+        ),
+        ("model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"),
+        ("model.fine_grained_activation_offloading=True", "model.offload_modules=[attn_norm,core_attn]"),
+    ],
+    ids=["plain", "recompute", "state", "activations", "modules"],
+)
+def test_an_iteration_leaves_no_tensor_to_the_collector(
+    train: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Else memory would grow from one collection to the next."""
+    original, left = loop.train_iteration, [-1]
+
+    def one(run: Run) -> None:
+        gc.collect()
+        original(run)
+        if run.iteration == 3:  # what is made once is there
+            run.optimizer.wait()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                gc.collect()
+                left[0] = sum(isinstance(thing, torch.Tensor) for thing in gc.garbage)
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+
+    monkeypatch.setattr(loop, "train_iteration", one)
+    train("train.train_iters=3", "train.manual_gc=true", "train.manual_gc_interval=0", *words)
+    assert left == [0]
 
 
 def test_an_error_leaves_the_collector_as_it_was() -> None:

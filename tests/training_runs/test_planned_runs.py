@@ -22,7 +22,7 @@ from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ConfigError, MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import profile
-from hostward.memory_model import required
+from hostward.memory_model import STEADY_STEP, required
 from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning import plan_file
@@ -333,3 +333,19 @@ def test_what_options_ask_for_is_weighed(small: Workload) -> None:
     plain = asked_choice(apply_overrides(recipes.load(TINY), [*SMALL, BF16]), small)
     assert set(plain.placements) == {Placement.DEVICE}
     assert set(plain.activations) == {Keep.KEEP}
+
+
+def test_a_serial_step_is_weighed_with_all_gradients(small: Workload) -> None:
+    """None leaves in backward, and slots are taken behind it; benchmarks/results has a measured row of that kind."""
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    words += ["train.global_batch_size=1", "train.micro_batch_size=1", "model.seq_length=16"]  # gradients are the most
+    one = workload(*words)
+    hidden, serial = (
+        asked_choice(apply_overrides(recipes.load(TINY), [*SMALL, BF16, *words, *more]), one)
+        for more in ([], ["optimizer.overlap_cpu_optimizer_d2h_h2d=False"])
+    )
+    assert (hidden.serial, serial.serial) == (False, True)
+    steady = [required(one, choice).phase(STEADY_STEP).device for choice in (hidden, serial)]
+    assert steady[1]["gradients"] > steady[0]["gradients"]
+    streamed = replace(serial, placements=(Placement.STREAMED,) * len(one.inventory.buckets))
+    assert required(one, streamed).slots == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hostward.rules import check
 from hostward.train import loop, passes
 from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
 from hostward.train.shares import Shares, shares
+from hostward.train.verify import clipped
 
 
 @pytest.fixture
@@ -106,6 +108,12 @@ def test_iterations_that_were_clipped_are_counted(verify: Cli, train: Cli, gradi
     assert [c["clipped"] for c in outcome.report["comparisons"]] == [2]
     assert "2 of 3" in outcome.out
     assert verify(*words, "optimizer.clip_grad=0").report["comparisons"][0]["clipped"] == 0
+
+
+def test_a_skipped_iteration_is_not_a_clipped_one() -> None:
+    norms = [math.inf, 0.5, 2.0, math.nan]
+    assert clipped(1.0, norms) == 1
+    assert clipped(0.0, norms) == 0
 
 
 def test_cases_are_what_their_names_say() -> None:

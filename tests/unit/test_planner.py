@@ -185,7 +185,7 @@ def test_gradients_are_added_up_where_all_of_a_parameter_is(rows: list[tuple[fro
 giga = st.floats(0.05, 400.0)
 
 
-@given(giga, giga, st.floats(0.1, 1.0), st.floats(0.1, 1.0), st.sampled_from([8, 10, 12]))
+@given(giga, giga, st.floats(0.1, 1.3), st.floats(0.1, 1.3), st.sampled_from([8, 10, 12]))
 def test_with_no_other_share_host_and_link_end_earlier(
     host: float, link: float, busy_host: float, busy_link: float, state: int
 ) -> None:
@@ -206,15 +206,15 @@ def test_with_no_other_share_host_and_link_end_earlier(
     assert seconds(share) <= min(seconds(k / 200) for k in range(201)) * (1 + 1e-6)
 
 
-def test_the_share_at_which_host_and_link_ended_together() -> None:
-    """Rates as training reached them on one H200 with 16 cores at 0.44, 2026-11-21-paths-h200.json: 0.3 and 0.6 took
-    longer.
+def test_the_share_is_the_one_that_reached_these_rates() -> None:
+    """One H200 with 16 cores, 2026-11-21-paths-h200.json: at 0.4375, where host and link ended together, the host
+    stepped 3.44 G parameters per second and the link moved 26.8 GB of state per second in each direction.
     """
-    assert streamed_share(Rates(4.58e9, 94.4e9, 3.44e9, 67.4e9), state_bytes=10) == pytest.approx(0.495, abs=0.001)
+    assert streamed_share(Rates(4.58e9, 94.5e9, 3.44e9, 2 * 26.8e9), state_bytes=10) == pytest.approx(0.4375, abs=0.002)
 
 
 def test_where_the_link_gains_more_than_the_host_gives_all_is_streamed() -> None:
-    """Ranks that share a node's memory: beside the host's step copies hardly move."""
+    """Where copies hardly move beside the host's step."""
     assert streamed_share(Rates(3.23e9, 72.0e9, 2.09e9, 30.0e9), state_bytes=10) == 1.0
 
 

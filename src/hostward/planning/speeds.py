@@ -83,6 +83,11 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
     assumed: list[str] = []
 
     def known(value: float | None, name: str, instead: float | None) -> float:
+        if value is not None and value <= 0:
+            raise ConfigError(
+                f"the hardware file {hardware.name!r} says {name} is {value:g}",
+                fix="measure it (hostward bench machine --json FILE), or write null where it is not known",
+            )
         if value is not None:
             return value
         if instead is None:
@@ -116,7 +121,8 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
         busy_duplex *= shared_duplex / duplex
         # One direction alone is held up by memory as well, at the node's rate for both.
         h2d, d2h = min(h2d, shared_duplex), min(d2h, shared_duplex)
-        # What memory gives to host and link together: to all ranks no more than one of them alone draws, or one kind.
+        # What memory gives to host and link of all ranks together is not in the file. Taken for it: the most that one
+        # of them alone draws, or all of one kind.
         given = max(node_host * HOST_STEP_BYTES, node_duplex, alone_bytes_per_s) / gpus
         part = min(1.0, given / (busy_host * HOST_STEP_BYTES + busy_duplex))
         busy_host, busy_duplex = busy_host * part, busy_duplex * part
@@ -142,7 +148,9 @@ def _slowdown(h2d: float, d2h: float, duplex: float, busy_duplex: float, host: f
     table = []
     for bits in range(8):
         copies, steps = bits & 3, bits & 4
-        link = 1.0 if copies != 3 else busy_both if steps else both
-        moved = {0: 0.0, 1: d2h, 2: h2d, 3: busy_duplex}[copies]
+        moved = {0: 0.0, 1: d2h, 2: h2d, 3: busy_duplex if steps else duplex}[copies]
+        link = both if copies == 3 else 1.0
+        if steps and copies:  # one direction gets no more than both would
+            link = busy_both if copies == 3 else min(1.0, busy_duplex / moved)
         table.append((1.0, link, link, 1.0 - lost * min(1.0, moved / busy_duplex)))
     return tuple(table)

@@ -1,5 +1,5 @@
-"""When Python looks for garbage: at a full collection, which takes a tenth of a second or two in a process of this
-size, the calling thread stands still, and so does a device whose queue runs dry meanwhile.
+"""When Python looks for garbage: a full collection takes some tenths of a second in a process of this size. The calling
+thread stands still meanwhile, and so does a device whose queue runs dry.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ from hostward.config import TrainConfig
 
 @contextmanager
 def collected_by_hand(config: TrainConfig) -> Iterator[None]:
-    """With train.manual_gc there is a collection now, and then none but those of `collect_garbage`."""
-    if not config.manual_gc or not gc.isenabled():
+    """With train.manual_gc a collection now, and none of Python's own inside the block."""
+    if not config.manual_gc:
         yield
         return
+    was_on = gc.isenabled()
     gc.disable()
     try:
         gc.collect()
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def collect_garbage(config: TrainConfig, iteration: int) -> None:
-    """Collect, if it is time: every train.manual_gc_interval iterations, on all ranks in the same one."""
-    if config.manual_gc and config.manual_gc_interval and iteration % config.manual_gc_interval == 0:
+    """Collect, if it is time: every train.manual_gc_interval iterations, on all ranks in the same one; not behind the
+    last.
+    """
+    interval = config.manual_gc_interval if config.manual_gc else 0
+    if interval and iteration % interval == 0 and iteration < config.train_iters:
         gc.collect()

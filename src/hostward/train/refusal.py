@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,7 @@ from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
-from hostward.rule_table import captured
+from hostward.rule_table import captured, serial
 from hostward.run_report import Estimate, FrontierPoint
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
@@ -88,12 +88,12 @@ def require_fit(
         return Weighed()
     if ranks.divided:
         workload = sharded(workload, ranks.size)
-    choice = plan.choice(workload) if plan is not None else asked_choice(config, workload)
+    choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
     needs = required_of(workload)(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     refuse(needs, budgets, CURE)
     # Predicted seconds are those of a step that hides behind forward and backward.
-    hardware = None if captured(config) else profile_of(torch.cuda.get_device_name(device))
+    hardware = None if captured(config) or serial(config) else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first  # a plan brings its own
     frontier = others(workload, hardware, ranks.size, budgets) if drawn and hardware is not None else ()
     return Weighed(estimate(workload, choice, needs, plan, hardware, ranks.size), frontier)
@@ -154,4 +154,5 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
         sums_on_host(config),
         staging_bytes(config, lambda: workload.inventory),
         captured(config),
+        serial(config),
     )

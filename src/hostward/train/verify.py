@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -143,7 +144,7 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
             case.placement,
             case.schedule,
             case.microbatches,
-            _clipped(case.config.optimizer.clip_grad, base),
+            clipped(case.config.optimizer.clip_grad, base.grad_norms),
             of_all(ranks.gather((ranks.name, claims(base, other, kernels)))),
         )
         for case, (base, other) in zip(cases, pairs, strict=True)
@@ -307,8 +308,9 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
     )
 
 
-def _clipped(limit: float, outcome: Outcome) -> int:
-    return sum(norm > limit for norm in outcome.grad_norms) if limit else 0
+def clipped(limit: float, norms: Sequence[float]) -> int:
+    """Iterations in which gradients were clipped. One that is skipped, for its norm is not finite, clips nothing."""
+    return sum(limit < norm < math.inf for norm in norms) if limit else 0
 
 
 def _share(of_ranks: Sequence[tuple[int, int]]) -> float:
