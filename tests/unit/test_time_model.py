@@ -211,6 +211,13 @@ def test_host_and_link_of_all_gpus_together_draw_no_more_than_the_node_gives(gpu
         assert drawn(shared, copies) <= drawn(shared, 3) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", ["busy_duplex_bytes_per_s", "host_parameters_per_s"])
+def test_a_rate_of_nothing_is_refused(name: str) -> None:
+    wrong = replace(profile("h200"), **{name: 0.0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"says {name} is 0"):
+        speeds_of(wrong)
+
+
 @pytest.mark.parametrize("name", list(PROFILES))
 def test_every_shipped_profile_has_speeds_and_says_what_it_assumed(name: str) -> None:
     speeds = speeds_of(profile(name))
