@@ -50,3 +50,8 @@ class Choice:
     """Whether forward and backward are a CUDA graph, whose memory nothing else may use between them."""
     serial: bool = False
     """Whether all of the step comes between backward and forward: no gradient leaves before, no state is read ahead."""
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether gradients leave while backward runs, and the step hides behind it and the next forward."""
+        return not (self.captured or self.serial)

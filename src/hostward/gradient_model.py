@@ -53,7 +53,6 @@ class Gradients:
         workload = facts.workload
         several = workload.microbatches > 1
         self._in_fp32 = several or choice.gradients_on_host
-        stays = choice.captured or choice.serial
         self.summed = (
             summed_on_host(workload.inventory.buckets, choice.placements)
             if choice.gradients_on_host
@@ -62,7 +61,7 @@ class Gradients:
         self._leaving = {
             b
             for b, placement in enumerate(choice.placements)
-            if placement is Placement.HOST and not stays and (not several or b in self.summed)
+            if placement is Placement.HOST and choice.overlapped and (not several or b in self.summed)
         }
         self.accumulate = several
         """Whether those that stay are added to what is there already."""

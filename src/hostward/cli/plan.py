@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hostward.collector import uncollected
 from hostward.errors import ConfigError, UnknownNameError
 
 from .output import require_replaceable, require_writable
@@ -69,21 +67,9 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="D
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan.")]
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without looking for cycles of garbage: importing torch and transformers makes millions of objects that stay, and
-    going through them again and again takes a third of the time until the answer.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@_uncollected()
+# Importing torch and transformers makes millions of objects that stay, and going through them again and again for
+# cycles of garbage takes a third of the time until the answer.
+@uncollected()
 def plan(
     words: Words = None,
     recipe: Recipe = None,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from hostward.collector import uncollected
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelError
 from hostward.sizes import gib
 
@@ -65,7 +65,8 @@ class CudaGraph:
     def record(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Raises ModelError for what cannot be captured, MemoryLimitError where the pool does not fit."""
         torch.cuda.synchronize(self._device)
-        with _no_collection():
+        gc.collect()
+        with uncollected():  # what dies may free page-locked memory or destroy events, which would end the capture
             torch.cuda.empty_cache()  # what eager iterations left would stand beside the pool
             before_bytes, stream = torch.cuda.memory_reserved(self._device), torch.cuda.current_stream(self._device)
             try:
@@ -101,19 +102,6 @@ def _told(error: RuntimeError) -> HostwardError:
     return ModelError(
         "forward and backward cannot be captured in a CUDA graph", why=why, fix="set model.cuda_graph_impl=none"
     )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Objects that die in a capture may free page-locked memory or destroy events, which would end it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Captured:

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hostward.collector import uncollected
 from hostward.config import TrainConfig
 
 
@@ -17,14 +18,9 @@ def collected_by_hand(config: TrainConfig) -> Iterator[None]:
     if not config.manual_gc:
         yield
         return
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         gc.collect()
         yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def collect_garbage(config: TrainConfig, iteration: int) -> None:

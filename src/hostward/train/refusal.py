@@ -93,7 +93,7 @@ def require_fit(
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     refuse(needs, budgets, CURE)
     # Predicted seconds are those of a step that hides behind forward and backward.
-    hardware = None if captured(config) or serial(config) else profile_of(torch.cuda.get_device_name(device))
+    hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first  # a plan brings its own
     frontier = others(workload, hardware, ranks.size, budgets) if drawn and hardware is not None else ()
     return Weighed(estimate(workload, choice, needs, plan, hardware, ranks.size), frontier)
