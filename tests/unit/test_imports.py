@@ -25,6 +25,7 @@ LAYERS = (
         "hardware_profile",
         "strict_json",
         "text_files",
+        "collector",
         "sizes",
         "option_fields",
         "config",
