@@ -31,7 +31,6 @@ def test_a_machine_with_a_gpu_is_measured_in_full() -> None:
         # Both directions at once carry more than one alone, and no more than both.
         assert 0.9 * max(link.h2d_bytes_per_s, link.d2h_bytes_per_s) < link.duplex_bytes_per_s
         assert link.duplex_bytes_per_s < 1.2 * (link.h2d_bytes_per_s + link.d2h_bytes_per_s)
-    assert hardware.links[-1].h2d_bytes_per_s > hardware.links[0].h2d_bytes_per_s
     assert hardware.pinned_s_per_gib is not None
     assert 0.001 < hardware.pinned_s_per_gib < 10
     assert hardware.rates is not None
