@@ -8,6 +8,7 @@ for each way of saving the steps that run while one checkpoint is saved, at leas
 
     step        median seconds of a step beside a save, over the median without one
     stall       seconds by which the steps until the save ended took longer than as many without a save
+    of 50       those seconds over 50 steps without a save: what saving costs that is done every 50 steps
     save        seconds from the call to the published checkpoint
     rate        bytes of the checkpoint over those seconds, and over the disk's rate
     held        host bytes besides the state while it is saved, by owner
@@ -127,6 +128,7 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
         "steps_beside": len(beside_s),
         "call_s": called_s,
         "stall_s": called_s + sum(beside_s) - usual_s * len(beside_s),
+        "stall_of_50_steps": (called_s + sum(beside_s) - usual_s * len(beside_s)) / (50 * usual_s),
         "longest_stall_allowed_s": size_bytes / disk,
         "save_s": saved_s,
         "bytes": size_bytes,
@@ -158,11 +160,11 @@ def main() -> None:
         disk = max(disk_bytes_per_s(folder, checkpoint_bytes) for _ in range(2))
         rows = [one(training, mode, folder, args.steps, disk) for mode in WAYS]
     print(f"{parameters:,} parameters, disk {disk / 1e9:.2f} GB/s")
-    print(f"{'way':10}{'step':>8}{'stall s':>10}{'save s':>9}{'GB/s':>8}{'of disk':>9}")
+    print(f"{'way':10}{'step':>8}{'stall s':>10}{'of 50':>8}{'save s':>9}{'GB/s':>8}{'of disk':>9}")
     for row in rows:
         slower = "" if row["beside_step_s"] is None else f"{row['beside_step_s'] / row['step_s']:.3f}"
         print(
-            f"{row['way']:10}{slower:>8}{row['stall_s']:>10.2f}{row['save_s']:>9.2f}"
+            f"{row['way']:10}{slower:>8}{row['stall_s']:>10.2f}{row['stall_of_50_steps']:>8.3f}{row['save_s']:>9.2f}"
             f"{row['bytes_per_s'] / 1e9:>8.2f}{row['share_of_disk']:>9.2f}"
         )
     if args.json is not None:
