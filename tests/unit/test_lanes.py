@@ -1,4 +1,4 @@
-"""Lanes of work: order, waits, shared speed, quiet starts.
+"""Lanes of work: order, waits, shared speed.
 
 Seen red: waits ignored, a lane that starts two pieces at once, speeds that nothing slows.
 """
@@ -45,33 +45,23 @@ def test_the_host_slows_beside_copies() -> None:
     assert run(program, HALVED).ends_s[0] == pytest.approx(2.0 + 1.5)
 
 
-def test_quiet_work_starts_in_the_first_pause_of_copies_to_the_host() -> None:
-    program = Program()
-    step = program.add("host", Queue.HOST, 3.0)
-    program.add("write", Queue.D2H, 1.0)
-    program.add("write", Queue.D2H, 1.0)
-    program.add("write", Queue.D2H, 1.0, [step])
-    number = program.add("forward", Queue.COMPUTE, 1.0, quiet=True)
-    assert run(program).starts_s[number] == 2.0
-
-
 programs = st.lists(
-    st.tuples(st.sampled_from(list(Queue)), st.floats(0, 5), st.lists(st.integers(0, 30), max_size=3), st.booleans()),
+    st.tuples(st.sampled_from(list(Queue)), st.floats(0, 5), st.lists(st.integers(0, 30), max_size=3)),
     min_size=1,
     max_size=30,
 )
 
 
-def build(rows: list[tuple[Queue, float, list[int], bool]]) -> Program:
+def build(rows: list[tuple[Queue, float, list[int]]]) -> Program:
     program = Program()
-    for i, (queue, seconds, waits, quiet) in enumerate(rows):
-        program.add("w", queue, seconds, [w % i for w in waits] if i else (), quiet=quiet and queue is Queue.COMPUTE)
+    for i, (queue, seconds, waits) in enumerate(rows):
+        program.add("w", queue, seconds, [w % i for w in waits] if i else ())
     return program
 
 
 @given(programs)
 def test_no_lane_is_faster_than_its_work_and_nothing_starts_before_what_it_waits_for(
-    rows: list[tuple[Queue, float, list[int], bool]],
+    rows: list[tuple[Queue, float, list[int]]],
 ) -> None:
     program = build(rows)
     timeline = run(program, HALVED)
@@ -87,8 +77,8 @@ def test_no_lane_is_faster_than_its_work_and_nothing_starts_before_what_it_waits
 
 @given(programs)
 def test_sharing_makes_no_program_end_earlier_on_lanes_that_share(
-    rows: list[tuple[Queue, float, list[int], bool]],
+    rows: list[tuple[Queue, float, list[int]]],
 ) -> None:
-    program = build([(queue, seconds, [], False) for queue, seconds, _, _ in rows])
+    program = build([(queue, seconds, []) for queue, seconds, _ in rows])
     alone, shared = run(program, UNSHARED), run(program, HALVED)
     assert max(shared.ends_s) >= max(alone.ends_s) - 1e-9

@@ -23,15 +23,12 @@ class Queue(IntEnum):
 
 @dataclass(slots=True)
 class Work:
-    """One piece of work: `seconds` where nothing else runs. `quiet`: it starts only while the lane D2H has nothing to
-    do, as a small copy of the model's own does.
-    """
+    """One piece of work: `seconds` where nothing else runs."""
 
     name: str
     queue: Queue
     seconds: float
     waits: tuple[int, ...] = ()
-    quiet: bool = False
 
 
 Slowdown = tuple[tuple[float, float, float, float], ...]
@@ -45,11 +42,9 @@ class Program:
 
     works: list[Work] = field(default_factory=list)
 
-    def add(
-        self, name: str, queue: Queue, seconds: float, waits: Sequence[int | None] = (), *, quiet: bool = False
-    ) -> int:
+    def add(self, name: str, queue: Queue, seconds: float, waits: Sequence[int | None] = ()) -> int:
         """Append one piece of work; None among `waits` is nothing to wait for. Its number."""
-        self.works.append(Work(name, queue, seconds, tuple([w for w in waits if w is not None]), quiet))
+        self.works.append(Work(name, queue, seconds, tuple([w for w in waits if w is not None])))
         return len(self.works) - 1
 
 
@@ -78,14 +73,11 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
     starts, ends = [0.0] * count, [math.inf] * count
     now, done = 0.0, 0
     while done < count:
-        # D2H first: whether it runs decides what waits for a quiet moment.
-        for lane in (1, 2, 3, 0):
+        for lane in range(4):
             number = heads[lane]
             if number < 0 or lane in running:
                 continue
             work = works[number]
-            if work.quiet and 1 in running:
-                continue
             for wait in work.waits:
                 if ends[wait] > now:
                     break

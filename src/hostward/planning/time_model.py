@@ -43,7 +43,6 @@ _NAMES = {
     "reload": "activations on their way to the GPU",
     "fetch": "weights on their way to the GPU",
     "add": "gradients added up on the host",
-    "quiet": "a small copy of the model's own behind the state's writes",
 }
 
 
@@ -152,11 +151,7 @@ def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[st
         if gap <= _SHORTEST_S:
             continue
         work = program.works[after]
-        latest = max(work.waits, key=lambda w: timeline.ends_s[w], default=None)
-        if latest is None or timeline.ends_s[latest] < timeline.starts_s[after] - 1e-9:
-            kind = "quiet"
-        else:
-            kind = program.works[latest].name
+        kind = program.works[max(work.waits, key=lambda w: timeline.ends_s[w])].name
         name = _NAMES.get(kind, kind)
         found[name] = found.get(name, 0.0) + gap
     return found

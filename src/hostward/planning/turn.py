@@ -77,7 +77,6 @@ class Turn:
 
     def forward(self, *, first: bool) -> None:
         """`first`: the one after a step, whose layers wait for their weights."""
-        flag = next(iter(self.costs.repeated), None)
         for i, cost in enumerate(self.costs.layers):
             waits: list[int | None] = []
             if first:
@@ -88,9 +87,7 @@ class Turn:
             if cost.layer.repeated:
                 before = self.costs.repeated.index(i) - self.window
                 waits += [self.offloads.get(self.costs.repeated[before])] if before >= 0 else []
-            self.compute = self.program.add(
-                f"forward/{cost.layer.name}", Queue.COMPUTE, cost.forward_s, waits, quiet=first and i == flag
-            )
+            self.compute = self.program.add(f"forward/{cost.layer.name}", Queue.COMPUTE, cost.forward_s, waits)
             if i in self.leaving:
                 speeds = self.costs.speeds
                 size = cost.held_bytes(self.keep[i])
