@@ -89,10 +89,11 @@ def resident_bytes(root: Path = Path("/")) -> int:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What a machine does per second: parameters that the host steps, and bytes over the link, as many in each
-    direction; alone, and (`busy_`) each while the other goes on.
+    direction; alone, and (`busy_`) each while the other goes on. And bytes to the host with nothing beside them.
     """
 
     host_parameters_per_s: float
     duplex_bytes_per_s: float
     busy_host_parameters_per_s: float
     busy_duplex_bytes_per_s: float
+    d2h_bytes_per_s: float

@@ -115,12 +115,13 @@ class Hardware:
 
     @property
     def rates(self) -> Rates | None:
-        """What the mix of host-stepped and streamed state is chosen from; None where one of the four is unknown."""
+        """What the mix of host-stepped and streamed state is chosen from; None where one of them is unknown."""
         found = (
             self.host_parameters_per_s,
             self.duplex_bytes_per_s,
             self.busy_host_parameters_per_s,
             self.busy_duplex_bytes_per_s,
+            self.links[-1].d2h_bytes_per_s if self.links else None,
         )
         known = [rate for rate in found if rate is not None]
         return Rates(*known) if len(known) == len(found) else None

@@ -18,9 +18,14 @@ LARGEST_STREAMED = 1.25
 _SHARE_OF = {
     "offload_fraction": "of optimizer-state bytes that lives on the host",
     "streamed_fraction": "of the state on the host that is streamed through the device for its step",
+    "read_ahead": "of all state that can be read while backward runs",
 }
 _OR = {"offload_fraction": ' or "auto" with device_memory'}
-_HALF_OF = {"offload_fraction": "puts half of the state on the host", "streamed_fraction": "streams half of it"}
+_HALF_OF = {
+    "offload_fraction": "puts half of the state on the host",
+    "streamed_fraction": "streams half of it",
+    "read_ahead": "is half of it",
+}
 
 
 def checked_fraction(value: object, option: str = "offload_fraction") -> float:
@@ -95,21 +100,36 @@ def host_step_bytes(*, state_bytes: int, weight_bytes: int) -> int:
     return 2 * state_bytes + 3 * weight_bytes
 
 
-def streamed_share(rates: Rates, *, state_bytes: int) -> float:
-    """The share s of offloaded parameters to stream for the shortest step (`state_bytes` are per parameter).
+def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: float | None = None) -> float:
+    """The share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
 
     Once the norm is known host and link start together, and slow one another down until one of them has ended; from
-    then on the other goes at the rate that it has alone. The host steps 1 - s. The link carries s * state_bytes in each
-    direction. Two things towards the device are left out, which make up for one another in part: the weights that the
-    host has stepped, and the state that was read while backward ran. Seconds are linear in s on both sides of the share
-    at which host and link end together, so the best one is that, or none, or all: it depends on what each gains when
-    the other stands still.
+    then on the other goes at the rate that it has alone. The host steps 1 - s. The link writes the state of s, and
+    reads what was not read while backward ran; and the weights that the host has stepped come over it. One direction
+    alone gets what both would, up to the rate that it has with nothing beside it. Host and link end together at one s:
+    the best is that, or one at which the link gains enough by a host that stands still, or the other way round.
+
+    Args:
+        ahead: share of the offloaded state that can be read while backward runs. None: not known; then that and the
+            weights are left out, which make up for one another in part.
     """
-    host, busy_host = rates.host_parameters_per_s, rates.busy_host_parameters_per_s
-    link, busy_link = (r / 2 / state_bytes for r in (rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s))
+    early_bytes = 0.0 if ahead is None else ahead * state_bytes
 
-    def seconds(s: float) -> float:
-        together_s = min((1 - s) / busy_host, s / busy_link)
-        return together_s + max((1 - s - together_s * busy_host) / host, (s - together_s * busy_link) / link)
+    def seconds(s: float, host_per_s: float, duplex_per_s: float) -> tuple[float, float]:
+        """Of host and link, each for itself, per parameter."""
+        reads, writes = max(0.0, s * state_bytes - early_bytes), s * state_bytes
+        if ahead is not None:
+            reads += (1 - s) * weight_bytes
+        one_way_s = 0.0 if ahead is None else max(reads, writes) / rates.d2h_bytes_per_s
+        return (1 - s) / host_per_s, max((reads + writes) / duplex_per_s, one_way_s)
 
-    return min((busy_link / (busy_link + busy_host), 0.0, 1.0), key=seconds)
+    def until_both_end_s(s: float) -> float:
+        beside = seconds(s, rates.busy_host_parameters_per_s, rates.busy_duplex_bytes_per_s)
+        alone = seconds(s, rates.host_parameters_per_s, rates.duplex_bytes_per_s)
+        together_s = min(beside)
+        left = (a * (1 - together_s / b) if b else 0.0 for a, b in zip(alone, beside, strict=True))
+        return together_s + max(left)
+
+    busy_link = rates.busy_duplex_bytes_per_s / 2 / state_bytes
+    together = busy_link / (busy_link + rates.busy_host_parameters_per_s)  # as long as nothing is read ahead
+    return min((together, 0.0, 1.0, *(k / 100 for k in range(1, 100))), key=until_both_end_s)

@@ -87,7 +87,7 @@ def test_seconds_of_two_gpus_that_share_a_node_s_memory(cli: Cli, mix: str) -> N
     found = cli("plan", *recipe, *words, f"optimizer.offload_mix={mix}")
     assert found.code == 0, found.err
     (predicted_s,) = re.findall(r"predicted step ([\d.]+) s", found.out)
-    assert float(predicted_s) == pytest.approx(row["step_s"], rel=0.06)
+    assert float(predicted_s) == pytest.approx(row["step_s"], rel=0.1)
 
 
 def test_several_numbers_of_gpus_are_a_line_each(cli: Cli, tmp_path: Path) -> None:

@@ -208,7 +208,8 @@ def test_profiles_are_found_by_the_name_of_the_gpu() -> None:
         profile("h300")
 
 
-def test_rates_for_the_mix_need_all_four() -> None:
+def test_rates_for_the_mix_need_all() -> None:
     full = profile("h200")
-    assert full.rates == Rates(5.5e9, 88e9, 4.9e9, 83e9)
+    assert full.rates == Rates(5.5e9, 88e9, 4.9e9, 83e9, 54e9)
     assert dataclasses.replace(full, busy_duplex_bytes_per_s=None).rates is None
+    assert dataclasses.replace(full, links=()).rates is None

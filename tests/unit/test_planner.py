@@ -189,7 +189,7 @@ giga = st.floats(0.05, 400.0)
 def test_with_no_other_share_host_and_link_end_earlier(
     host: float, link: float, busy_host: float, busy_link: float, state: int
 ) -> None:
-    rates = Rates(host, 2 * link, busy_host * host, busy_link * 2 * link)
+    rates = Rates(host, 2 * link, busy_host * host, busy_link * 2 * link, link)
 
     def seconds(s: float) -> float:
         """From one end to the next, each at its rate beside the other while that is not done."""
@@ -201,22 +201,66 @@ def test_with_no_other_share_host_and_link_end_earlier(
             now += took
         return now
 
-    share = streamed_share(rates, state_bytes=state)
+    share = streamed_share(rates, state_bytes=state, weight_bytes=2)
     assert 0.0 <= share <= 1.0
     assert seconds(share) <= min(seconds(k / 200) for k in range(201)) * (1 + 1e-6)
+
+
+PATHS = Rates(4.58e9, 94.5e9, 3.44e9, 2 * 26.8e9, 55e9)
+TWO = Rates(4.226e9, 72.46e9, 2.915e9, 44.2e9, 49.5e9)
 
 
 def test_the_share_is_the_one_that_reached_these_rates() -> None:
     """One H200 with 16 cores, 2026-11-21-paths-h200.json: at 0.4375, where host and link ended together, the host
     stepped 3.44 G parameters per second and the link moved 26.8 GB of state per second in each direction.
     """
-    assert streamed_share(Rates(4.58e9, 94.5e9, 3.44e9, 2 * 26.8e9), state_bytes=10) == pytest.approx(0.4375, abs=0.002)
+    assert streamed_share(PATHS, state_bytes=10, weight_bytes=2) == pytest.approx(0.4375, abs=0.002)
+
+
+shares = st.floats(0.0, 1.0)
+
+
+@given(giga, giga, st.floats(0.1, 1.0), st.floats(0.1, 1.0), shares, shares)
+def test_what_is_read_ahead_makes_no_step_longer(
+    host: float, link: float, busy_host: float, busy_link: float, one: float, other: float
+) -> None:
+    """And the share is the best of all, with the time of each direction counted by itself."""
+    rates = Rates(host, 2 * link, busy_host * host, busy_link * 2 * link, 1.2 * link)
+
+    def seconds(s: float, ahead: float) -> float:
+        writes, reads = 10 * s, max(0.0, 10 * (s - ahead)) + 2 * (1 - s)
+
+        def link_s(duplex: float) -> float:
+            return max((writes + reads) / duplex, writes / (1.2 * link), reads / (1.2 * link))
+
+        host_s, copies_s = (1 - s) / (busy_host * host), link_s(busy_link * 2 * link)
+        if host_s <= copies_s:
+            return host_s + (1 - host_s / copies_s) * link_s(2 * link)
+        return copies_s + (1 - copies_s / host_s) * (1 - s) / host
+
+    best = {ahead: streamed_share(rates, state_bytes=10, weight_bytes=2, ahead=ahead) for ahead in (one, other)}
+    for ahead, share in best.items():
+        assert 0.0 <= share <= 1.0
+        assert seconds(share, ahead) <= min(seconds(k / 100, ahead) for k in range(101)) * (1 + 1e-9)
+    less, more = sorted((one, other))
+    assert seconds(best[more], more) <= seconds(best[less], less) * (1 + 1e-9)
+
+
+def test_with_all_read_ahead_the_host_ends_with_the_writes() -> None:
+    """Rates of one of two H200 (2026-11-22-scaling-two-32k-fractions.json): 43 % of the parameters at the host's rate
+    take as long as the state of 57 % and the weights of 43 % on the link.
+    """
+    share = streamed_share(TWO, state_bytes=10, weight_bytes=2, ahead=1.0)
+    host_s = (1 - share) / TWO.busy_host_parameters_per_s
+    link_s = (10 * share + 2 * (1 - share)) / TWO.busy_duplex_bytes_per_s
+    assert share > streamed_share(TWO, state_bytes=10, weight_bytes=2) + 0.1
+    assert host_s == pytest.approx(link_s, rel=0.05)
 
 
 def test_where_the_link_gains_more_than_the_host_gives_all_is_streamed() -> None:
     """Where copies hardly move beside the host's step."""
-    assert streamed_share(Rates(3.23e9, 72.0e9, 2.09e9, 30.0e9), state_bytes=10) == 1.0
+    assert streamed_share(Rates(3.23e9, 72.0e9, 2.09e9, 30.0e9, 50e9), state_bytes=10, weight_bytes=2) == 1.0
 
 
 def test_without_a_link_worth_the_name_nothing_is_streamed() -> None:
-    assert streamed_share(Rates(5e9, 2e9, 4e9, 1e9), state_bytes=10) == 0.0
+    assert streamed_share(Rates(5e9, 2e9, 4e9, 1e9, 1.5e9), state_bytes=10, weight_bytes=2) == 0.0

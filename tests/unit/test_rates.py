@@ -11,7 +11,10 @@ import torch
 from hostward.engine import rates
 from hostward.engine.backend import Backend, Work
 from hostward.engine.simulated import SimulatedBackend
+from hostward.errors import ConfigError
+from hostward.hardware import Rates
 from hostward.inspect import Tracked
+from hostward.inventory import cut_buckets
 from hostward.schedule import Lane
 from hostward.training.mix import Mix
 
@@ -25,8 +28,8 @@ class Others:
 
     def total(self, values: torch.Tensor) -> None:
         self.told.append(values.numel())
-        if values.numel() == 5:
-            values += 3 * torch.tensor([self._rate] * 4 + [1.0], dtype=values.dtype)
+        if values.numel() == 6:
+            values += 3 * torch.tensor([self._rate] * 5 + [1.0], dtype=values.dtype)
 
     def largest(self, values: torch.Tensor) -> None:
         self.told.append(values.numel())
@@ -45,7 +48,7 @@ def test_ranks_measure_at_once_and_take_the_mean(monkeypatch: pytest.MonkeyPatch
     others = Others(rate=0.0)
     alone = rates.measure_rates(SimulatedBackend(threads=1))
     found = rates.measure_rates(SimulatedBackend(threads=1), others)
-    assert others.told == [1, 1, 1, 1, 5]  # before each measurement, and at the end
+    assert others.told == [1, 1, 1, 1, 1, 6]  # before each measurement, and at the end
     assert found.host_parameters_per_s == alone.host_parameters_per_s / 4
     assert found.duplex_bytes_per_s == alone.duplex_bytes_per_s / 4
     assert found.busy_host_parameters_per_s == alone.busy_host_parameters_per_s / 4
@@ -64,12 +67,47 @@ def test_what_is_timed_beside_others_ends_before_them(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rates, "_seconds", seconds)
     found = rates.measure_rates(SimulatedBackend(threads=1))
     # Three works take 1 s on the host and 4 s on the link, alone.
-    assert timed[2:] == [
+    assert timed[2] == ({Lane.D2H: 3}, [Lane.D2H])
+    assert timed[3:] == [
         ({Lane.HOST: 3, Lane.H2D: 4, Lane.D2H: 4}, [Lane.HOST]),
         ({Lane.HOST: 60, Lane.H2D: 3, Lane.D2H: 3}, [Lane.H2D, Lane.D2H]),
     ]
     assert found.busy_host_parameters_per_s == 3 * 8192
     assert found.busy_duplex_bytes_per_s == found.duplex_bytes_per_s == 2 * 3 * 8192 / 4.0
+    assert found.d2h_bytes_per_s == 3 * 8192 / took[Lane.D2H]
+
+
+class OfADevice(SimulatedBackend):
+    """Says that it is a CUDA device, whose rates are given."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.device = torch.device("cuda")
+
+
+def test_what_backward_hides_is_streamed_besides() -> None:
+    tracked = [Tracked(f"w{i}", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0) for i in range(2)]
+    buckets = cut_buckets(tuple(t.facts for t in tracked))
+    found = []
+    for fraction, ahead in ((1.0, None), (1.0, 0.1), (1.0, 0.4), (0.5, 0.4), (0.5, 0.9)):
+        mix = Mix(fraction, "auto", read_ahead=ahead)
+        mix.rates = Rates(4.226e9, 72.46e9, 2.915e9, 44.2e9, 49.5e9)
+        found.append(mix.streamed_share(OfADevice(), buckets, fraction))
+    # Of half of the state, what backward hides is twice as large a share; more than all of it cannot be hidden.
+    assert found == pytest.approx([0.431, 0.43, 0.52, 0.57, 0.57], abs=0.01)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, "half", float("nan")])
+def test_a_share_read_ahead_is_a_share(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"read_ahead must be a number in \[0.0, 1.0\]") as caught:
+        Mix(1.0, "auto", read_ahead=wrong)  # type: ignore[arg-type]
+    assert caught.value.fix == "read_ahead=0.5 is half of it, 0 none, 1 all"
+
+
+@pytest.mark.parametrize("streamed", [0.0, 0.5])
+def test_a_share_read_ahead_says_nothing_beside_a_mix_by_hand(streamed: float) -> None:
+    with pytest.raises(ConfigError, match=f"read_ahead=0.5 and streamed_fraction={streamed}"):
+        Mix(1.0, streamed, read_ahead=0.5)
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [(0.75, 0.75), (0.0, 0.0)])

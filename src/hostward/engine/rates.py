@@ -59,13 +59,15 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
             work.issue()
         step_s = seconds([step] * _ROUNDS, [step])
         copy_s = seconds(copies * _ROUNDS, copies)
+        d2h_s = seconds([copies[1]] * _ROUNDS, [copies[1]])
         busy_step_s = beside([step], step_s, copies, copy_s)
         # Until both directions have ended: a step needs as many bytes of each, and one loses more than the other.
         busy_copy_s = beside(copies, copy_s, [step], step_s)
     finally:
         backend.free(taken)
     elements, copied_bytes = _ROUNDS * _ELEMENTS, _ROUNDS * 2 * _COPIED_BYTES
-    own = (elements / step_s, copied_bytes / copy_s, elements / busy_step_s, copied_bytes / busy_copy_s)
+    busy = elements / busy_step_s, copied_bytes / busy_copy_s
+    own = (elements / step_s, copied_bytes / copy_s, *busy, copied_bytes / 2 / d2h_s)
     if ranks is None:
         return Rates(*own)
     told = torch.tensor([*own, 1.0], dtype=torch.float64, device=backend.device)

@@ -16,6 +16,7 @@ from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.workload import Workload
 
+from .ahead import read_ahead
 from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import Costs
 from .needs import Budgets, Required
@@ -159,17 +160,28 @@ class Frontier:
         """All layers alike, and a share of the state off the device: what the programme, whose times are linear, may
         pass by.
         """
-        share = balanced_share(self.costs.speeds, self.workload)
-        asked = [(part / _EVEN_PARTS, share, keep) for part in range(_EVEN_PARTS + 1) for keep in _EVEN]
+        speeds, workload = self.costs.speeds, self.workload
+        ahead = {keep: self._read_ahead(keep) for keep in _EVEN}
+        share = balanced_share(speeds, workload)
+        asked = [(0.0, 0.0, keep) for keep in _EVEN]
+        for fraction in [part / _EVEN_PARTS for part in range(1, _EVEN_PARTS + 1)]:
+            for keep in _EVEN:
+                early = balanced_share(speeds, workload, min(1.0, ahead[keep] / fraction))
+                # Streamed state takes slots and page-locked memory, so the smaller share is tried as well.
+                asked += [(fraction, share, keep), (fraction, early, keep)]
         # Nothing streamed: that state is not page-locked, and takes no staging slots.
         asked += [(part / _HOST_PARTS, 0.0, keep) for part in range(1, _HOST_PARTS + 1) for keep in _EVEN]
         if self.workload.microbatches > 1:
             # Gradients of what the host steps are added up there; those of streamed state stay, and take memory.
             asked += [(1 - off / 8, share * part / 4, Keep.RECOMPUTE) for off in range(4) for part in range(4)]
-        for fraction, streamed, keep in [*asked, (1.0, 1.0, Keep.RECOMPUTE)]:
+        for fraction, streamed, keep in asked:
             self._alike(fraction, streamed, keep, frozenset())
 
-    def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> None:
+    def _read_ahead(self, keep: Keep) -> float:
+        streamed = self._alike(1.0, 1.0, keep, frozenset())
+        return read_ahead(self.costs, streamed.choice, streamed.needs)
+
+    def _alike(self, fraction: float, streamed: float, keep: Keep, weights: frozenset[str]) -> Candidate:
         forced, buckets = self._forced, self.workload.inventory.buckets
         rows = place_fraction(buckets, fraction, streamed).buckets
         placements = tuple(
@@ -180,7 +192,7 @@ class Frontier:
         if keep is Keep.RECOMPUTE_OFFLOAD:
             keeps[-LAST_STAY:] = [Keep.RECOMPUTE] * min(LAST_STAY, len(keeps))
         chosen = tuple(forced.activations.get(i, keep) for i, keep in enumerate(keeps))
-        self._add(Choice(placements, chosen, weights))
+        return self._add(Choice(placements, chosen, weights))
 
     # ------------------------------------------------------------------ answers
 

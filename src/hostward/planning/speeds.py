@@ -53,8 +53,12 @@ class Speeds:
         return COPY_S + size_bytes / rate_bytes_per_s if size_bytes else 0.0
 
 
-def balanced_share(speeds: Speeds, workload: Workload) -> float:
-    """The share of offloaded state to stream for the shortest step: see `hostward.planner.streamed_share`."""
+def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = None) -> float:
+    """The share of offloaded state to stream for the shortest step: see `hostward.planner.streamed_share`.
+
+    Args:
+        ahead: share of the offloaded state that can be read while backward runs.
+    """
     buckets = workload.inventory.buckets
     if not buckets:
         return 0.0
@@ -64,8 +68,10 @@ def balanced_share(speeds: Speeds, workload: Workload) -> float:
 
     alone, busy = speeds.slowdown[3], speeds.slowdown[7]
     host = speeds.host_parameters_per_s
-    rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy))
-    return streamed_share(rates, state_bytes=state_bytes_per_element(buckets[0].kind))
+    rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
+    first = buckets[0]
+    state_bytes, weight_bytes = state_bytes_per_element(first.kind), first.dtype.itemsize_bytes
+    return streamed_share(rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
 
 
 def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:

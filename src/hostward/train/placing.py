@@ -87,11 +87,18 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     return found
 
 
-def make_optimizer(held: Held, config: Config, plan: PlanFile | None = None, cpus: CpuFacts | None = None) -> AdamW:
+def make_optimizer(
+    held: Held,
+    config: Config,
+    plan: PlanFile | None = None,
+    cpus: CpuFacts | None = None,
+    read_ahead: float | None = None,
+) -> AdamW:
     """The optimizer that the options describe; `plan` says where its state goes instead.
 
     Args:
         cpus: of the machine, for the threads of the host step where options give no number. None: as the system says.
+        read_ahead: share of all state that can be read while backward runs, for an "auto" mix; None: not known.
     """
     options, asked = config.optimizer, shares(config)
     return AdamW(
@@ -102,6 +109,7 @@ def make_optimizer(held: Held, config: Config, plan: PlanFile | None = None, cpu
         offload_fraction=asked.offload_fraction if plan is None else 0.0,
         plan=plan,
         streamed_fraction=asked.streamed_fraction if plan is None else 0.0,
+        read_ahead=read_ahead,
         overlap=options.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=options.pin_cpu_grads,
         pin_weights=options.pin_cpu_params,

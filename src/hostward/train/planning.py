@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from hostward.choice import ELEMENTWISE_MODULES, Keep
+from hostward.choice import ELEMENTWISE_MODULES, Choice, Keep
 from hostward.config import Config, get_option
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
 from hostward.plan import Placement
 from hostward.planner import place_fraction
+from hostward.planning.ahead import read_ahead
 from hostward.planning.assignment import Forced
+from hostward.planning.costs import Costs
+from hostward.planning.shards import required_of
 from hostward.planning.speeds import Speeds, balanced_share
+from hostward.rule_table import captured, serial
 from hostward.sizes import MIB
 from hostward.workload import Workload
 
@@ -31,15 +35,35 @@ _OTHER_DIVISIONS = (
 
 def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:
     """What a recipe's options say themselves; all else is the planner's to choose. `speeds` divide an "auto" mix."""
+    forced, options = _besides_placements(config, workload), config.optimizer
+    if not options.optimizer_cpu_offload and not options.offload_optimizer_states:
+        return forced
+    asked = shares(config)
+    share = asked.streamed_fraction
+    if isinstance(share, str):
+        share = 0.0
+        if speeds is not None and asked.offload_fraction:
+            ahead = readable_ahead(config, workload, Costs(workload, speeds))
+            share = balanced_share(speeds, workload, min(1.0, ahead / asked.offload_fraction))
+    plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
+    return replace(forced, placements={i: row.placement for i, row in enumerate(plan.buckets)})
+
+
+def readable_ahead(config: Config, workload: Workload, costs: Costs) -> float:
+    """Share of all state that can be read while backward runs, where the options divide it by an "auto" mix."""
+    forced, streamed = _besides_placements(config, workload), place_fraction(workload.inventory.buckets, 1.0, 1.0)
+    choice = Choice(
+        tuple(row.placement for row in streamed.buckets),
+        tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(workload.repeated))),
+        staging_bytes=forced.staging_bytes,
+        captured=captured(config),
+        serial=serial(config),
+    )
+    return read_ahead(costs, choice, required_of(workload)(workload, choice))
+
+
+def _besides_placements(config: Config, workload: Workload) -> Forced:
     options, model = config.optimizer, config.model
-    placements: dict[int, Placement] = {}
-    if options.optimizer_cpu_offload or options.offload_optimizer_states:
-        asked = shares(config)
-        share = asked.streamed_fraction
-        if isinstance(share, str):
-            share = 0.0 if speeds is None else balanced_share(speeds, workload)
-        plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
-        placements = {i: row.placement for i, row in enumerate(plan.buckets)}
     count = len(workload.repeated)
     leaving = model.cpu_offloading_num_layers if model.cpu_offloading and model.cpu_offloading_activations else 0
     keeps: dict[int, Keep] = {}
@@ -51,11 +75,10 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
     if model.cpu_offloading and model.cpu_offloading_weights:
         weights = frozenset(layer.name for layer in workload.repeated[: model.cpu_offloading_num_layers])
     return Forced(
-        placements,
-        keeps,
-        weights,
-        None if options.gradients is None else options.gradients == "host",
-        options.optimizer_state_offload_chunk_size_mb * MIB or None,
+        activations=keeps,
+        offloaded_weights=weights,
+        gradients_on_host=None if options.gradients is None else options.gradients == "host",
+        staging_bytes=options.optimizer_state_offload_chunk_size_mb * MIB or None,
     )
 
 

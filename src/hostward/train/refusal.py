@@ -18,6 +18,7 @@ from hostward.inventory import Dtype, cut_buckets
 from hostward.memory_model import Needs
 from hostward.plan import Placement
 from hostward.planning.assignment import Forced
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Frontier
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile
@@ -36,8 +37,9 @@ from hostward.workload import Workload
 from .memory import Need
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
-from .planning import asked_of, phases_of, require_by_rows
+from .planning import asked_of, phases_of, readable_ahead, require_by_rows
 from .ranks import Ranks
+from .shares import shares
 from .workload import recipe_workload
 
 log = logging.getLogger("hostward")
@@ -53,6 +55,8 @@ class Weighed:
 
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
+    read_ahead: float | None = None
+    """Share of all state that can be read while backward runs; None where nothing depends on it."""
 
 
 def require_fit(
@@ -96,7 +100,11 @@ def require_fit(
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first  # a plan brings its own
     frontier = others(workload, hardware, ranks.size, budgets) if drawn and hardware is not None else ()
-    return Weighed(estimate(workload, choice, needs, plan, hardware, ranks.size), frontier)
+    predicted = estimate(workload, choice, needs, plan, hardware, ranks.size)
+    if plan is not None or hardware is None or not isinstance(shares(config).streamed_fraction, str):
+        return Weighed(predicted, frontier)
+    costs = Costs(workload, speeds_of(hardware, ranks.size))
+    return Weighed(predicted, frontier, readable_ahead(config, workload, costs))
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:

@@ -37,6 +37,7 @@ class Mix:
         plan: says where each bucket goes instead; a plan or a file that holds one.
         gradients: where the optimizer adds them up, "device" or "host"; None: as the plan says, or "device".
         device_memory: with `offload_fraction="auto"`, the most bytes of weights, gradients and state on the device.
+        read_ahead: share of all state that can be read while backward runs; None: not known.
 
     Raises:
         ConfigError: a share outside [0, 1]; no plan, or one that the other arguments contradict.
@@ -49,11 +50,13 @@ class Mix:
         plan: object = None,
         gradients: str | None = None,
         device_memory: int | str | None = None,
+        read_ahead: float | None = None,
     ) -> None:
         self._budget_bytes = _budget_bytes(offload_fraction, device_memory)
-        _require_use(streamed, offload_fraction, plan)
+        _require_use(streamed, offload_fraction, plan, read_ahead)
         self.offload_fraction = 0.0 if offload_fraction == AUTO else checked_fraction(offload_fraction)
         self._asked = streamed
+        self._read_ahead = None if read_ahead is None else checked_fraction(read_ahead, "read_ahead")
         self._plan = planned(plan)
         if self._plan is not None:
             _require_alone(self._plan, self.offload_fraction, gradients)
@@ -82,7 +85,9 @@ class Mix:
             self.rates = _measured(backend, ranks)
         if not buckets:  # a rank without any has measured beside the others
             return 0.0
-        return streamed_share(self.rates, state_bytes=state_bytes_per_element(buckets[0].kind))
+        state_bytes, weight_bytes = state_bytes_per_element(buckets[0].kind), buckets[0].dtype.itemsize_bytes
+        ahead = None if self._read_ahead is None else min(1.0, self._read_ahead / offload_fraction)
+        return streamed_share(self.rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
 
     def place(
         self,
@@ -175,8 +180,14 @@ def _gradients_of(plan: PlanFile) -> str:
     return "host" if plan.gradients_on_host else "device"
 
 
-def _require_use(streamed: float | str, offload_fraction: object, plan: object) -> None:
+def _require_use(streamed: float | str, offload_fraction: object, plan: object, read_ahead: float | None) -> None:
     """A share that is asked for must be of something."""
+    if read_ahead is not None and streamed != AUTO:
+        raise ConfigError(
+            f"read_ahead={read_ahead} and streamed_fraction={streamed}",
+            why='it is looked at where streamed_fraction="auto" is chosen by rates, and nowhere else',
+            fix='leave read_ahead out, or streamed_fraction="auto"',
+        )
     if isinstance(streamed, str) or not streamed:
         return
     if plan is not None:
