@@ -1,12 +1,13 @@
-"""Predicted step times beside measured ones: results of step.py and activations.py against the time model.
+"""Predicted step times beside measured ones: step.py, activations.py and scaling.py against the time model.
 
     python benchmarks/prediction_times.py [--json FILE] [--hardware h200] [RESULTS.json ...]
 
 Rows are predicted for the models that were measured, traced on the meta device, with the shares that were placed. Rows
 of activations.py have no optimizer; what the prediction has of it is taken off. `step_s` of a row is taken as it is: of
 activations.py the mean of iterations issued back to back where there is an `alone_s` besides, in older files the median
-of iterations each waited for. Left out are
-weights on the host, serial schedules and rows with another number of threads.
+of iterations each waited for. Of several GPUs it is that of the slowest; their exchange is not timed. Left out are
+weights on the host, serial schedules, rows with another number of threads, and rows of scaling.py that do not tell
+rates (they are of versions with other slots).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any
 
 from activations import row_of
 from hostward.choice import Choice, Keep
-from hostward.hardware_profile import PROFILES, load, profile
+from hostward.hardware_profile import PROFILES, Hardware, load, profile
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
-from predictions import keeps_of, shape_of, workload
+from predictions import keeps_of, scaled, scaled_name, shape_of, tells_rates, workload
 
 from machine import describe
 
@@ -43,6 +44,7 @@ class Row:
     tokens: int
     measured_s: float
     predicted_s: float
+    gpus: int = 1
 
     @property
     def error(self) -> float:
@@ -89,10 +91,21 @@ def activation_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Itera
         yield Row(name, row["row"], content["tokens"], row["step_s"], predicted)
 
 
-def rows_of(files: Sequence[Path], speeds: Speeds) -> list[Row]:
+def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware) -> Iterator[Row]:
+    speeds, ranks = speeds_of(hardware, content["ranks"]), content["ranks"]
+    for row in content["rows"]:
+        if row["status"] == "ok" and tells_rates(row):
+            predicted = predict(*scaled(content, row), speeds)
+            yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
+
+
+def rows_of(files: Sequence[Path], hardware: Hardware) -> list[Row]:
     found: list[Row] = []
+    speeds = speeds_of(hardware)
     for path in files:
         content = json.loads(path.read_text())
+        if content.get("benchmark") == "scaling":
+            found += scaling_rows(path.stem, content, hardware)
         if "rows" not in content or not isinstance(content.get("shape"), dict):
             continue
         if content.get("benchmark") == "step":
@@ -108,17 +121,19 @@ def main() -> None:
     parser.add_argument("--hardware", default="h200")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    files = arguments.files or sorted([*RESULTS.glob("*step*.json"), *RESULTS.glob("*activations*.json")])
+    names = ("*step*.json", "*activations*.json", "*scaling*.json")
+    files = arguments.files or sorted(path for pattern in names for path in RESULTS.glob(pattern))
     name = arguments.hardware
-    speeds = speeds_of(profile(name) if name in PROFILES else load(Path(name)))
-    rows = rows_of(files, speeds)
+    rows = rows_of(files, profile(name) if name in PROFILES else load(Path(name)))
     width = max(len(row.file) for row in rows)
-    print(f"{'result':{width}}  {'row':24} {'tokens':>6} {'measured ms':>11} {'predicted ms':>12} {'error':>7}")
+    print(f"{'result':{width}}  {'row':28} {'tokens':>6} {'measured ms':>11} {'predicted ms':>12} {'error':>7}")
     for row in rows:
         numbers = f"{row.tokens:6} {row.measured_s * 1e3:11.1f} {row.predicted_s * 1e3:12.1f} {row.error:+7.1%}"
-        print(f"{row.file:{width}}  {row.row:24} {numbers}")
-    within = sum(abs(row.error) <= 0.1 for row in rows)
-    print(f"{within} of {len(rows)} rows within 10 %")
+        print(f"{row.file:{width}}  {row.row:28} {numbers}")
+    for several in (False, True):
+        errors = [abs(row.error) for row in rows if (row.gpus > 1) is several]
+        within = sum(error <= 0.1 for error in errors)
+        print(f"{'several GPUs' if several else 'one GPU'}: {within} of {len(errors)} rows within 10 %")
     if arguments.json is not None:
         result = {
             "benchmark": "prediction times",

@@ -2,14 +2,14 @@
 
     python benchmarks/predictions.py benchmarks/results/*.json --json benchmarks/results/DATE-predictions.json
 
-Rows of step.py and activations.py, and runs of `hostward train --json`. Nothing is allocated: the models are built on
-the meta device, and what they hold is found there (`hostward.training.workload_of`). `device` is the peak of torch's
-allocator; `host` is what was taken of the host, for activations alone in rows of activations.py. (Older
-results of step.py tell what was page-locked, which then was all of it.)
+Rows of step.py, activations.py and scaling.py, and runs of `hostward train --json`. Nothing is allocated: the models
+are built on the meta device, and what they hold is found there (`hostward.training.workload_of`). `device` is the peak
+of torch's allocator; `host` is what was taken of the host, for activations alone in rows of activations.py. (Older
+results of step.py tell what was page-locked, which then was all of it.) Of several GPUs both are of one of them.
 
 A row is left out where the result does not tell enough: other libraries, skipped rows, streamed state that was cut into
-other buckets than today, and rows with one iteration before those that count (the optimizer measures itself in the
-second, and begins its peak anew).
+other buckets than today, rows of scaling.py that do not tell rates (they are of versions with other slots), and rows
+with one iteration before those that count (the optimizer measures itself in the second, and begins its peak anew).
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ import torch
 from activations import row_of
 from hostward import recipes
 from hostward.choice import Choice, Keep
+from hostward.config import Config
 from hostward.memory_model import STEADY_STEP, PhaseNeeds, required
 from hostward.overrides import apply_overrides
 from hostward.plan import Placement, Plan
 from hostward.planner import place_fraction
+from hostward.planning.shards import sharded
+from hostward.train.planning import asked_of
 from hostward.train.shares import shares
 from hostward.train.workload import recipe_workload
 from hostward.training.workload_of import workload_of
 from hostward.workload import Workload
-from training_row import SHAPES, TORCH, RowOptions, Shape, build, loss_of, row_options
+from training_row import SHAPES, TORCH, Shape, build, loss_of, row_options
 
 from machine import describe
 
@@ -57,6 +60,7 @@ class Row:
     device_measured_bytes: int
     host_bytes: int | None
     host_measured_bytes: int | None
+    gpus: int = 1
 
     @property
     def device_error(self) -> float:
@@ -90,17 +94,17 @@ def shape_of(found: dict[str, Any]) -> Shape:
     return Shape(**told)
 
 
-def streamed_like(work: Workload, options: RowOptions, streamed: int) -> Plan:
+def streamed_like(work: Workload, fraction: float, asked: float | str, streamed: int) -> Plan:
     """The plan whose streamed buckets hold so many parameters, which tells the share that was chosen at run time."""
     buckets = work.inventory.buckets
-    if not isinstance(options.streamed, str):
-        return place_fraction(buckets, options.fraction, options.streamed)
+    if not isinstance(asked, str):
+        return place_fraction(buckets, fraction, asked)
 
     def plan(share: float) -> tuple[int, Plan]:
-        made = place_fraction(buckets, options.fraction, min(1.0, max(0.0, share)))
+        made = place_fraction(buckets, fraction, min(1.0, max(0.0, share)))
         return abs(sum(b.numel for b in made.buckets if b.placement is Placement.STREAMED) - streamed), made
 
-    middle = streamed / (options.fraction * work.inventory.numel)
+    middle = streamed / (fraction * work.inventory.numel)
     best: tuple[int, Plan] | None = None
     for k in range(_FINE):  # from the middle outwards
         made = plan(middle + _NEAR * (k // 2 + k % 2) * (1 - 2 * (k % 2)) / (_FINE // 2))
@@ -133,7 +137,7 @@ def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | Non
     if options is not None:
         if row["placed_parameters"]["streamed"] and row["buckets"] != len(buckets):
             return None
-        plan = streamed_like(work, options, row["placed_parameters"]["streamed"])
+        plan = streamed_like(work, options.fraction, options.streamed, row["placed_parameters"]["streamed"])
         placements = tuple(b.placement for b in plan.buckets)
     away = frozenset(layer.name for layer in layers[:-1]) if options is not None and options.weights else frozenset()
     leave = Keep.RECOMPUTE_OFFLOAD if options is not None and options.inputs else Keep.RECOMPUTE
@@ -157,6 +161,46 @@ def of_activations(file: str, result: dict[str, Any], row: dict[str, Any]) -> Ro
     device = device_bytes(needs, with_optimizer=False)
     host = needs.host.get("activations") if row.get("host_bytes") else None
     return Row(file, row["row"], result["tokens"], device, row["device_peak_bytes"], host, row.get("host_bytes"))
+
+
+def of_scaling(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row:
+    work, choice = scaled(result, row)
+    needs = required(work, choice).phase(STEADY_STEP)
+    measured, first = row["device_bytes"], row["of_ranks"][0]
+    host = (needs.host_bytes, first["host_bytes"]) if row["fraction"] else (None, None)
+    return Row(file, scaled_name(result, row), row["length"], needs.device_bytes, measured, *host, result["ranks"])
+
+
+def scaled_name(result: dict[str, Any], row: dict[str, Any]) -> str:
+    """Of a row of scaling.py."""
+    layers = next(w.partition("=")[2] for w in result["options"] if w.startswith("model.num_layers="))
+    return f"{row['fraction']:g}:{row['mix']} of {layers} layers on {result['ranks']}"
+
+
+def tells_rates(row: dict[str, Any]) -> bool:
+    """Whether it is of a version of scaling.py that does."""
+    return "rates" in row["of_ranks"][0]
+
+
+@cache
+def part(recipe: str, options: tuple[str, ...], length: int, ranks: int) -> tuple[Config, Workload]:
+    """Of the first rank of so many, each with a sequence of its own."""
+    sizes = (f"model.seq_length={length}", f"train.global_batch_size={ranks}", "train.micro_batch_size=1")
+    config = apply_overrides(recipes.load(recipe), [*options, *sizes])
+    return config, sharded(recipe_workload(config), ranks)
+
+
+def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choice]:
+    """What the first rank of a row of scaling.py ran."""
+    config, work = part(result["recipe"], tuple(result["options"]), row["length"], result["ranks"])
+    buckets = work.inventory.buckets
+    placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)
+    if row["fraction"]:
+        asked = "auto" if row["mix"] == "auto" else float(row["mix"])
+        streamed = row["of_ranks"][0]["parameters_by_placement"].get("streamed", 0)
+        placements = tuple(b.placement for b in streamed_like(work, row["fraction"], asked, streamed).buckets)
+    keeps = asked_of(config, work, None).activations
+    return work, Choice(tuple(placements), tuple(keeps[i] for i in range(len(work.repeated))))
 
 
 def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
@@ -190,6 +234,8 @@ def rows_of(path: Path) -> Iterator[Row]:
     rows = [row for row in result.get("rows", ()) if row.get("status") == "ok"]
     if result.get("benchmark") == "step" and "model" in result.get("shape", {}):
         found = [of_step(path.name, result, row) for row in rows]
+    elif result.get("benchmark") == "scaling":
+        found = [of_scaling(path.name, result, row) for row in rows if tells_rates(row)]
     elif "activations.py" in str(result.get("command")):
         found = [of_activations(path.name, result, row) for row in rows]
     elif "device_peak_bytes" in result.get("memory", {}):

@@ -30,6 +30,8 @@ class Owner(StrEnum):
     """What bytes are for."""
 
     WEIGHTS = "weights"
+    GATHERED = "gathered weights"
+    """Of several ranks' parts, with the gradients of whole layers that are scattered again."""
     GRADIENTS = "gradients"
     STATE = "optimizer state"
     SLOTS = "staging slots"
@@ -47,10 +49,11 @@ class Sample:
     gradients: float
     activations: float
     loss: float = 0.0
+    gathered: float = 0.0
 
     @property
     def bytes(self) -> float:
-        return self.weights + self.gradients + self.activations + self.loss
+        return self.weights + self.gradients + self.activations + self.loss + self.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class StepModel:
         last_away = max((at for at, i in enumerate(self._numbers) if self._away[i]), default=-1)
         self._window = max(1, len(self._numbers) - 1 - last_away)
         self._weights = [layer.weight_bytes for layer in layers]
+        self._whole = [n * workload.ranks if workload.ranks > 1 else 0 for n in self._weights]
+        """Of layers that are gathered from several ranks."""
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
@@ -143,7 +148,8 @@ class StepModel:
             timeline.use(layer.name)
             held -= waiting.pop(layer.name, 0)
             base = kept + self._leaving(i)
-            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, i + 1))
+            gathered = self._gathered(i)
+            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, i + 1), gathered)
             kept += self._kept[i]
 
     def _backward(self, timeline: _Timeline) -> None:
@@ -154,7 +160,7 @@ class StepModel:
             made = next(made_by_layer)
             total -= self._kept[i]
             base = total + self._back(i)
-            weights = self._weights_at(i, i - 1)
+            weights = self._weights_at(i, i - 1), self._gathered_behind(i)
             after = [held, *(m.held_bytes for m in made)]
             self._moments(timeline, i, made, base, after, weights)
             held = after[-1]
@@ -165,9 +171,15 @@ class StepModel:
         return self._numbers[0] if self._numbers else 0
 
     def _moments(
-        self, timeline: _Timeline, i: int, made: Sequence[Made], base: float, after: Sequence[int], weights: float
+        self,
+        timeline: _Timeline,
+        i: int,
+        made: Sequence[Made],
+        base: float,
+        after: Sequence[int],
+        weights: tuple[float, float],
     ) -> None:
-        """The moments of a layer's backward, with gradient points where they come."""
+        """The moments of a layer's backward, with gradient points where they come; `weights`: and what is gathered."""
         done = 0
         # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
         reloaded = self._parked[i] if self._recomputed[i] else 0.0
@@ -177,14 +189,21 @@ class StepModel:
                     timeline.gradient(bucket)
                 done += 1
             gone = reloaded if moment.gradients else 0.0
-            self._sample(timeline, i, (moment,), base - gone, after, weights)
+            self._sample(timeline, i, (moment,), base - gone, after, *weights)
         for at in range(done, len(made)):
             for bucket in made[at].completed:
                 timeline.gradient(bucket)
-        timeline.samples.append(Sample(weights, after[-1], base))
+        timeline.samples.append(Sample(weights[0], after[-1], base, 0.0, weights[1]))
 
     def _sample(
-        self, timeline: _Timeline, i: int, moments: Sequence[Moment], base: float, held: Sequence[int], weights: float
+        self,
+        timeline: _Timeline,
+        i: int,
+        moments: Sequence[Moment],
+        base: float,
+        held: Sequence[int],
+        weights: float,
+        gathered: float,
     ) -> None:
         layer = self._workload.layers[i]
         behind = not layer.repeated and i > self._first
@@ -192,7 +211,8 @@ class StepModel:
             own = self._at(moment)
             gradients = held[min(moment.gradients, len(held) - 1)]
             gradients += self._gradients.temporary_bytes(layer, moment.gradients)
-            timeline.samples.append(Sample(weights, gradients, base if behind else base + own, own if behind else 0.0))
+            kept, loss = (base, own) if behind else (base + own, 0.0)
+            timeline.samples.append(Sample(weights, gradients, kept, loss, gathered))
 
     def _leaving(self, i: int) -> float:
         """Of layers before `i` in forward, saved tensors that are on their way to the host and still here."""
@@ -210,6 +230,18 @@ class StepModel:
         """While layer `i` runs, and `other` is fetched."""
         here = (at for at in {i, other} if at is not None and 0 <= at < len(self._weights) and self._offloaded[at])
         return self._always + sum(self._weights[at] for at in here)
+
+    def _gathered(self, i: int) -> float:
+        """While layer `i` runs forward: layers are gathered one by one, the next one while this one runs, and stay
+        until their backward; those of several microbatches until that of the last.
+        """
+        if self._workload.microbatches > 1:
+            return sum(self._whole)
+        return sum(self._whole[: i + 2])
+
+    def _gathered_behind(self, i: int) -> float:
+        """While it runs backward: the gradient of the whole layer is made, and that of the one behind it scattered."""
+        return sum(self._whole[: i + 1]) + sum(self._whole[i : i + 2])
 
     # ---------------------------------------------------------------- slots
 
@@ -266,6 +298,7 @@ class StepModel:
             Owner.SLOTS: slots_held,
             Owner.ACTIVATIONS: found.activations,
             Owner.LOSS: found.loss,
+            Owner.GATHERED: found.gathered,
         }
 
 

@@ -1,4 +1,8 @@
-"""Predicted bytes against those measured on a GPU: every result in benchmarks/results that tells enough."""
+"""Predicted bytes, and seconds of several GPUs, against those measured: every result in benchmarks/results that tells
+enough.
+
+Seen red: gathered weights left out, or kept through backward; experts' products at the rate of others.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from hostward.hardware_profile import profile
+
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -16,15 +22,18 @@ DEVICE_ERROR, HOST_ERROR, FEWEST = 0.03, 0.02, 12
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[list[Any]]:
-    # The programs there import one another as scripts do.
+def _programs() -> Iterator[None]:
+    """They import one another as scripts do."""
     sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import predictions
+    yield
+    sys.path.remove(str(BENCHMARKS))
 
-        yield [row for path in sorted((BENCHMARKS / "results").glob("*.json")) for row in predictions.rows_of(path)]
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+
+@pytest.fixture(scope="module")
+def rows(_programs: None) -> list[Any]:
+    import predictions
+
+    return [row for path in sorted((BENCHMARKS / "results").glob("*.json")) for row in predictions.rows_of(path)]
 
 
 def test_predicted_bytes_are_those_that_were_measured(rows: list[Any]) -> None:
@@ -35,5 +44,20 @@ def test_predicted_bytes_are_those_that_were_measured(rows: list[Any]) -> None:
 
 
 def test_most_of_them_are_far_closer(rows: list[Any]) -> None:
-    assert all(abs(row.device_error) < 0.002 for row in rows)
+    assert all(abs(row.device_error) < (0.002 if row.gpus == 1 and "scaling" not in row.file else 0.03) for row in rows)
     assert all(abs(row.host_error or 0.0) < 0.002 for row in rows)
+
+
+def test_several_gpus_are_among_them(rows: list[Any]) -> None:
+    """Gathered weights stay until backward: left out, the peak was predicted up to 28 % too low."""
+    assert sum(row.gpus > 1 for row in rows) >= FEWEST
+    assert all(row.device_error > -0.001 for row in rows if row.gpus > 1)
+
+
+def test_seconds_of_several_gpus_are_near_those_that_were_measured(_programs: None) -> None:
+    import prediction_times
+
+    files = sorted((BENCHMARKS / "results").glob("*scaling*.json"))
+    several = [row for row in prediction_times.rows_of(files, profile("h200")) if row.gpus > 1]
+    assert len(several) >= FEWEST
+    assert all(abs(row.error) < 0.1 for row in several)

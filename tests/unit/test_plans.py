@@ -285,9 +285,10 @@ def test_a_share_of_a_model_on_each_of_several_gpus() -> None:
     assert part.inventory.numel == pytest.approx(whole.inventory.numel / 4, rel=1e-3)
     assert part.microbatches == 2
     choice = answered("qwen-30b-a3b", "h200", 4, 500).frontier.base.choice
-    one, gathered = required(part, choice), required_of(part)(part, choice)
+    one, gathered = required(replace(part, ranks=1), choice), required_of(part)(part, choice)
     more = gathered.device_peak_bytes - one.device_peak_bytes
-    assert more > 2 * max(layer.weight_bytes for layer in whole.repeated)
+    # Layers are gathered one by one and stay until their backward: at one moment nearly all are whole.
+    assert 0.9 * whole.weight_bytes < more < 1.1 * whole.weight_bytes
 
 
 def test_default_budgets_are_the_machines_less_a_reserve() -> None:

@@ -11,11 +11,13 @@ from hostward.inventory import Bucket, MasterKind
 from hostward.plan import Placement
 from hostward.workload import Layer, PerToken, Workload
 
-from .speeds import HOST_STEP_BYTES, LAYER_S, Speeds
+from .speeds import GROUPED_SHARE, HOST_STEP_BYTES, LAYER_S, Speeds
 
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward over those of its forward: it makes the scores again."""
 _TRAFFIC_BACKWARD = 2.0
+EXPERTS = ("expert_fc1", "expert_fc2")
+"""Parts of a layer whose matrix products are in groups, one for each expert."""
 LARGEST_UNIT = 160
 """Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
 
@@ -74,8 +76,11 @@ class Costs:
         workload, speeds = self.workload, self.speeds
         tokens, sequence = workload.microbatch_tokens, workload.sequence_tokens
 
-        def seconds(flops: float, traffic_bytes: float, passes: float) -> float:
-            return flops / speeds.flops_per_s + traffic_bytes / speeds.traffic_bytes_per_s + passes * LAYER_S
+        grouped = sum(part.recompute_flops.of(tokens, sequence) for part in layer.saved if part.name in EXPERTS)
+
+        def seconds(flops: float, grouped_flops: float, traffic_bytes: float, passes: float) -> float:
+            as_flops = flops + grouped_flops * (1 / GROUPED_SHARE - 1)
+            return as_flops / speeds.flops_per_s + traffic_bytes / speeds.traffic_bytes_per_s + passes * LAYER_S
 
         flops, traffic = layer.forward_flops, layer.forward_traffic_bytes.of(tokens, sequence)
         trained = layer.trained_weight_bytes / layer.weight_bytes if layer.weight_bytes else 1.0
@@ -86,9 +91,9 @@ class Costs:
         again_traffic = sum(part.recompute_traffic_bytes.of(tokens, sequence) for part in again)
         return LayerCost(
             layer,
-            seconds(flops.of(tokens, sequence), traffic, passes),
-            seconds(back.of(tokens, sequence), _TRAFFIC_BACKWARD * traffic, 2 * passes),
-            seconds(again_flops, again_traffic, 0.0),
+            seconds(flops.of(tokens, sequence), grouped, traffic, passes),
+            seconds(back.of(tokens, sequence), (1 + trained) * grouped, _TRAFFIC_BACKWARD * traffic, 2 * passes),
+            seconds(again_flops, 0.0, again_traffic, 0.0),
             layer.saved_bytes.of(tokens, sequence),
             sum(part.bytes.of(tokens, sequence) for part in again),
             layer.input_bytes.of(tokens, sequence),

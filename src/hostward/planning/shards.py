@@ -8,13 +8,11 @@ from dataclasses import replace
 from hostward.choice import Choice
 from hostward.errors import ConfigError
 from hostward.inventory import Inventory, Parameter, cut_buckets, master_kind
-from hostward.memory_model import FIRST_STEP, STEADY_STEP, MemoryModel, Needs, PhaseNeeds, required
+from hostward.memory_model import MemoryModel, Needs, required
 from hostward.rank_parts import first_parts
 from hostward.workload import Layer, Workload
 
 from .needs import Required
-
-GATHERED = "gathered weights"
 
 
 def sharded(workload: Workload, ranks: int) -> Workload:
@@ -55,30 +53,10 @@ def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
 
 
 def required_of(workload: Workload) -> Required:
-    """The memory model of a workload and of others of the same ranks: with several, whole layers are gathered for their
-    forward and backward, two at a time, and what is outside of the layers for both.
-    """
+    """The memory model of a workload and of others of the same ranks."""
     model = MemoryModel(workload)
 
-    def whole(asked: Workload, choice: Choice) -> Needs:
+    def needs(asked: Workload, choice: Choice) -> Needs:
         return model.required(choice) if asked is workload else required(asked, choice)
 
-    if workload.ranks == 1:
-        return whole
-    repeated = [layer.weight_bytes * workload.ranks for layer in workload.repeated]
-    outside = sum(layer.weight_bytes * workload.ranks for layer in workload.layers if not layer.repeated)
-    # Besides the two, the gradient of one before it is scattered.
-    gathered_bytes = outside + 3 * max(repeated, default=0)
-
-    def needs(asked: Workload, choice: Choice) -> Needs:
-        found = whole(asked, choice)
-        phases = tuple(_gathering(phase, gathered_bytes) for phase in found.phases)
-        return replace(found, phases=phases)
-
     return needs
-
-
-def _gathering(phase: PhaseNeeds, gathered_bytes: int) -> PhaseNeeds:
-    if phase.name not in (FIRST_STEP, STEADY_STEP):
-        return phase
-    return replace(phase, device={**phase.device, GATHERED: gathered_bytes})
