@@ -22,7 +22,7 @@ DEVICE_ERROR, HOST_ERROR, FEWEST = 0.03, 0.02, 12
 
 
 @pytest.fixture(scope="module")
-def _programs() -> Iterator[None]:
+def programs() -> Iterator[None]:
     """They import one another as scripts do."""
     sys.path.insert(0, str(BENCHMARKS))
     yield
@@ -30,7 +30,7 @@ def _programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def rows(_programs: None) -> list[Any]:
+def rows(programs: None) -> list[Any]:
     import predictions
 
     return [row for path in sorted((BENCHMARKS / "results").glob("*.json")) for row in predictions.rows_of(path)]
@@ -54,7 +54,8 @@ def test_several_gpus_are_among_them(rows: list[Any]) -> None:
     assert all(row.device_error > -0.001 for row in rows if row.gpus > 1)
 
 
-def test_seconds_of_several_gpus_are_near_those_that_were_measured(_programs: None) -> None:
+@pytest.mark.usefixtures("programs")
+def test_seconds_of_several_gpus_are_near_those_that_were_measured() -> None:
     import prediction_times
 
     files = sorted((BENCHMARKS / "results").glob("*scaling*.json"))
