@@ -91,8 +91,9 @@ class Gradients:
 
     def temporary_bytes(self, layer: Layer, made: int) -> int:
         """Of a gradient on its way to be added to what is there: as autograd made it, and in float32."""
-        sizes = (self._added_bytes.get(name, 0) for name in layer.gradients[:made])
-        return max(sizes, default=0) if self.accumulate else 0
+        if not self.accumulate:
+            return 0
+        return max((self._added_bytes.get(name, 0) for name in layer.gradients[:made]), default=0)
 
     def backward(self) -> Iterator[list[Made]]:
         """By layer, from last to first: after each of its gradients, in order."""

@@ -105,11 +105,15 @@ class StepModel:
         self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
         """Of saved tensors on the host."""
         self._parked = [n if away else 0.0 for away, n in zip(self._away, kept, strict=True)]
+        self._parked_before = [0.0, *accumulate(self._parked[i] for i in self._numbers)]
+        """By place among the list's layers, of all before it."""
         last_away = max((at for at, i in enumerate(self._numbers) if self._away[i]), default=-1)
         self._window = max(1, len(self._numbers) - 1 - last_away)
         self._weights = [layer.weight_bytes for layer in layers]
         self._whole = [n * workload.ranks if workload.ranks > 1 else 0 for n in self._weights]
         """Of layers that are gathered from several ranks."""
+        self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
+        """By layer, those of all before it."""
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
@@ -217,14 +221,14 @@ class StepModel:
     def _leaving(self, i: int) -> float:
         """Of layers before `i` in forward, saved tensors that are on their way to the host and still here."""
         at = self._visits[i]
-        return sum(self._parked[self._numbers[v]] for v in range(max(0, at - self._window + 1), at))
+        return self._parked_before[at] - self._parked_before[min(at, max(0, at - self._window + 1))]
 
     def _back(self, i: int) -> float:
         """Of layers before `i` in backward, saved tensors that are here again, or on their way."""
         at = self._visits[i]
         if at == len(self._numbers):
             return 0.0
-        return sum(self._parked[self._numbers[v]] for v in range(max(0, at - self._window), at))
+        return self._parked_before[at] - self._parked_before[max(0, at - self._window)]
 
     def _weights_at(self, i: int, other: int | None) -> float:
         """While layer `i` runs, and `other` is fetched."""
@@ -236,12 +240,13 @@ class StepModel:
         until their backward; those of several microbatches until that of the last.
         """
         if self._workload.microbatches > 1:
-            return sum(self._whole)
-        return sum(self._whole[: i + 2])
+            return self._whole_before[-1]
+        return self._whole_before[i + 2]
 
     def _gathered_behind(self, i: int) -> float:
         """While it runs backward: the gradient of the whole layer is made, and that of the one behind it scattered."""
-        return sum(self._whole[: i + 1]) + sum(self._whole[i : i + 2])
+        before = self._whole_before
+        return before[i + 1] + before[i + 2] - before[i]
 
     # ---------------------------------------------------------------- slots
 
