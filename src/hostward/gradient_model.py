@@ -11,7 +11,7 @@ from .inventory import Bucket, Dtype
 from .lowering.optimizer import GRADIENTS_IN_FLIGHT
 from .plan import Placement
 from .planner import summed_on_host
-from .workload import Layer, Workload
+from .workload import Curve, Layer, Way, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Facts:
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
         """Elements, with what aligns ranges."""
+        self.curves: dict[tuple[str, Way], Curve] = {}
+        """Of layers that come without, as they are made."""
 
 
 class Gradients:

@@ -95,7 +95,8 @@ class StepModel:
         keeps: list[Keep | None] = [None] * len(layers)
         for i, keep in zip(self._numbers, choice.activations, strict=True):
             keeps[i] = keep
-        self._curves = [_curve_of(layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
+        ways = [Way.KEEP if keep is None else _WAYS[keep] for keep in keeps]
+        self._curves = [_curve_of(layer, way, facts.curves) for layer, way in zip(layers, ways, strict=True)]
         self._bytes_at: dict[int, float] = {}
         """By the moment's object: layers of a kind share theirs."""
         kept = [self._at(curve.kept) for curve in self._curves]
@@ -142,6 +143,20 @@ class StepModel:
         self._forward(timeline)
         self._backward(timeline)
         return timeline
+
+    @cached_property
+    def _between(self) -> Sequence[Sample]:
+        """Of a backward before the last, in which layers that are gathered stay so: no slot is taken there."""
+        timeline, total = _Timeline(), sum(self._kept)
+        if self._workload.ranks == 1 or self._workload.microbatches == 1:
+            return ()  # the last is the fullest
+        for i in reversed(range(len(self._workload.layers))):
+            total -= self._kept[i]
+            before = self._whole_before
+            gathered = before[-1] + before[i + 2] - before[i]
+            held, weights = [self._gradients.before_bytes], self._weights_at(i, i - 1)
+            self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
+        return timeline.samples
 
     def _forward(self, timeline: _Timeline) -> None:
         layers = self._workload.layers
@@ -297,6 +312,9 @@ class StepModel:
 
         most = max(range(len(samples)), key=lambda t: samples[t].bytes + slots_at(t))
         found, slots_held = samples[most], slots_at(most)
+        fullest = max(self._between, key=lambda sample: sample.bytes, default=found)
+        if fullest.bytes > found.bytes + slots_held:
+            found, slots_held = fullest, 0
         return {
             Owner.WEIGHTS: found.weights,
             Owner.GRADIENTS: found.gradients,
@@ -307,13 +325,19 @@ class StepModel:
         }
 
 
-def _curve_of(layer: Layer, keep: Keep | None) -> Curve:
+def _curve_of(layer: Layer, way: Way, made: dict[tuple[str, Way], Curve]) -> Curve:
     """How a layer runs: one without norms and activations that can run again keeps all. Without curves, from what is
-    known in sum.
+    known in sum, once: `made`.
     """
-    way = Way.KEEP if keep is None else _WAYS[keep]
     if layer.curves:
         return layer.curves.get(way) or layer.curves[Way.KEEP]
+    key = layer.name, way
+    if key not in made:
+        made[key] = _curve_in_sum(layer, way)
+    return made[key]
+
+
+def _curve_in_sum(layer: Layer, way: Way) -> Curve:
     saved, kept = layer.saved_bytes, layer.saved_bytes
     if way is Way.RECOMPUTE:
         kept = layer.input_bytes

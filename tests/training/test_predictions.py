@@ -44,7 +44,10 @@ def test_predicted_bytes_are_those_that_were_measured(rows: list[Any]) -> None:
 
 
 def test_most_of_them_are_far_closer(rows: list[Any]) -> None:
-    assert all(abs(row.device_error) < (0.002 if row.gpus == 1 and "scaling" not in row.file else 0.03) for row in rows)
+    # Of several GPUs the whole gradient of a layer is counted from the beginning of its backward. One row of a GPU is
+    # far off, for a reason that is not known: fewer slots were taken than there was room for by the model.
+    near = {"2026-11-22-scaling-one-of-two-8k.json": 0.03}
+    assert all(abs(row.device_error) < near.get(row.file, 0.002 if row.gpus == 1 else 0.02) for row in rows)
     assert all(abs(row.host_error or 0.0) < 0.002 for row in rows)
 
 

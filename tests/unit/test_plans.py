@@ -298,3 +298,15 @@ def test_default_budgets_are_the_machines_less_a_reserve() -> None:
     assert h200.gpu is not None
     assert found == Budgets(h200.gpu.memory_bytes - 2 * GIB, 45 * GIB, 25 * GIB)
     assert default_budgets(h200, 1).host_bytes is None
+
+
+def test_layers_stay_gathered_in_every_backward_but_the_last() -> None:
+    """Where no slots are taken, a backward before the last is the fullest: everything is gathered until its end."""
+    whole = llama(layers=8, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocab=1000, sequence=512, microbatches=4)
+    one, several = sharded(replace(whole, microbatches=2), 2), sharded(replace(whole, microbatches=8), 2)
+    device = (Placement.DEVICE,) * len(one.inventory.buckets)
+    choice = Choice(device, (Keep.RECOMPUTE,) * 8)
+    last, more = required(one, choice).phase(STEADY_STEP).device, required(several, choice).phase(STEADY_STEP).device
+    layer_bytes = 2 * several.repeated[0].weight_bytes
+    assert last["gathered weights"] <= 2 * one.weight_bytes + layer_bytes
+    assert more["gathered weights"] >= 2 * several.weight_bytes + 1.9 * layer_bytes

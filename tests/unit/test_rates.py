@@ -104,10 +104,17 @@ def test_a_share_read_ahead_is_a_share(wrong: object) -> None:
     assert caught.value.fix == "read_ahead=0.5 is half of it, 0 none, 1 all"
 
 
-@pytest.mark.parametrize("streamed", [0.0, 0.5])
-def test_a_share_read_ahead_says_nothing_beside_a_mix_by_hand(streamed: float) -> None:
-    with pytest.raises(ConfigError, match=f"read_ahead=0.5 and streamed_fraction={streamed}"):
-        Mix(1.0, streamed, read_ahead=0.5)
+@pytest.mark.parametrize(("streamed", "plan"), [(0.0, None), (0.5, None), ("auto", "plan.json")])
+def test_a_share_read_ahead_says_nothing_beside_a_mix_by_hand_or_a_plan(
+    streamed: float | str, plan: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=r"read_ahead=0\.5 where no share is chosen by rates"):
+        Mix(1.0, streamed, plan, read_ahead=0.5)
+
+
+def test_a_share_read_ahead_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    Mix(0.0, "auto", read_ahead=0.5)
+    assert "read_ahead=0.5 does nothing while offload_fraction=0" in caplog.text
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [(0.75, 0.75), (0.0, 0.0)])

@@ -67,10 +67,11 @@ def test_nothing_is_read_ahead_where_nothing_is_streamed_or_the_step_is_serial()
 def test_more_time_and_a_faster_link_read_no_less(sequence: int, rate: float, faster: float) -> None:
     longer = replace(SMALL, sequence_tokens=2 * sequence)
     shorter = replace(SMALL, sequence_tokens=sequence)
-    room = replace(required(SMALL, ALL), stage_at=(0,) * 5 + (len(SMALL.inventory.buckets) - 1,) * 5)
+    room = replace(required(SMALL, ALL), stage_at=(len(SMALL.inventory.buckets) - 1,) * 5 + (0,) * 5)
     found = ahead(linked(rate), workload=shorter, needs=room)
     assert 0.0 <= found <= ahead(linked(rate * faster), workload=shorter, needs=room) <= 1.0
     assert found <= ahead(linked(rate), workload=longer, needs=room)
+    assert ahead(linked(1e15), workload=shorter, needs=room) > 0
 
 
 def test_longer_sequences_stream_more() -> None:

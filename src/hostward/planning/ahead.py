@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostward.choice import Choice
+from hostward.choice import LEAVES, Choice
 from hostward.lowering.staging import slot_bytes, streamed_bytes
 from hostward.memory_model import Needs
 from hostward.plan import Placement
@@ -28,7 +28,9 @@ def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
     for i in reversed(range(len(costs.layers))):
         over_s += costs.layers[i].backward_s + (costs.layers[i].again_s(keep[i]) if i in keep else 0.0)
         ends_s[costs.layers[i].layer.name] = over_s
-    read_s, count = 0.0, 0
+    # Saved tensors that come back go first.
+    reloaded = sum(costs.layers[i].held_bytes(kept) for i, kept in keep.items() if kept in LEAVES)
+    read_s, count = reloaded / costs.speeds.h2d_bytes_per_s, 0
     for bucket in needs.stage_at:
         read_s = max(read_s, ends_s.get(buckets[bucket].layer, over_s)) + slot_s
         count += read_s <= over_s

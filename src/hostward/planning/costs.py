@@ -16,8 +16,8 @@ from .speeds import GROUPED_SHARE, HOST_STEP_BYTES, LAYER_S, Speeds
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward over those of its forward: it makes the scores again."""
 _TRAFFIC_BACKWARD = 2.0
-EXPERTS = ("expert_fc1", "expert_fc2")
-"""Parts of a layer whose matrix products are in groups, one for each expert."""
+EXPERTS = "expert_fc1"
+"""The part of a layer whose matrix products are in groups, one for each expert."""
 LARGEST_UNIT = 160
 """Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
 
@@ -76,7 +76,7 @@ class Costs:
         workload, speeds = self.workload, self.speeds
         tokens, sequence = workload.microbatch_tokens, workload.sequence_tokens
 
-        grouped = sum(part.recompute_flops.of(tokens, sequence) for part in layer.saved if part.name in EXPERTS)
+        grouped = sum(part.recompute_flops.of(tokens, sequence) for part in layer.saved if part.name == EXPERTS)
 
         def seconds(flops: float, grouped_flops: float, traffic_bytes: float, passes: float) -> float:
             as_flops = flops + grouped_flops * (1 / GROUPED_SHARE - 1)

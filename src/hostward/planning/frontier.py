@@ -30,6 +30,7 @@ HOST_LEVELS = (0.7, 0.4, 0.2)
 _HOST_DEVICE_LEVELS = 4
 _EVEN_PARTS = 16
 _HOST_PARTS = 8
+_SAME_SHARE = 0.05
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -167,8 +168,9 @@ class Frontier:
         for fraction in [part / _EVEN_PARTS for part in range(1, _EVEN_PARTS + 1)]:
             for keep in _EVEN:
                 early = balanced_share(speeds, workload, min(1.0, ahead[keep] / fraction))
-                # Streamed state takes slots and page-locked memory, so the smaller share is tried as well.
-                asked += [(fraction, share, keep), (fraction, early, keep)]
+                # What is streamed takes slots and page-locked memory: two shares, two ways of using it.
+                shares = (share, early) if abs(early - share) > _SAME_SHARE else (share,)
+                asked += [(fraction, chosen, keep) for chosen in shares]
         # Nothing streamed: that state is not page-locked, and takes no staging slots.
         asked += [(part / _HOST_PARTS, 0.0, keep) for part in range(1, _HOST_PARTS + 1) for keep in _EVEN]
         if self.workload.microbatches > 1:

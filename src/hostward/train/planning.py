@@ -55,6 +55,7 @@ def readable_ahead(config: Config, workload: Workload, costs: Costs) -> float:
     choice = Choice(
         tuple(row.placement for row in streamed.buckets),
         tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(workload.repeated))),
+        gradients_on_host=bool(forced.gradients_on_host),
         staging_bytes=forced.staging_bytes,
         captured=captured(config),
         serial=serial(config),

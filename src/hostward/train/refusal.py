@@ -56,7 +56,7 @@ class Weighed:
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
     read_ahead: float | None = None
-    """Share of all state that can be read while backward runs; None where nothing depends on it."""
+    """Share of all state that can be read while backward runs; None: not known, or nothing depends on it."""
 
 
 def require_fit(
@@ -99,11 +99,11 @@ def require_fit(
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first  # a plan brings its own
-    frontier = others(workload, hardware, ranks.size, budgets) if drawn and hardware is not None else ()
-    predicted = estimate(workload, choice, needs, plan, hardware, ranks.size)
+    frontier = others(workload, hardware, ranks.local_size, budgets) if drawn and hardware is not None else ()
+    predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size)
     if plan is not None or hardware is None or not isinstance(shares(config).streamed_fraction, str):
         return Weighed(predicted, frontier)
-    costs = Costs(workload, speeds_of(hardware, ranks.size))
+    costs = Costs(workload, speeds_of(hardware, ranks.local_size))
     return Weighed(predicted, frontier, readable_ahead(config, workload, costs))
 
 

@@ -182,12 +182,14 @@ def _gradients_of(plan: PlanFile) -> str:
 
 def _require_use(streamed: float | str, offload_fraction: object, plan: object, read_ahead: float | None) -> None:
     """A share that is asked for must be of something."""
-    if read_ahead is not None and streamed != AUTO:
+    if read_ahead is not None and (streamed != AUTO or plan is not None):
         raise ConfigError(
-            f"read_ahead={read_ahead} and streamed_fraction={streamed}",
-            why='it is looked at where streamed_fraction="auto" is chosen by rates, and nowhere else',
-            fix='leave read_ahead out, or streamed_fraction="auto"',
+            f"read_ahead={read_ahead} where no share is chosen by rates",
+            why='it is looked at with streamed_fraction="auto" alone, without a plan and without use_torch_optimizer',
+            fix="leave read_ahead out",
         )
+    if read_ahead is not None and not offload_fraction:
+        log.warning("read_ahead=%s does nothing while offload_fraction=0: nothing is streamed", read_ahead)
     if isinstance(streamed, str) or not streamed:
         return
     if plan is not None:
