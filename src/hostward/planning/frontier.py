@@ -31,6 +31,7 @@ _HOST_DEVICE_LEVELS = 4
 _EVEN_PARTS = 16
 _HOST_PARTS = 8
 _SAME_SHARE = 0.05
+"""Shares of streamed state that differ by no more are not both tried."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 

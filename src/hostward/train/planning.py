@@ -13,12 +13,11 @@ from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
 from hostward.plan import Placement
 from hostward.planner import place_fraction
-from hostward.planning.ahead import read_ahead
+from hostward.planning.ahead import readable_ahead
 from hostward.planning.assignment import Forced
 from hostward.planning.costs import Costs
-from hostward.planning.shards import required_of
 from hostward.planning.speeds import Speeds, balanced_share
-from hostward.rule_table import captured, serial
+from hostward.rule_table import serial
 from hostward.sizes import MIB
 from hostward.workload import Workload
 
@@ -43,24 +42,13 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
     if isinstance(share, str):
         share = 0.0
         if speeds is not None and asked.offload_fraction:
-            ahead = readable_ahead(config, workload, Costs(workload, speeds))
+            keeps = tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(workload.repeated)))
+            on_host = bool(forced.gradients_on_host)
+            choice = Choice((), keeps, frozenset(), on_host, forced.staging_bytes, serial=serial(config))
+            ahead = readable_ahead(Costs(workload, speeds), choice)
             share = balanced_share(speeds, workload, min(1.0, ahead / asked.offload_fraction))
     plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
     return replace(forced, placements={i: row.placement for i, row in enumerate(plan.buckets)})
-
-
-def readable_ahead(config: Config, workload: Workload, costs: Costs) -> float:
-    """Share of all state that can be read while backward runs, where the options divide it by an "auto" mix."""
-    forced, streamed = _besides_placements(config, workload), place_fraction(workload.inventory.buckets, 1.0, 1.0)
-    choice = Choice(
-        tuple(row.placement for row in streamed.buckets),
-        tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(workload.repeated))),
-        gradients_on_host=bool(forced.gradients_on_host),
-        staging_bytes=forced.staging_bytes,
-        captured=captured(config),
-        serial=serial(config),
-    )
-    return read_ahead(costs, choice, required_of(workload)(workload, choice))
 
 
 def _besides_placements(config: Config, workload: Workload) -> Forced:

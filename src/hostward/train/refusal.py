@@ -15,8 +15,9 @@ from hostward.errors import ModelError, NotBuiltError
 from hostward.hardware import host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype, cut_buckets
-from hostward.memory_model import Needs
+from hostward.memory_model import Needs, required
 from hostward.plan import Placement
+from hostward.planning.ahead import readable_ahead
 from hostward.planning.assignment import Forced
 from hostward.planning.costs import Costs
 from hostward.planning.frontier import Frontier
@@ -37,7 +38,7 @@ from hostward.workload import Workload
 from .memory import Need
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
-from .planning import asked_of, phases_of, readable_ahead, require_by_rows
+from .planning import asked_of, phases_of, require_by_rows
 from .ranks import Ranks
 from .shares import shares
 from .workload import recipe_workload
@@ -93,7 +94,7 @@ def require_fit(
     if ranks.divided:
         workload = sharded(workload, ranks.size)
     choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
-    needs = required_of(workload)(workload, choice)
+    needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     refuse(needs, budgets, CURE)
     # Predicted seconds are those of a step that hides behind forward and backward.
@@ -101,10 +102,11 @@ def require_fit(
     drawn = plan is None and ranks.first  # a plan brings its own
     frontier = others(workload, hardware, ranks.local_size, budgets) if drawn and hardware is not None else ()
     predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size)
-    if plan is not None or hardware is None or not isinstance(shares(config).streamed_fraction, str):
+    asked = shares(config)
+    if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
         return Weighed(predicted, frontier)
     costs = Costs(workload, speeds_of(hardware, ranks.local_size))
-    return Weighed(predicted, frontier, readable_ahead(config, workload, costs))
+    return Weighed(predicted, frontier, readable_ahead(costs, choice))
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:
