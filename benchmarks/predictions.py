@@ -44,7 +44,7 @@ from training_row import SHAPES, TORCH, Shape, build, loss_of, row_options
 from machine import describe
 
 GIB = 1 << 30
-_FINE, _NEAR = 4000, 0.02
+_FINE, _NEAR = 8000, 0.05
 _OFF = 0.001
 """Shares of all parameters may differ by so much: which one was chosen is known in whole buckets alone."""
 
@@ -196,7 +196,8 @@ def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choic
     buckets = work.inventory.buckets
     placements: Sequence[Placement] = (Placement.DEVICE,) * len(buckets)
     if row["fraction"]:
-        asked = "auto" if row["mix"] == "auto" else float(row["mix"])
+        share = row["mix"].partition("@")[0]
+        asked = "auto" if share == "auto" else float(share)
         streamed = row["of_ranks"][0]["parameters_by_placement"].get("streamed", 0)
         placements = tuple(b.placement for b in streamed_like(work, row["fraction"], asked, streamed).buckets)
     keeps = asked_of(config, work, None).activations

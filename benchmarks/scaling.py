@@ -15,9 +15,9 @@ first for each length, and is what the others are compared with. Columns:
 
 One process (`torchrun --nproc-per-node 1`) shows what several take beyond what they share: compare `over floor`.
 
-Roofs are measured by all ranks at once before the first row: parameters per second that the host's cores read, modify
-and write, bytes per second of the links, bytes per second of the host's memory with both. With an exact norm the state
-that is on the host is written after backward, so the floor is
+Roofs are measured by all ranks at once before each row, because hosts that are shared change from minute to minute:
+parameters per second that the host's cores read, modify and write, bytes per second of the links, bytes per second of
+the host's memory with both. With an exact norm the state that is on the host is written after backward, so the floor is
 
     base + max(0, after - forward)
     after = min over s of max((1 - s) P / cores, 10 s P / link, (left + 2 (1 - s) P) / link,
@@ -126,13 +126,14 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         f"model.seq_length={length}",
         f"train.global_batch_size={ranks.size}",
         "train.micro_batch_size=1",
-        f"train.train_iters={a.warmup + a.steps + 1}",
+        f"train.train_iters={a.warmup + a.steps + 3}",
         "dataset.format=mock",
         f"model.deterministic_mode={a.deterministic}",
     ]
     if fraction:
         words += ["optimizer.optimizer_cpu_offload=True", f"optimizer.optimizer_offload_fraction={fraction}"]
-        words += [f"optimizer.offload_mix={mix}"]
+        share, _, threads = mix.partition("@")
+        words += [f"optimizer.offload_mix={share}"] + [f"optimizer.host_threads={threads}"] * bool(threads)
     began_s = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     run = loop.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
@@ -151,6 +152,8 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     placements: dict[str, int] = {}
     for bucket in run.optimizer.plan.buckets:
         placements[bucket.placement.value] = placements.get(bucket.placement.value, 0) + bucket.numel
+    if a.trace is not None and fraction:
+        traced(run, a.trace / f"{length}-{fraction}-{mix.replace('@', '-')}-rank{ranks.rank}.json")
     mine = {
         "step_s": statistics.median(steps),
         "steps_s": steps,
@@ -176,7 +179,16 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     return found
 
 
-def derive(rows: list[dict[str, Any]], roofs: dict[str, Any], *, deterministic: bool) -> None:
+def traced(run: loop.Run, path: Path) -> None:
+    """Two further iterations with every operation timed: of what is behind the first norm, the second waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with run.optimizer.trace() as trace:
+        for _ in range(2):
+            loop.train_iteration(run)
+    trace.write(path)
+
+
+def derive(rows: list[dict[str, Any]], *, deterministic: bool) -> None:
     """What follows from rows of all ranks."""
     bases: dict[int, dict[str, Any]] = {}
     for r in rows:
@@ -200,7 +212,7 @@ def derive(rows: list[dict[str, Any]], roofs: dict[str, Any], *, deterministic: 
         )
         r["parameters_away"] = away
         r["ratio"] = r["step_s"] / base["step_s"]
-        after_s = after_norm_s(away, base["step_s"] - base["forward_s"], roofs)
+        after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"])
         r["floor_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
         r["over_floor"] = r["ratio"] / r["floor_ratio"]
         if deterministic:
@@ -213,7 +225,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=[8192])
     parser.add_argument("--fractions", type=lambda text: [float(word) for word in text.split(",")], default=[0.0, 1.0])
     parser.add_argument(
-        "--mix", default="auto", help="optimizer.offload_mix of rows with a fraction; several: one row each"
+        "--mix",
+        default="auto",
+        help="optimizer.offload_mix of rows with a fraction, @N: and N host threads; several: one row each",
     )
     parser.add_argument(
         "--warmup", type=int, default=7, help="staging is settled after the third step, and paced after the fifth"
@@ -221,6 +235,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--time-limit-s", type=float, default=1e9, help="no row is begun later than this")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write each row's traces there, a file per rank")
     parser.add_argument("--json", type=Path)
     parser.add_argument("options", nargs="*")
     a = parser.parse_args()
@@ -228,17 +243,17 @@ def main() -> None:
     ranks = Ranks.of(os.environ)
     torch.cuda.set_device(ranks.local_rank)
     ranks.join(torch.device("cuda"), timedelta(minutes=10))
-    roofs = measured_roofs(ranks)
     rows: list[dict[str, Any]] = []
     for length in a.lengths:
         fractions = sorted({0.0, *a.fractions})
         for fraction, mix in [(f, m) for f in fractions for m in (a.mix.split(",") if f else ["auto"])]:
             if max(ranks.gather(time.monotonic() - began_s)) > a.time_limit_s:
                 continue
-            rows.append(row(a, ranks, length, fraction, mix))
+            roofs = measured_roofs(ranks)
+            rows.append(row(a, ranks, length, fraction, mix) | {"roofs": roofs})
             gc.collect()
             torch.cuda.empty_cache()
-            derive(rows, roofs, deterministic=a.deterministic)
+            derive(rows, deterministic=a.deterministic)
             if ranks.first:
                 show(rows[-1])
                 if a.json is not None:
@@ -246,22 +261,21 @@ def main() -> None:
                     launcher = f"torchrun --nproc-per-node {ranks.local_size}"
                     machine["command"] = f"{launcher} {machine['command'].partition(' ')[2]}"
                     written = {"benchmark": "scaling", "machine": machine, "recipe": a.recipe, "ranks": ranks.size}
-                    written |= {"options": a.options, "roofs": roofs, "rows": rows}
+                    written |= {"options": a.options, "rows": rows}
                     a.json.parent.mkdir(parents=True, exist_ok=True)
                     a.json.write_text(json.dumps(written, indent=1) + "\n")
-    if ranks.first:
-        print(f"host {roofs['parameters_per_s'] / 1e9:.2f} G parameters/s", end=", ")
-        print(f"link {roofs['d2h_bytes_per_s'] / 1e9:.0f} GB/s, memory {roofs['memory_bytes_per_s'] / 1e9:.0f} GB/s")
     ranks.leave()
 
 
 def show(r: dict[str, Any]) -> None:
+    roofs = r["roofs"]
     print(
-        f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>4}  step {r['step_s'] * 1e3:7.1f} ms  "
+        f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>7}  step {r['step_s'] * 1e3:7.1f} ms  "
         f"ratio {r['ratio']:5.3f}  "
         f"floor {r['floor_ratio']:5.3f}  device {r['device_bytes'] / GIB:6.1f} GiB  "
         f"host {r['host_bytes'] / GIB:6.1f} ({r['pinned_bytes'] / GIB:.1f}) GiB"
-        + (f"  same {r['same']}" if "same" in r else ""),
+        f"  of {roofs['parameters_per_s'] / 1e9:.2f} G/s, {roofs['d2h_bytes_per_s'] / 1e9:.0f} GB/s link, "
+        f"{roofs['memory_bytes_per_s'] / 1e9:.0f} memory" + (f"  same {r['same']}" if "same" in r else ""),
         flush=True,
     )
 
