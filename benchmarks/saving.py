@@ -3,8 +3,9 @@
     python benchmarks/saving.py --folder /mnt/disk --layers 16 --width 4096 --json benchmarks/results/DATE-saving.json
 
 A stack of linear layers is trained with random input. First the disk: as many bytes as a checkpoint has, by as many
-threads as a save has, written plainly into files of their own and made durable. Then --steps steps without a save, and
-for each way of saving the steps that run while one checkpoint is saved, at least as many. Columns:
+threads as a save has, written plainly into files of their own and made durable; the best of four times. Then --steps
+steps without a save, and for each way of saving the steps that run while one checkpoint is saved, at least as many.
+Columns:
 
     step        median seconds of a step beside a save, over the median without one
     stall       seconds by which the steps until the save ended took longer than as many without a save
@@ -55,16 +56,21 @@ class Stack(torch.nn.Module):
         return x
 
 
-def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
-    """Plain writes of several threads into files of their own, made durable."""
+def disk_bytes_per_s(folder: Path, size_bytes: int, *, early: bool) -> float:
+    """Plain writes of several threads into files of their own, made durable; `early`: the disk is asked to begin with
+    every piece at once, and else left to begin when it likes.
+    """
     count = writer_count()
     data = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
 
     def write(path: Path) -> None:
         with path.open("wb", buffering=0) as file:
-            left = size_bytes // count
+            total = left = size_bytes // count
             while left > 0:
-                left -= file.write(data[: min(left, len(data))])
+                written = file.write(data[: min(left, len(data))])
+                if early:
+                    os.posix_fadvise(file.fileno(), total - left, written, os.POSIX_FADV_DONTNEED)
+                left -= written
             os.fsync(file.fileno())
 
     paths = [folder / f"plain{i}" for i in range(count)]
@@ -157,7 +163,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         checkpoint_bytes = parameters * (14 if args.dtype == "bf16" else 12)
-        disk = max(disk_bytes_per_s(folder, checkpoint_bytes) for _ in range(2))
+        disk = max(disk_bytes_per_s(folder, checkpoint_bytes, early=early) for early in (False, True, False, True))
         rows = [one(training, mode, folder, args.steps, disk) for mode in WAYS]
     print(f"{parameters:,} parameters, disk {disk / 1e9:.2f} GB/s")
     print(f"{'way':10}{'step':>8}{'stall s':>10}{'of 50':>8}{'save s':>9}{'GB/s':>8}{'of disk':>9}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -12,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
 from hostward import checkpoint, checkpoint_files
+from hostward.checkpoint_manifest import CHUNK_BYTES
 from hostward.checkpoint_plan import boxes_of
+from hostward.checkpoint_writer import CheckedFile
 from hostward.errors import CheckpointError
 from hostward.save_buffers import PIECE_BYTES, writer_count
 
@@ -46,6 +49,25 @@ def test_pieces_come_back_and_dcp_reads_them(large: tuple[Path, dict[str, torch.
         into = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
         load(path, into)
         assert all(torch.equal(into[name], tensors[name]) for name in tensors)
+
+
+def test_the_disk_begins_with_every_byte_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: all of it left to `fsync`."""
+    begun: list[tuple[int, int]] = []
+    there: list[int] = []
+
+    def advise(descriptor: int, start: int, size_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        there.append(os.fstat(descriptor).st_size)
+        begun.append((start, start + size_bytes))
+
+    monkeypatch.setattr("hostward.checkpoint_writer.os.posix_fadvise", advise)
+    with CheckedFile(tmp_path / "file") as file:
+        for size_bytes in (5, CHUNK_BYTES, 3, CHUNK_BYTES - 8, 2 * CHUNK_BYTES, 1):
+            file.write(bytes(size_bytes))
+    assert [start for start, _ in begun] == [0, *(stop for _, stop in begun[:-1])]
+    assert [stop for _, stop in begun] == there
+    assert there[-1] == file.size_bytes == 4 * CHUNK_BYTES + 1
 
 
 def test_only_the_chunks_that_are_read_have_to_be_sound(large: tuple[Path, dict[str, torch.Tensor]]) -> None:
