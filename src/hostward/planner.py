@@ -18,13 +18,11 @@ LARGEST_STREAMED = 1.25
 _SHARE_OF = {
     "offload_fraction": "of optimizer-state bytes that lives on the host",
     "streamed_fraction": "of the state on the host that is streamed through the device for its step",
-    "read_ahead": "of all state that can be read while backward runs",
 }
 _OR = {"offload_fraction": ' or "auto" with device_memory'}
 _HALF_OF = {
     "offload_fraction": "puts half of the state on the host",
     "streamed_fraction": "streams half of it",
-    "read_ahead": "is half of it",
 }
 
 

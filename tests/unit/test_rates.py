@@ -85,36 +85,54 @@ class OfADevice(SimulatedBackend):
         self.device = torch.device("cuda")
 
 
-def test_what_backward_hides_is_streamed_besides() -> None:
-    tracked = [Tracked(f"w{i}", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0) for i in range(2)]
-    buckets = cut_buckets(tuple(t.facts for t in tracked))
-    found = []
-    for fraction, ahead in ((1.0, None), (1.0, 0.1), (1.0, 0.4), (0.5, 0.4), (0.5, 0.9)):
-        mix = Mix(fraction, "auto", read_ahead=ahead)
-        mix.rates = Rates(4.226e9, 72.46e9, 2.915e9, 44.2e9, 49.5e9)
-        found.append(mix.streamed_share(OfADevice(), buckets, fraction))
-    # Of half of the state, what backward hides is twice as large a share; more than all of it cannot be hidden.
-    assert found == pytest.approx([0.431, 0.43, 0.52, 0.57, 0.57], abs=0.01)
+RATES = Rates(4.226e9, 72.46e9, 2.915e9, 44.2e9, 49.5e9)
+
+
+def tracked_weights() -> list[Tracked]:
+    return [Tracked(f"w{i}", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0) for i in range(2)]
+
+
+def test_who_knows_more_of_the_step_tells_the_share_by_the_rates() -> None:
+    asked: list[Rates] = []
+
+    def told(rates: Rates) -> float:
+        asked.append(rates)
+        return 0.75
+
+    mix, buckets = Mix(1.0, told), cut_buckets(tuple(t.facts for t in tracked_weights()))
+    mix.rates = RATES
+    assert [mix.streamed_share(OfADevice(), buckets, fraction) for fraction in (1.0, 0.5, 0.0)] == [0.75, 0.75, 0.0]
+    assert asked == [RATES]  # once: groups that come later are placed alike
+    assert mix.streamed_share(SimulatedBackend(threads=1), buckets, 1.0) == 0.0  # no link, nothing to overlap
+
+
+def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without parameters has a say as well, since all take part in the collective."""
+    told: list[float] = []
+
+    def most(share: float, *_: object) -> float:  # a collective of device tensors, which there are none of here
+        told.append(share)
+        return max(0.6, share)
+
+    monkeypatch.setattr("hostward.training.mix._most", most)
+    for buckets in (cut_buckets(tuple(t.facts for t in tracked_weights())), ()):
+        mix = Mix(1.0, lambda _: 0.25)
+        mix.rates = RATES
+        assert mix.streamed_share(OfADevice(), buckets, 1.0, Others()) == 0.6
+    assert told == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("wrong", [1.5, -0.1, "half", float("nan")])
-def test_a_share_read_ahead_is_a_share(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"read_ahead must be a number in \[0.0, 1.0\]") as caught:
-        Mix(1.0, "auto", read_ahead=wrong)  # type: ignore[arg-type]
-    assert caught.value.fix == "read_ahead=0.5 is half of it, 0 none, 1 all"
+def test_a_share_that_is_told_is_a_share(wrong: object) -> None:
+    mix, buckets = Mix(1.0, lambda _: wrong), cut_buckets(tuple(t.facts for t in tracked_weights()))  # type: ignore[arg-type, return-value]
+    mix.rates = RATES
+    with pytest.raises(ConfigError, match=r"streamed_fraction must be a number in \[0.0, 1.0\]"):
+        mix.streamed_share(OfADevice(), buckets, 1.0)
 
 
-@pytest.mark.parametrize(("streamed", "plan"), [(0.0, None), (0.5, None), ("auto", "plan.json")])
-def test_a_share_read_ahead_says_nothing_beside_a_mix_by_hand_or_a_plan(
-    streamed: float | str, plan: str | None
-) -> None:
-    with pytest.raises(ConfigError, match=r"read_ahead=0\.5 where no share is chosen by rates"):
-        Mix(1.0, streamed, plan, read_ahead=0.5)
-
-
-def test_a_share_read_ahead_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    Mix(0.0, "auto", read_ahead=0.5)
-    assert "read_ahead=0.5 does nothing while offload_fraction=0" in caplog.text
+def test_nobody_tells_a_share_beside_a_plan() -> None:
+    with pytest.raises(ConfigError, match=r"plan=\.\.\. and streamed_fraction="):
+        Mix(1.0, lambda _: 0.5, "plan.json")
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [(0.75, 0.75), (0.0, 0.0)])

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hostward.choice import LEAVES, Choice
 from hostward.lowering.staging import slot_bytes, streamed_bytes
-from hostward.memory_model import Needs, required
+from hostward.memory_model import Needs
 from hostward.plan import Placement
-from hostward.planner import place_fraction
 
 from .costs import Costs
-
-
-def readable_ahead(costs: Costs, choice: Choice) -> float:
-    """`read_ahead` of `choice` with all state streamed, for a mix that is not chosen yet."""
-    workload = costs.workload
-    rows = place_fraction(workload.inventory.buckets, 1.0, 1.0).buckets
-    streamed = replace(choice, placements=tuple(row.placement for row in rows))
-    return read_ahead(costs, streamed, required(workload, streamed))
 
 
 def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostward.errors import ConfigError
 from hostward.hardware import Rates
@@ -78,6 +78,19 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
     first = buckets[0]
     state_bytes, weight_bytes = state_bytes_per_element(first.kind), first.dtype.itemsize_bytes
     return streamed_share(rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
+
+
+def measured(speeds: Speeds, rates: Rates) -> Speeds:
+    """`speeds` with the host and the link as they were measured on the machine, by all of its ranks at once. The
+    direction to the device counts as fast as the other.
+    """
+    link, host = rates.d2h_bytes_per_s, rates.host_parameters_per_s
+    slowdown = _slowdown(
+        link, link, rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s, host, rates.busy_host_parameters_per_s
+    )
+    return replace(
+        speeds, h2d_bytes_per_s=link, d2h_bytes_per_s=link, host_parameters_per_s=host, slowdown=slowdown, assumed=()
+    )
 
 
 def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:

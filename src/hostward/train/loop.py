@@ -222,11 +222,10 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
         if resume_from is not None:
             resume.load_weights(model, resume_from)
         move(model, device, weights=waiting.layers)
-    # Known by each rank's own memory and GPU: all must stream the same share.
-    known = [ahead for ahead in ranks.gather(found.read_ahead) if ahead is not None]
-    read_ahead = min(known) if len(known) == ranks.size else None
+    # By each rank's own memory and GPU; where one does not know, none uses it.
+    mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
-    optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, read_ahead))
+    optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
     scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     for whole in [part.model for part in held.parts] or [model]:
         recompute_layers(whole, config, plan)

@@ -19,6 +19,7 @@ from hostward.planner import summed_on_host
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import captured, serial
 from hostward.sizes import MIB
+from hostward.training.mix import ShareOf
 from hostward.training.optimizer import AdamW
 from hostward.training.workload_of import inventory_of
 
@@ -92,15 +93,18 @@ def make_optimizer(
     config: Config,
     plan: PlanFile | None = None,
     cpus: CpuFacts | None = None,
-    read_ahead: float | None = None,
+    mix_of: ShareOf | None = None,
 ) -> AdamW:
     """The optimizer that the options describe; `plan` says where its state goes instead.
 
     Args:
         cpus: of the machine, for the threads of the host step where options give no number. None: as the system says.
-        read_ahead: share of all state that can be read while backward runs, for an "auto" mix; None: not known.
+        mix_of: tells what an "auto" mix streams; None: rates alone do.
     """
     options, asked = config.optimizer, shares(config)
+    streamed: float | str | ShareOf = asked.streamed_fraction if plan is None else 0.0
+    if isinstance(streamed, str) and mix_of is not None:
+        streamed = mix_of
     return AdamW(
         held.model,
         lr=options.lr,
@@ -108,8 +112,7 @@ def make_optimizer(
         max_grad_norm=options.clip_grad,
         offload_fraction=asked.offload_fraction if plan is None else 0.0,
         plan=plan,
-        streamed_fraction=asked.streamed_fraction if plan is None else 0.0,
-        read_ahead=read_ahead,
+        streamed_fraction=streamed,
         overlap=options.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=options.pin_cpu_grads,
         pin_weights=options.pin_cpu_params,

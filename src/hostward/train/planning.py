@@ -13,10 +13,10 @@ from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
 from hostward.plan import Placement
 from hostward.planner import place_fraction
-from hostward.planning.ahead import readable_ahead
 from hostward.planning.assignment import Forced
+from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
-from hostward.planning.speeds import Speeds, balanced_share
+from hostward.planning.speeds import Speeds
 from hostward.rule_table import serial
 from hostward.sizes import MIB
 from hostward.workload import Workload
@@ -45,8 +45,7 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
             keeps = tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(workload.repeated)))
             on_host = bool(forced.gradients_on_host)
             choice = Choice((), keeps, frozenset(), on_host, forced.staging_bytes, serial=serial(config))
-            ahead = readable_ahead(Costs(workload, speeds), choice)
-            share = balanced_share(speeds, workload, min(1.0, ahead / asked.offload_fraction))
+            share = best_share(Costs(workload, speeds), choice, asked.offload_fraction)
     plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
     return replace(forced, placements={i: row.placement for i, row in enumerate(plan.buckets)})
 

@@ -17,8 +17,8 @@ from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype, cut_buckets
 from hostward.memory_model import Needs, required
 from hostward.plan import Placement
-from hostward.planning.ahead import readable_ahead
 from hostward.planning.assignment import Forced
+from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
 from hostward.planning.frontier import Frontier
 from hostward.planning.needs import Budgets
@@ -26,11 +26,12 @@ from hostward.planning.plan_file import PlanFile
 from hostward.planning.plan_text import points_of
 from hostward.planning.refuse import refuse
 from hostward.planning.shards import required_of, sharded
-from hostward.planning.speeds import Speeds, speeds_of
+from hostward.planning.speeds import Speeds, measured, speeds_of
 from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
 from hostward.rule_table import captured, serial
 from hostward.run_report import Estimate, FrontierPoint
+from hostward.training.mix import ShareOf
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
@@ -56,8 +57,8 @@ class Weighed:
 
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
-    read_ahead: float | None = None
-    """Share of all state that can be read while backward runs; None: not known, or nothing depends on it."""
+    mix_of: ShareOf | None = None
+    """What to stream of the offloaded state; None: not known, or nothing depends on it."""
 
 
 def require_fit(
@@ -105,8 +106,10 @@ def require_fit(
     asked = shares(config)
     if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
         return Weighed(predicted, frontier)
-    costs = Costs(workload, speeds_of(hardware, ranks.local_size))
-    return Weighed(predicted, frontier, readable_ahead(costs, choice))
+    speeds, fraction = speeds_of(hardware, ranks.local_size), asked.offload_fraction
+    return Weighed(
+        predicted, frontier, lambda rates: best_share(Costs(workload, measured(speeds, rates)), choice, fraction)
+    )
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:

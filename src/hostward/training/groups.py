@@ -15,6 +15,8 @@ from hostward.errors import CheckpointError, ConfigError, ModelError
 from hostward.inspect import Tracked
 from hostward.planner import checked_fraction
 
+from .mix import AUTO, ShareOf
+
 _NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -108,10 +110,10 @@ def checked_backend(value: object) -> Backend | None:
     )
 
 
-def checked_streamed(value: float | str, use_torch_optimizer: bool) -> float | str:
-    """`streamed_fraction` as a float or "auto". Raises ConfigError."""
-    if value == "auto":
-        return 0.0 if use_torch_optimizer else "auto"
+def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) -> float | str | ShareOf:
+    """`streamed_fraction` as a float, "auto" or a function. Raises ConfigError."""
+    if value == AUTO or callable(value):
+        return 0.0 if use_torch_optimizer else value
     if isinstance(value, str):
         raise ConfigError(f'streamed_fraction must be a number in [0.0, 1.0] or "auto", got {value!r}')
     share = checked_fraction(value, "streamed_fraction")

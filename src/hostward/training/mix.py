@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ from .rank_plan import placed_by_plan
 log = logging.getLogger("hostward")
 
 AUTO = "auto"
+ShareOf = Callable[[Rates], float]
+"""Tells the share of offloaded state to stream, from rates measured on this machine."""
 
 
 class Mix:
@@ -33,11 +35,10 @@ class Mix:
 
     Args:
         offload_fraction: share of the state off the device.
-        streamed: share of that, or "auto".
+        streamed: share of that, or "auto", or what tells it.
         plan: says where each bucket goes instead; a plan or a file that holds one.
         gradients: where the optimizer adds them up, "device" or "host"; None: as the plan says, or "device".
         device_memory: with `offload_fraction="auto"`, the most bytes of weights, gradients and state on the device.
-        read_ahead: share of all state that can be read while backward runs; None: not known.
 
     Raises:
         ConfigError: a share outside [0, 1]; no plan, or one that the other arguments contradict.
@@ -46,17 +47,16 @@ class Mix:
     def __init__(
         self,
         offload_fraction: object,
-        streamed: float | str,
+        streamed: float | str | ShareOf,
         plan: object = None,
         gradients: str | None = None,
         device_memory: int | str | None = None,
-        read_ahead: float | None = None,
     ) -> None:
         self._budget_bytes = _budget_bytes(offload_fraction, device_memory)
-        _require_use(streamed, offload_fraction, plan, read_ahead)
+        _require_use(streamed, offload_fraction, plan)
         self.offload_fraction = 0.0 if offload_fraction == AUTO else checked_fraction(offload_fraction)
         self._asked = streamed
-        self._read_ahead = None if read_ahead is None else checked_fraction(read_ahead, "read_ahead")
+        self._told: float | None = None
         self._plan = planned(plan)
         if self._plan is not None:
             _require_alone(self._plan, self.offload_fraction, gradients)
@@ -83,11 +83,14 @@ class Mix:
             return 0.0
         if self.rates is None:
             self.rates = _measured(backend, ranks)
+        if callable(self._asked):
+            if self._told is None:  # each rank has weighed its own part
+                self._told = _most(checked_fraction(self._asked(self.rates), "streamed_fraction"), backend, ranks)
+            return self._told
         if not buckets:  # a rank without any has measured beside the others
             return 0.0
         state_bytes, weight_bytes = state_bytes_per_element(buckets[0].kind), buckets[0].dtype.itemsize_bytes
-        ahead = None if self._read_ahead is None else min(1.0, self._read_ahead / offload_fraction)
-        return streamed_share(self.rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
+        return streamed_share(self.rates, state_bytes=state_bytes, weight_bytes=weight_bytes)
 
     def place(
         self,
@@ -180,16 +183,8 @@ def _gradients_of(plan: PlanFile) -> str:
     return "host" if plan.gradients_on_host else "device"
 
 
-def _require_use(streamed: float | str, offload_fraction: object, plan: object, read_ahead: float | None) -> None:
+def _require_use(streamed: float | str | ShareOf, offload_fraction: object, plan: object) -> None:
     """A share that is asked for must be of something."""
-    if read_ahead is not None and (streamed != AUTO or plan is not None):
-        raise ConfigError(
-            f"read_ahead={read_ahead} where no share is chosen by rates",
-            why='it is looked at with streamed_fraction="auto" alone, without a plan and without use_torch_optimizer',
-            fix="leave read_ahead out",
-        )
-    if read_ahead is not None and not offload_fraction:
-        log.warning("read_ahead=%s does nothing while offload_fraction=0: nothing is streamed", read_ahead)
     if isinstance(streamed, str) or not streamed:
         return
     if plan is not None:
@@ -198,7 +193,7 @@ def _require_use(streamed: float | str, offload_fraction: object, plan: object, 
             why="the plan says where each bucket goes",
             fix="leave streamed_fraction out, or edit the plan",
         )
-    if not offload_fraction:
+    if not offload_fraction and not callable(streamed):
         log.warning(
             "streamed_fraction=%s does nothing while offload_fraction=0: it is a share of what is offloaded", streamed
         )

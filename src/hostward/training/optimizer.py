@@ -33,7 +33,7 @@ from .groups import (
     described,
     sums_on_host,
 )
-from .mix import Mix
+from .mix import Mix, ShareOf
 from .options import named_options
 from .placeholder import Where
 from .saving import Saving
@@ -78,8 +78,8 @@ class AdamW(Saving):
         offload_fraction: share of the optimizer state's bytes that lives on the host. "auto": the least that keeps
             weights, gradients and state on the device within `device_memory` (bytes, or a text like "40GiB").
         streamed_fraction: of that, the share that comes to the device for its step and goes back; the rest is stepped
-            on the host. "auto": the mix that uses memory and link best, by rates measured on this machine.
-        read_ahead: for that: share of all state that can be read while backward runs. None: not known.
+            on the host. "auto": the mix that uses memory and link best, by rates measured on this machine. A function
+            of these rates (`hostward.hardware.Rates`) tells it instead, where more is known of the step.
         overlap: let gradients leave during backward (see `accumulate`) and weights arrive during the next forward.
             False: everything happens within `step`.
         pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
@@ -124,8 +124,7 @@ class AdamW(Saving):
         max_grad_norm: float | None = None,
         offload_fraction: float | str = 0.0,
         device_memory: int | str | None = None,
-        streamed_fraction: float | str = "auto",
-        read_ahead: float | None = None,
+        streamed_fraction: float | str | ShareOf = "auto",
         overlap: bool = True,
         pin_gradients: bool = True,
         pin_weights: bool = True,
@@ -142,7 +141,7 @@ class AdamW(Saving):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.max_grad_norm = checked_norm(max_grad_norm)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
-        self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory, read_ahead)
+        self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory)
         self._pin_gradients = pin_gradients and self._mix.pin_gradients
         self._pin_weights = pin_weights and self._mix.pin_weights
         self._overlap = overlap and not use_torch_optimizer
