@@ -20,6 +20,7 @@ from pathlib import Path
 from machine import describe
 
 PLAN = ["-m", "hostward", "plan", "--recipe", "qwen3_30b_a3b_pretrain_config", "--hardware", "h200"]
+DEEP = ["-m", "hostward", "plan", "--recipe", "qwen3_8b_pretrain_config", "--hardware", "h200"]
 FIRST = "hostward plan, for the first time"
 COMMANDS = {
     "hostward --help": ["-m", "hostward", "--help"],
@@ -30,6 +31,9 @@ COMMANDS = {
     FIRST: PLAN,
     "hostward plan": PLAN,
     "hostward plan, less memory": [*PLAN, "--device-memory", "120GiB"],
+    "hostward plan, 4 GPUs": [*PLAN, "--gpus", "4", "--host-memory", "512GiB"],
+    "hostward plan, 1, 4 and 8 GPUs": [*PLAN, "--gpus", "1,4,8", "--host-memory", "512GiB"],
+    "hostward plan, 80 layers on 8 GPUs": [*DEEP, "--gpus", "8", "--host-memory", "1TiB", "model.num_layers=80"],
 }
 
 

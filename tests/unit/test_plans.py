@@ -79,6 +79,26 @@ def test_more_memory_never_makes_it_slower(asked: Budgets, name: str, more: int,
         assert after.prediction.step_s <= before.prediction.step_s
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_what_the_device_has_no_memory_for_changes_no_plan(several: bool, share: float) -> None:
+    """Seen red: the list of fractions cut off one too early, and `widen` without effect."""
+    of = frontier(several)
+    most = int(of.base.needs.device_peak_bytes * share)
+    capped = Frontier(of.workload, H200, required, None, most)
+    assert len(capped.candidates) < 0.8 * len(of.candidates)
+    for limit in (most, most * 9 // 10, most // 2):
+        for host_bytes in (None, 2 * GIB, GIB // 2):
+            within = Budgets(limit, host_bytes)
+            assert capped.best(within) == of.best(within)
+    shown = capped.unbeaten()
+    assert all(c.needs.device_peak_bytes <= most for c in shown[:-1])
+    assert shown[-1] is capped.base
+    capped.widen()
+    assert {c.choice for c in capped.candidates} == {c.choice for c in of.candidates}
+    assert capped.unbeaten() == of.unbeaten()
+
+
 def test_a_cap_on_locked_pages_is_kept_by_stepping_on_the_host() -> None:
     """With half of the device's memory something has to leave; streaming any of it would page-lock more."""
     of = frontier(False)
@@ -151,10 +171,10 @@ def test_the_frontier_has_neither_gaps_nor_choices_that_others_beat() -> None:
 
 
 def test_eighty_layers_take_about_a_second() -> None:
-    """Of this process's own time, with room for a slow machine."""
+    """Of this process's own time, with room for a slow machine; benchmarks/startup.py measures it."""
     workload = llama(layers=80, batch=1)
     started = time.process_time()
-    Frontier(workload, H200, required)
+    Frontier(workload, H200, required, None, 141 * GIB)
     assert time.process_time() - started < 4.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hostward.choice import LEAVES, Choice
@@ -44,12 +45,16 @@ class Answer:
     speeds: Speeds
     chosen: Candidate | None
     nearest: Candidate
-    why: tuple[str, ...]
     changes: tuple[str, ...]
 
     @property
     def shown(self) -> Candidate:
         return self.chosen or self.nearest
+
+    @property
+    def why(self) -> Sequence[str]:
+        """Sentences on what is exposed; none where nothing fits. They try longer steps: only who prints them asks."""
+        return explain(self.frontier.costs, self.chosen.choice, self.chosen.prediction) if self.chosen else ()
 
     @property
     def offloads(self) -> bool:
@@ -81,12 +86,16 @@ def answer(question: Question, required: Required) -> Answer:
         ConfigError: the hardware file has no GPU, or SciPy is missing.
     """
     speeds = speeds_of(question.hardware, question.gpus)
-    frontier = Frontier(question.workload, speeds, required, question.forced)
+    gpu, device_bytes = question.hardware.gpu, question.budgets.device_bytes
+    most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
+    frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
     chosen = frontier.best(question.budgets)
+    if chosen is None:
+        frontier.widen()
+        chosen = frontier.best(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
-    why = explain(frontier.costs, nearest.choice, nearest.prediction) if chosen else []
     changes = [] if chosen else _changes(question, frontier, required)
-    return Answer(question, frontier, speeds, chosen, nearest, tuple(why), tuple(changes))
+    return Answer(question, frontier, speeds, chosen, nearest, tuple(changes))
 
 
 def verdict(found: Answer) -> str:

@@ -7,8 +7,10 @@ these. So what fits in a budget also fits in a larger one, and a larger budget n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hostward.choice import Choice, Keep
 from hostward.memory_model import Needs
@@ -32,7 +34,13 @@ _EVEN_PARTS = 16
 _HOST_PARTS = 8
 _SAME_SHARE = 0.05
 """Shares of streamed state that differ by no more are not both tried."""
+_BOTH_AT = 2
+"""They are tried at every second fraction: each candidate takes a plan 10 to 20 ms."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
+
+
+def _only(share: float, _: int) -> Sequence[float]:
+    return (share,)
 
 
 def _ladder(low: float, high: float, levels: int) -> list[float]:
@@ -62,6 +70,7 @@ class Frontier:
     Args:
         required: the memory model.
         forced: what is not to be chosen.
+        most_bytes: that the device has: what takes more is weighed as far as it is met, until `widen`. None: all is.
     """
 
     def __init__(
@@ -70,8 +79,10 @@ class Frontier:
         speeds: Speeds,
         required: Required,
         forced: Forced | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         self.workload = workload
+        self._most_bytes = math.inf if most_bytes is None else most_bytes
         self.costs = Costs(workload, speeds)
         self._required = required
         self._forced = forced or Forced()
@@ -81,7 +92,14 @@ class Frontier:
         sets = self._weight_sets()
         for weights in sets:
             self._climb(weights)
-        if frozenset() in sets:
+        self._alike_too = frozenset() in sets
+        if self._alike_too:
+            self._even()
+
+    def widen(self) -> None:
+        """Weigh what takes more than the device has as well: what else it would take is asked then."""
+        self._most_bytes = math.inf
+        if self._alike_too:
             self._even()
 
     @property
@@ -165,20 +183,31 @@ class Frontier:
         speeds, workload = self.costs.speeds, self.workload
         ahead = {keep: self._read_ahead(keep) for keep in _EVEN}
         share = balanced_share(speeds, workload)
-        asked = [(0.0, 0.0, keep) for keep in _EVEN]
-        for fraction in [part / _EVEN_PARTS for part in range(1, _EVEN_PARTS + 1)]:
-            for keep in _EVEN:
-                early = balanced_share(speeds, workload, min(1.0, ahead[keep] / fraction))
-                # What is streamed takes slots and page-locked memory: two shares, two ways of using it.
-                shares = (share, early) if abs(early - share) > _SAME_SHARE else (share,)
-                asked += [(fraction, chosen, keep) for chosen in shares]
-        # Nothing streamed: that state is not page-locked, and takes no staging slots.
-        asked += [(part / _HOST_PARTS, 0.0, keep) for part in range(1, _HOST_PARTS + 1) for keep in _EVEN]
+
+        def shares(part: int, keep: Keep) -> Sequence[float]:
+            early = balanced_share(speeds, workload, min(1.0, ahead[keep] * _EVEN_PARTS / part))
+            # What is streamed takes slots and page-locked memory: two shares, two ways of using it.
+            return (share, early) if abs(early - share) > _SAME_SHARE and part % _BOTH_AT == 0 else (share,)
+
+        for keep in _EVEN:
+            self._alike(0.0, 0.0, keep, frozenset())
+            self._less_and_less(keep, _EVEN_PARTS, partial(shares, keep=keep))
+            # Nothing streamed: that state is not page-locked, and takes no staging slots.
+            self._less_and_less(keep, _HOST_PARTS, partial(_only, 0.0))
         if self.workload.microbatches > 1:
             # Gradients of what the host steps are added up there; those of streamed state stay, and take memory.
-            asked += [(1 - off / 8, share * part / 4, Keep.RECOMPUTE) for off in range(4) for part in range(4)]
-        for fraction, streamed, keep in asked:
-            self._alike(fraction, streamed, keep, frozenset())
+            for part in range(4):
+                streamed = share * part / 4
+                self._less_and_less(Keep.RECOMPUTE, 8, partial(_only, streamed), down_to=5)
+
+    def _less_and_less(
+        self, keep: Keep, parts: int, shares: Callable[[int], Sequence[float]], down_to: int = 1
+    ) -> None:
+        """From all of the state off the device to little of it, until the device has no memory for what stays."""
+        for part in range(parts, down_to - 1, -1):
+            found = [self._alike(part / parts, streamed, keep, frozenset()) for streamed in shares(part)]
+            if min(candidate.needs.device_peak_bytes for candidate in found) > self._most_bytes:
+                return
 
     def _read_ahead(self, keep: Keep) -> float:
         streamed = self._alike(1.0, 1.0, keep, frozenset())
@@ -210,11 +239,15 @@ class Frontier:
 
     def unbeaten(self, budgets: Budgets | None = None) -> Sequence[Candidate]:
         """Candidates than which none is both faster and smaller on the device, by device memory; within the budgets of
-        host memory.
+        host memory, and of what the device has, but for everything on the device.
         """
         within = replace(budgets or Budgets(), device_bytes=None)
         ordered = sorted(
-            (c for c in self._seen.values() if not within.over(c.needs)),
+            (
+                c
+                for c in self._seen.values()
+                if not within.over(c.needs) and (c is self.base or c.needs.device_peak_bytes <= self._most_bytes)
+            ),
             key=lambda c: (c.needs.device_peak_bytes, c.order),
         )
         found: list[Candidate] = []

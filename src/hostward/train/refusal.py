@@ -118,7 +118,8 @@ def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) 
     """
     if importlib.util.find_spec("scipy") is None:
         return ()
-    found = Frontier(workload, speeds_of(hardware, gpus), required_of(workload), Forced())
+    most_bytes = hardware.gpu.memory_bytes if hardware.gpu else None
+    found = Frontier(workload, speeds_of(hardware, gpus), required_of(workload), Forced(), most_bytes)
     return points_of(workload, found.unbeaten(budgets))
 
 
