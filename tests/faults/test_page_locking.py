@@ -1,14 +1,16 @@
-"""T10 of the project's list of faults: a driver that page-locks little, as under WSL. What must be page-locked is kept
-small, what is refused says what needs less, and results are those without a cap.
+"""T08 and T10 of the project's list of faults: a limit of locked pages, and a driver that page-locks little, as under
+WSL. The first is told at the start; under the second what must be page-locked is kept small, what is refused says what
+needs less, and results are those without a cap.
 
 Seen red with: state of host buckets page-locked, the explanation left out, what was taken before a refusal not given
-back, buffers of a save that insist on locked pages.
+back, buffers of a save that insist on locked pages, no limit told.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import resource
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from hostward import checkpoint
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import MemoryLimitError, PageLockError
+from hostward.train.memory import lock_limit
 from hostward.training.mix import Mix
 from hostward.training.state import same_bits
 
@@ -256,3 +259,20 @@ def test_t10_rates_that_cannot_be_measured_name_a_mix_that_needs_none() -> None:
         Mix(1.0, "auto").place(backend, whole._tracked)
     assert "streamed_fraction=0.0" in caught.value.fix
     assert not any(backend.ledger.held_bytes.values())
+
+
+@pytest.mark.parametrize(("limit_bytes", "text"), [(64 * 1024, "64.0 KiB"), (8 << 20, "8.0 MiB"), (0, "0 B")])
+def test_t08_a_limit_of_locked_pages_is_told_at_the_start(
+    limit_bytes: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_MEMLOCK: (limit_bytes, -1)}[which])
+    told = lock_limit(torch.device("cuda"))
+    assert told is not None
+    assert told.startswith(f"ulimit -l is {text}: ")
+    assert "ulimit -l unlimited" in told
+    assert lock_limit(torch.device("cpu")) is None
+
+
+def test_t08_without_a_limit_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert lock_limit(torch.device("cuda")) is None

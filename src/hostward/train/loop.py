@@ -38,6 +38,7 @@ from .beside_gpu import bind_beside_gpu
 from .captured import require_graphs
 from .data import TokenDataset
 from .garbage import collect_garbage, collected_by_hand
+from .memory import lock_limit
 from .parts import hold
 from .passes import Passes, WholeModel, passes_of
 from .placing import make_optimizer, share_of, staying_gradients, with_plan
@@ -191,6 +192,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     for told in idle_switches(config) if ranks.first else ():
         log.warning("%s", told)
     device = choose_device(config.train.device, ranks.local_rank)
+    if ranks.first and (limit := lock_limit(device)):
+        log.info("%s", limit)
     if captured(config):
         require_graphs(device, plan)
     if plan is not None:

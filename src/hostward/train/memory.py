@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from hostward.engine.backend import TORCH_DTYPES
 from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
+from hostward.sizes import size
 
 from .models import named_shapes, place_in_model
 from .placing import accumulates_in_fp32, gradients_leave, share_of
@@ -35,6 +37,17 @@ class Need:
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.gradient_bytes + self.state_bytes
+
+
+def lock_limit(device: torch.device) -> str | None:
+    """What to tell at the start of this process's limit of locked pages; None: it has none, or nothing is locked."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if device.type != "cuda" or limit_bytes == resource.RLIM_INFINITY:
+        return None
+    return (
+        f"ulimit -l is {size(limit_bytes)}: what the NVIDIA driver page-locks is normally not counted in it; should "
+        "page-locking fail, raise it first: ulimit -l unlimited, or docker --ulimit memlock=-1"
+    )
 
 
 def need(config: Config, parameters: int) -> Need:
