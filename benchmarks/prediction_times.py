@@ -94,7 +94,7 @@ def activation_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Itera
 def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware) -> Iterator[Row]:
     speeds, ranks = speeds_of(hardware, content["ranks"]), content["ranks"]
     for row in content["rows"]:
-        if row["status"] == "ok" and tells_rates(row):
+        if row["status"] == "ok" and "@" not in row.get("mix", "") and tells_rates(row):
             predicted = predict(*scaled(content, row), speeds)
             yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
 

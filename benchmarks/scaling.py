@@ -152,8 +152,6 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     placements: dict[str, int] = {}
     for bucket in run.optimizer.plan.buckets:
         placements[bucket.placement.value] = placements.get(bucket.placement.value, 0) + bucket.numel
-    if a.trace is not None and fraction:
-        traced(run, a.trace / f"{length}-{fraction}-{mix.replace('@', '-')}-rank{ranks.rank}.json")
     mine = {
         "step_s": statistics.median(steps),
         "steps_s": steps,
@@ -165,6 +163,9 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         "rates": rates_of(run.optimizer),
         "prepared_s": prepared_s,
     }
+    if a.trace is not None and fraction:
+        with loop.deterministic(a.deterministic), collected_by_hand(run.config.train):
+            traced(run, a.trace / f"{length}-{fraction}-{mix.replace('@', '-')}-rank{ranks.rank}.json")
     found = {
         "length": length,
         "fraction": fraction,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -160,10 +161,11 @@ class CheckedFile:
     def _begin_writeback(self, start: int, size_bytes: int) -> None:
         """Let the disk write these bytes now, beside checksums and reading, instead of all of them in `fsync`.
 
-        Linux begins with those that are dirty, without waiting for them, before it drops those that are clean. A
-        checkpoint is then not kept in memory that a run may want either.
+        What is asked for is that they be dropped from memory, and Linux begins to write those that are dirty for it,
+        without waiting. A file system that takes no advice goes on as it would.
         """
-        os.posix_fadvise(self._file.fileno(), start, size_bytes, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._file.fileno(), start, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def record(self) -> FileRecord:
         """Size and checksums of all that was written."""

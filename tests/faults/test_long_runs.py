@@ -47,7 +47,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_hundred_steps_take_no_more_memory_than_sixty(mode: str) -> None:
+def test_two_hundred_further_steps_take_no_more_memory(mode: str) -> None:
     model = Net()
     backend = SimulatedBackend(order=Order(seed=3), threads=1)
     optimizer = hostward.AdamW(model, lr=1e-3, max_grad_norm=1.0, backend=backend, **MODES[mode])  # type: ignore[arg-type]
@@ -68,5 +68,5 @@ def test_two_hundred_steps_take_no_more_memory_than_sixty(mode: str) -> None:
                 grown = -settled_bytes()
     grown += settled_bytes()
     assert len({held[step] for step in held if step >= WARM - 1}) == 1
-    assert grown < STEPS * MIB // 2  # a gradient of every step would be 1.5 MiB a step
+    assert grown < STEPS * MIB // 8  # a gradient of every step would be 1.5 MiB a step
     attachment.detach()

@@ -262,7 +262,7 @@ def test_t10_rates_that_cannot_be_measured_name_a_mix_that_needs_none() -> None:
 
 
 @pytest.mark.parametrize(("limit_bytes", "text"), [(64 * 1024, "64.0 KiB"), (8 << 20, "8.0 MiB"), (0, "0 B")])
-def test_t08_a_limit_of_locked_pages_is_told_at_the_start(
+def test_t08_what_is_told_of_a_limit_of_locked_pages(
     limit_bytes: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_MEMLOCK: (limit_bytes, -1)}[which])
@@ -273,6 +273,6 @@ def test_t08_a_limit_of_locked_pages_is_told_at_the_start(
     assert lock_limit(torch.device("cpu")) is None
 
 
-def test_t08_without_a_limit_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t08_without_a_limit_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert lock_limit(torch.device("cuda")) is None

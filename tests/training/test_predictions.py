@@ -64,6 +64,5 @@ def test_seconds_of_several_gpus_are_near_those_that_were_measured() -> None:
     files = sorted((BENCHMARKS / "results").glob("*scaling*.json"))
     several = [row for row in prediction_times.rows_of(files, profile("h200")) if row.gpus > 1]
     assert len(several) >= FEWEST
-    # A host that became slower in the middle of the run, and rows with three threads of the host's step by hand.
-    near = {"2026-11-23-scaling-two-8k-balanced": 0.22, "2026-11-23-scaling-two-16k-threads": 0.11}
+    near = {"2026-11-23-scaling-two-8k-balanced": 0.22}  # its host became slower in the middle of the run
     assert all(abs(row.error) < near.get(row.file, 0.1) for row in several)

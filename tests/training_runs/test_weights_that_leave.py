@@ -8,6 +8,7 @@ loaded before the optimizer is made, or its state that is not; a GPU that is ask
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ from hostward import recipes
 from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.errors import MemoryLimitError
+from hostward.hardware import Rates
 from hostward.hardware_profile import profile
 from hostward.memory_model import LOAD, required
 from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning import plan_file
+from hostward.planning.balance import best_share
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
-from hostward.planning.speeds import speeds_of
+from hostward.planning.speeds import measured, speeds_of
 from hostward.planning.time_model import predict
 from hostward.sizes import GIB
 from hostward.train import loop
@@ -216,6 +220,33 @@ def test_other_plans_are_told_beside_a_run_that_was_weighed(monkeypatch: pytest.
     assert weighed(1).frontier == (), "the first rank reports"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert weighed().frontier == ()
+
+
+def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, rates = torch.device("cuda"), Rates(2e9, 60e9, 1.5e9, 40e9, 50e9)
+    words = [*offloaded(1), "model.num_layers=12", "model.hidden_size=512", "optimizer.offload_mix=auto"]
+
+    def mix_of(free: int, *more: str) -> Callable[[Rates], float] | None:
+        free_bytes(monkeypatch, free)
+        config = configured(*words, *more)
+        return require_fit(TINY, config, device, 257, None, Need(0, GIB, 0, 0), Ranks()).mix_of
+
+    found = mix_of(8 * GIB)
+    assert found is not None
+    config = configured(*words)
+    work = recipe_workload(config, vocab_size=257)
+    choice = Choice((), (Keep.KEEP,) * 12)
+    costs = Costs(work, measured(speeds_of(profile("h200")), rates))
+    assert found(rates) == best_share(costs, choice, 1.0) > 0.0
+    # Staging takes memory: where there is none for it, nothing is streamed.
+    least = required(work, replace(choice, placements=(Placement.HOST,) * len(work.inventory.buckets)))
+    tight = mix_of(least.device_peak_bytes)
+    assert tight is not None
+    assert tight(rates) == 0.0
+    assert mix_of(8 * GIB, "optimizer.offload_mix=0.5") is None
+    assert mix_of(8 * GIB, "optimizer.optimizer_offload_fraction=0") is None
 
 
 def test_such_a_run_is_verified(cli: Cli, text: Path) -> None:

@@ -35,7 +35,7 @@ _HOST_PARTS = 8
 _SAME_SHARE = 0.05
 """Shares of streamed state that differ by no more are not both tried."""
 _BOTH_AT = 2
-"""They are tried at every second fraction: each candidate takes a plan 10 to 20 ms."""
+"""They are tried at every second fraction, and at the least ones: each candidate takes a plan 10 to 20 ms."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -187,7 +187,8 @@ class Frontier:
         def shares(part: int, keep: Keep) -> Sequence[float]:
             early = balanced_share(speeds, workload, min(1.0, ahead[keep] * _EVEN_PARTS / part))
             # What is streamed takes slots and page-locked memory: two shares, two ways of using it.
-            return (share, early) if abs(early - share) > _SAME_SHARE and part % _BOTH_AT == 0 else (share,)
+            both = part % _BOTH_AT == 0 or part <= _BOTH_AT
+            return (share, early) if both and abs(early - share) > _SAME_SHARE else (share,)
 
         for keep in _EVEN:
             self._alike(0.0, 0.0, keep, frozenset())
@@ -204,10 +205,13 @@ class Frontier:
         self, keep: Keep, parts: int, shares: Callable[[int], Sequence[float]], down_to: int = 1
     ) -> None:
         """From all of the state off the device to little of it, until the device has no memory for what stays."""
+        before = math.inf
         for part in range(parts, down_to - 1, -1):
             found = [self._alike(part / parts, streamed, keep, frozenset()) for streamed in shares(part)]
-            if min(candidate.needs.device_peak_bytes for candidate in found) > self._most_bytes:
+            least = min(candidate.needs.device_peak_bytes for candidate in found)
+            if least > max(before, self._most_bytes):  # it may fall at first: staging is less
                 return
+            before = least
 
     def _read_ahead(self, keep: Keep) -> float:
         streamed = self._alike(1.0, 1.0, keep, frozenset())

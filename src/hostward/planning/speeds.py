@@ -89,7 +89,12 @@ def measured(speeds: Speeds, rates: Rates) -> Speeds:
         link, link, rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s, host, rates.busy_host_parameters_per_s
     )
     return replace(
-        speeds, h2d_bytes_per_s=link, d2h_bytes_per_s=link, host_parameters_per_s=host, slowdown=slowdown, assumed=()
+        speeds,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        host_parameters_per_s=host,
+        slowdown=slowdown,
+        assumed=tuple(name for name in speeds.assumed if name.startswith("gpu.")),
     )
 
 

@@ -12,7 +12,7 @@ from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
 from hostward.errors import ModelError, NotBuiltError
-from hostward.hardware import host_memory
+from hostward.hardware import Rates, host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype, cut_buckets
 from hostward.memory_model import Needs, required
@@ -107,9 +107,11 @@ def require_fit(
     if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
         return Weighed(predicted, frontier)
     speeds, fraction = speeds_of(hardware, ranks.local_size), asked.offload_fraction
-    return Weighed(
-        predicted, frontier, lambda rates: best_share(Costs(workload, measured(speeds, rates)), choice, fraction)
-    )
+
+    def mix_of(rates: Rates) -> float:
+        return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
+
+    return Weighed(predicted, frontier, mix_of)
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:

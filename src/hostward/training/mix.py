@@ -84,7 +84,7 @@ class Mix:
         if self.rates is None:
             self.rates = _measured(backend, ranks)
         if callable(self._asked):
-            if self._told is None:  # each rank has weighed its own part
+            if self._told is None:  # the same on all ranks, whatever each of them was told
                 self._told = _most(checked_fraction(self._asked(self.rates), "streamed_fraction"), backend, ranks)
             return self._told
         if not buckets:  # a rank without any has measured beside the others
