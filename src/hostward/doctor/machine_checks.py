@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostward.host.threads import LAUNCH_THREADS_PER_RANK, default_threads
-from hostward.machine.facts import Facts
+from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, Facts
 from hostward.sizes import GIB, MIB
 
 from .finding import Finding, Severity
@@ -126,9 +126,7 @@ def limits(facts: Facts) -> list[Finding]:
     found = []
     locked, space = facts.locked_limit_bytes, facts.address_limit_bytes
     if locked is not None and facts.devices.gpus:
-        why = "memory locked by the NVIDIA driver is normally not counted; look here first if page-locking fails"
-        fix = "ulimit -l unlimited, or docker --ulimit memlock=-1"
-        found.append(Finding(NOTE, f"ulimit -l is {gib(locked)}", why, fix))
+        found.append(Finding(NOTE, f"ulimit -l is {gib(locked)}", LOCK_LIMIT_WHY, LOCK_LIMIT_FIX))
     if space is not None:
         why = "CUDA reserves far more addresses than it uses memory, and every slab needs its own"
         found.append(Finding(WARNING, f"ulimit -v is {gib(space)}", why, "ulimit -v unlimited"))

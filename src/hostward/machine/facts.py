@@ -29,6 +29,8 @@ VARIABLES = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )
 """The environment variables that findings are about."""
+LOCK_LIMIT_WHY = "memory locked by the NVIDIA driver is normally not counted; look here first if page-locking fails"
+LOCK_LIMIT_FIX = "ulimit -l unlimited, or docker --ulimit memlock=-1"
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
@@ -130,7 +132,7 @@ def gather(
         native_fix=native_fix,
         memory=host_memory(root),
         swap_used_bytes=_swap_used_bytes(root),
-        locked_limit_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        locked_limit_bytes=lock_limit_bytes(),
         address_limit_bytes=_limit(resource.RLIMIT_AS),
         shared_memory_bytes=_file_system_bytes(root / "dev/shm"),
         transparent_huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
@@ -192,6 +194,11 @@ def _nvidia_addresses(root: Path) -> tuple[str, ...]:
             if _read(folder / "vendor").strip() == _NVIDIA and _read(folder / "class").startswith(_DISPLAY_CLASS)
         )
     )
+
+
+def lock_limit_bytes() -> int | None:
+    """Of pages that this process may lock; None: no limit."""
+    return _limit(resource.RLIMIT_MEMLOCK)
 
 
 def _limit(which: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostward.choice import Choice
-from hostward.memory_model import required
+from hostward.memory_model import MemoryModel
 from hostward.planner import place_fraction
 
 from .costs import Costs
@@ -28,12 +28,13 @@ def best_share(costs: Costs, choice: Choice, offload_fraction: float, budgets: B
     buckets, seen = costs.workload.inventory.buckets, dict[int, tuple[bool, float]]()
     if not buckets or not offload_fraction:
         return 0.0
+    memory = MemoryModel(costs.workload)
 
     def judged(part: int) -> tuple[bool, float]:
         if part not in seen:
             rows = place_fraction(buckets, offload_fraction, part / _FINE).buckets
             tried = replace(choice, placements=tuple(row.placement for row in rows))
-            needs = required(costs.workload, tried)
+            needs = memory.required(tried)
             seen[part] = bool(budgets and budgets.over(needs)), predict_of(costs, tried, needs).step_s
         return seen[part]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from hostward.engine.backend import TORCH_DTYPES
 from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
+from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, lock_limit_bytes
 from hostward.sizes import size
 
 from .models import named_shapes, place_in_model
@@ -41,13 +41,10 @@ class Need:
 
 def lock_limit(device: torch.device) -> str | None:
     """What to tell at the start of this process's limit of locked pages; None: it has none, or nothing is locked."""
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if device.type != "cuda" or limit_bytes == resource.RLIM_INFINITY:
+    limit_bytes = lock_limit_bytes()
+    if device.type != "cuda" or limit_bytes is None:
         return None
-    return (
-        f"ulimit -l is {size(limit_bytes)}: what the NVIDIA driver page-locks is normally not counted in it; should "
-        "page-locking fail, raise it first: ulimit -l unlimited, or docker --ulimit memlock=-1"
-    )
+    return f"ulimit -l is {size(limit_bytes)}: {LOCK_LIMIT_WHY} ({LOCK_LIMIT_FIX})"
 
 
 def need(config: Config, parameters: int) -> Need:
