@@ -10,7 +10,7 @@ first for each length, and is what the others are compared with. Columns:
     step       median seconds from the start of an iteration to that of the next on the compute stream, slowest rank
     ratio      step over that of fraction 0 at the same length
     floor      the same ratio, if the host's memory and the link did what they do alone (below)
-    device     most bytes allocated on a GPU; host: bytes of all ranks, page-locked ones in brackets
+    device     most bytes allocated on a GPU, and reserved; host: bytes of all ranks, page-locked ones in brackets
     same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
 
 One process (`torchrun --nproc-per-node 1`) shows what several take beyond what they share: compare `over floor`.
@@ -136,6 +136,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         words += [f"optimizer.offload_mix={share}"] + [f"optimizer.host_threads={threads}"] * bool(threads)
     began_s = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     run = loop.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
     prepared_s = time.perf_counter() - began_s
     clock, starts = Clock(run.model), []
@@ -157,6 +158,9 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         "steps_s": steps,
         "forward_s": clock.forward_s(a.warmup),
         "device_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "reserved_bytes_by_stream": reserved_by_stream(),
+        "alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - retries,
         "host_bytes": ledger.total_bytes(Tier.HOST),
         "pinned_bytes": ledger.pinned_bytes,
         "parameters_by_placement": placements,
@@ -180,6 +184,14 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     return found
 
 
+def reserved_by_stream() -> dict[str, int]:
+    """Bytes that torch's allocator keeps for each stream, which no other can have."""
+    found: dict[str, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        found[str(segment["stream"])] = found.get(str(segment["stream"]), 0) + segment["total_size"]
+    return found
+
+
 def traced(run: loop.Run, path: Path) -> None:
     """Two further iterations with every operation timed: of what is behind the first norm, the second waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +211,7 @@ def derive(rows: list[dict[str, Any]], *, deterministic: bool) -> None:
         r["step_s"] = max(one["step_s"] for one in of_ranks)
         r["forward_s"] = max(one["forward_s"] for one in of_ranks)
         r["device_bytes"] = max(one["device_bytes"] for one in of_ranks)
+        r["reserved_bytes"] = max(one["reserved_bytes"] for one in of_ranks)
         r["host_bytes"] = sum(one["host_bytes"] for one in of_ranks)
         r["pinned_bytes"] = sum(one["pinned_bytes"] for one in of_ranks)
         base = r if r["fraction"] == 0 else bases.get(r["length"])
@@ -246,7 +259,7 @@ def main() -> None:
     ranks.join(torch.device("cuda"), timedelta(minutes=10))
     rows: list[dict[str, Any]] = []
     for length in a.lengths:
-        fractions = sorted({0.0, *a.fractions})
+        fractions = dict.fromkeys([0.0, *a.fractions])  # in the order given: the time limit takes the last ones
         for fraction, mix in [(f, m) for f in fractions for m in (a.mix.split(",") if f else ["auto"])]:
             if max(ranks.gather(time.monotonic() - began_s)) > a.time_limit_s:
                 continue
@@ -273,7 +286,7 @@ def show(r: dict[str, Any]) -> None:
     print(
         f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>7}  step {r['step_s'] * 1e3:7.1f} ms  "
         f"ratio {r['ratio']:5.3f}  "
-        f"floor {r['floor_ratio']:5.3f}  device {r['device_bytes'] / GIB:6.1f} GiB  "
+        f"floor {r['floor_ratio']:5.3f}  device {r['device_bytes'] / GIB:6.1f} ({r['reserved_bytes'] / GIB:.1f}) GiB  "
         f"host {r['host_bytes'] / GIB:6.1f} ({r['pinned_bytes'] / GIB:.1f}) GiB"
         f"  of {roofs['parameters_per_s'] / 1e9:.2f} G/s, {roofs['d2h_bytes_per_s'] / 1e9:.0f} GB/s link, "
         f"{roofs['memory_bytes_per_s'] / 1e9:.0f} memory" + (f"  same {r['same']}" if "same" in r else ""),

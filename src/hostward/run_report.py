@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +91,8 @@ class StepBytes:
     device_peak_bytes: int | None
     host_resident_bytes: int
     pinned_bytes: int
+    device_reserved_bytes: int | None = None
+    alloc_retries: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +100,22 @@ class StepMemory:
     """Columns, one entry per iteration, taken on the host when its step had been issued.
 
     Device bytes are those of torch's CUDA allocator, None without a GPU; the peak is the most since the run began.
+    device_reserved_bytes: and what it keeps for later. alloc_retries: how often since the process began it had to give
+    that back to get more, for which the host waits for the GPU. Both are None in reports of before they were kept.
     """
 
     device_allocated_bytes: tuple[int, ...] | None
     device_peak_bytes: tuple[int, ...] | None
     host_resident_bytes: tuple[int, ...]
     pinned_bytes: tuple[int, ...]
+    device_reserved_bytes: tuple[int, ...] | None = None
+    alloc_retries: tuple[int, ...] | None = None
 
     def entry(self, i: int) -> StepBytes:
         """Of iteration `i` of the columns."""
-        allocated, peak = self.device_allocated_bytes, self.device_peak_bytes
-        return StepBytes(
-            None if allocated is None else allocated[i],
-            None if peak is None else peak[i],
-            self.host_resident_bytes[i],
-            self.pinned_bytes[i],
-        )
+        columns = {each.name: getattr(self, each.name) for each in fields(StepBytes)}
+        row: dict[str, Any] = {name: None if column is None else column[i] for name, column in columns.items()}
+        return StepBytes(**row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,7 @@ class StepRow:
     skipped: bool
     device_allocated_bytes: int | None
     device_peak_bytes: int | None
+    device_reserved_bytes: int | None
     host_resident_bytes: int
     pinned_bytes: int
 
@@ -243,6 +246,7 @@ def step_row(of: Columns, i: int, memory: StepBytes, skipped: Container[int]) ->
         skipped=iteration in skipped,
         device_allocated_bytes=memory.device_allocated_bytes,
         device_peak_bytes=memory.device_peak_bytes,
+        device_reserved_bytes=memory.device_reserved_bytes,
         host_resident_bytes=memory.host_resident_bytes,
         pinned_bytes=memory.pinned_bytes,
     )
@@ -372,6 +376,8 @@ def _require_whole(report: RunReport) -> None:
         "step_memory.device_peak_bytes": memory.device_peak_bytes,
         "step_memory.host_resident_bytes": memory.host_resident_bytes,
         "step_memory.pinned_bytes": memory.pinned_bytes,
+        "step_memory.device_reserved_bytes": memory.device_reserved_bytes,
+        "step_memory.alloc_retries": memory.alloc_retries,
     }
     for name, found in at_least.items():
         _require_length(name, found, steps, exactly=False)

@@ -85,6 +85,7 @@ def sharded(
     dtype: str = "fp32",
     *,
     policy: bool = False,
+    reduced_in_fp32: bool = False,
     prefetch: bool = False,
     alone: Sequence[str] = (),
     **options: Any,
@@ -93,6 +94,8 @@ def sharded(
     model = Net().to(DTYPES[dtype])
     if policy:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    if reduced_in_fp32:
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in [*model.blocks, *map(model.get_submodule, alone)]:
         fully_shard(block, mesh=mesh_of(mesh), **options)
     fully_shard(model, mesh=mesh_of(mesh), **options)
@@ -217,7 +220,9 @@ def train(
     model.reshard()  # type: ignore[operator]
     placements = sorted({bucket.placement.value for bucket in optimizer.plan.buckets})
     moved = 0 if run is None else run.report().offloaded_bytes
-    return {"bits": snapshot(model, optimizer), "told": told, "placements": placements, "moved_bytes": moved}
+    to_host = optimizer.backend.ledger.copied_bytes[Lane.D2H]
+    found = {"bits": snapshot(model, optimizer), "told": told, "placements": placements}
+    return found | {"moved_bytes": moved, "to_host_bytes": to_host, "numel": optimizer.inventory.numel}
 
 
 def moved_without_sharding() -> int:

@@ -102,6 +102,17 @@ def test_bf16_gradients_are_added_up_in_float32_where_asked_for(world: World, on
     expected = on_device(sums_in_fp32=True, **options)
     assert expected[0]["bits"] != on_device(**options)[0]["bits"]
     assert_same_bits(trained(world, "device", by_hand=True, sums_in_fp32=True, **options), expected)
+    summed = trained(world, "host", order="late", gradients="host", **options)
+    assert_same_bits(summed, expected)
+    # Three gradients of two bytes in each of three steps, not of four; and the numbers that ranks add up.
+    extra = [rank["to_host_bytes"] - 3 * 3 * 2 * rank["numel"] for rank in summed]
+    assert all(0 <= n < 256 for n in extra), extra
+
+
+def test_gradients_reduced_in_float32_are_added_up_so_on_the_host(world: World, on_device: Any) -> None:
+    options = {"network": {"dtype": "bf16", "reduced_in_fp32": True}, "microbatches": 3}
+    expected = on_device(sums_in_fp32=True, **options)
+    assert expected[0]["bits"] != on_device(sums_in_fp32=True, network={"dtype": "bf16"}, microbatches=3)[0]["bits"]
     assert_same_bits(trained(world, "host", order="late", gradients="host", **options), expected)
 
 

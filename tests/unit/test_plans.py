@@ -145,6 +145,18 @@ def test_where_gradients_are_added_up_and_how_much_stages_can_be_forced(on_host:
     assert max(c.needs.slots for c in found) < streamed
 
 
+def test_gradients_of_several_microbatches_are_weighed_in_both_places() -> None:
+    """On the host they take less of the device, and more time: neither is right for every budget."""
+    host = dict.fromkeys(range(len(SEVERAL.inventory.buckets)), Placement.HOST)
+    candidates = {c.choice: c for c in Frontier(SEVERAL, H200, required, Forced(host)).candidates}
+    there = [choice for choice in candidates if choice.gradients_on_host]
+    assert there
+    for choice in there:
+        on_host, on_device = candidates[choice], candidates[replace(choice, gradients_on_host=False)]
+        assert on_host.needs.device_peak_bytes < on_device.needs.device_peak_bytes
+        assert on_host.prediction.step_s >= on_device.prediction.step_s
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_a_plans_bytes_are_those_of_the_schedules_slots_and_state(several: bool) -> None:
     workload = frontier(several).workload
@@ -324,7 +336,9 @@ def test_default_budgets_are_the_machines_less_a_reserve() -> None:
     limits = replace(h200.limits, memory_bytes=100 * GIB, locked_bytes=50 * GIB)
     found = default_budgets(replace(h200, limits=limits), 2)
     assert h200.gpu is not None
-    assert found == Budgets(h200.gpu.memory_bytes - 2 * GIB, 45 * GIB, 25 * GIB)
+    # Of several GPUs also less what their allocators keep for streams that gather and reduce.
+    assert found == Budgets(int((h200.gpu.memory_bytes - 2 * GIB) / 1.055), 45 * GIB, 25 * GIB)
+    assert default_budgets(h200, 1).device_bytes == h200.gpu.memory_bytes - 2 * GIB
     assert default_budgets(h200, 1).host_bytes is None
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hostward.train.watermark import Watermark
+from hostward.run_report import StepBytes
+from hostward.train.watermark import FullDevice, Watermark
 
 KIB_PER_GIB = 1024 * 1024
+GIB = 1 << 30
 
 
 def machine(root: Path, available_gib: float, total_gib: int = 100) -> None:
@@ -60,3 +62,29 @@ def test_t11_it_looks_no_more_often_than_asked_and_not_once_all_is_told(
     told.look(2)
     with pytest.raises(FileNotFoundError):
         Watermark(tmp_path, interval_s=0).look(2)
+
+
+def full(retries: int | None) -> StepBytes:
+    return StepBytes(50 * GIB, 134 * GIB, GIB, 0, 137 * GIB, retries)
+
+
+def test_an_allocator_that_gives_memory_back_in_every_iteration_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a run had its step at 1.6 times what its operations took, and none of them was seen to wait."""
+    device, told = FullDevice(), []
+    with caplog.at_level(logging.WARNING, logger="hostward"):
+        for iteration, retries in enumerate((2, 3, 3, 5, 7, 8, 11, 12, 13)):
+            device.look(iteration, full(retries))
+            told.append(len(caplog.messages))
+    assert told == [0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert "iterations 3 to 6" in caplog.text
+    assert "3 times in the last" in caplog.text
+    assert "It holds 137.0 GiB, of which at most 134.0 are in use" in caplog.text
+
+
+def test_pools_that_find_their_sizes_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    device, without = FullDevice(), FullDevice()
+    with caplog.at_level(logging.WARNING, logger="hostward"):
+        for iteration, retries in enumerate((1, 2, 3, 3, 4, 4, 4)):
+            device.look(iteration, full(retries))
+            without.look(iteration, full(None))
+    assert not caplog.messages

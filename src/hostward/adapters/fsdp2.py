@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,8 +30,9 @@ from hostward.inventory import SPLIT_ELEMENTS
 
 KNOWN_VERSIONS = "2.11 to 2.13"
 _USED_OF_GROUPS = (
-    "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "mesh_info",
-    "offload_policy", "comm_ctx", "reduce_grads", "all_reduce_grads", "_training_state", "_all_gather_result",
+    "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
+    "mesh_info", "mp_policy", "offload_policy", "reduce_grads", "all_reduce_grads", "_training_state",
+    "_all_gather_result",
 )  # fmt: skip
 
 
@@ -169,12 +170,9 @@ class Layout:
 
 def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:
     """Whether a strided placement divides what all later dimensions of the mesh have divided before."""
-    before = [mesh.size(i) for i in range(index + 1, mesh.ndim) if _dim_of(placements[i]) == placements[index].dim]
+    later, dim = range(index + 1, mesh.ndim), placements[index].dim
+    before = [mesh.size(i) for i in later if isinstance(placements[i], Shard) and placements[i].dim == dim]
     return bool(placements[index].split_factor == math.prod(before))
-
-
-def _dim_of(placement: Any) -> int | None:
-    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _placements(tensor: torch.Tensor) -> Sequence[Any]:
@@ -207,8 +205,7 @@ class Groups:
     def __init__(self, root: torch.nn.Module | None) -> None:
         """Raises ModelError for a version of FSDP2 that is not known."""
         found: dict[int, Any] = {}
-        self._inside: dict[int, set[int]] = {}
-        """By group: the groups of the modules before whose forward it is gathered, by id."""
+        self._inside: dict[int, set[int]] = {}  # by group: those of the modules before whose forward it is gathered
         for module in () if root is None else root.modules():
             for group in _groups_of(module):
                 found[id(group)] = group
@@ -218,7 +215,7 @@ class Groups:
             _require_known(group)
         self._groups = list(found.values())
         self._removals: list[Callable[[], None]] = []
-        self._grad_dtype: torch.dtype | None = None
+        self._grad_dtypes: dict[int, torch.dtype] = {}  # by group, where it is not that of the parameters
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -229,8 +226,8 @@ class Groups:
         return [(own, [p for inside in self._inside[number] for p in of[inside]]) for number, own in of.items()]
 
     def reshard(self) -> None:
-        """Let go of whole parameters, except in the middle of a forward or a backward. FSDP2 leaves those of the root
-        whole after a forward without backward; a step would not reach them.
+        """Let go of whole parameters, except in the middle of a pass. FSDP2 leaves those of the root whole after a
+        forward without backward; a step would not reach them.
         """
         for group in self._groups:
             if not group.is_sharded and group._training_state is TrainingState.IDLE:
@@ -265,14 +262,19 @@ class Groups:
                     fix="fully_shard without offload_policy, and say offload_fraction= to hostward.AdamW",
                 )
 
-    def accumulate_in(self, dtype: torch.dtype) -> None:
+    def accumulate_in(self, dtype: torch.dtype, besides: Set[int] = frozenset()) -> None:
         """Let reduced gradients come in `dtype`, and be added up in it, whatever the dtype of the parameters. Takes
-        effect with `listen`.
+        effect with `listen`. Those of `besides` (ids) are added up elsewhere: a group of these alone, which reduces in
+        their dtype, leaves them so, which is fewer bytes and the same values.
         """
         for group in self._groups:
-            for p in group.fsdp_params:
-                p.sharded_param.grad_dtype = dtype
-        self._grad_dtype = dtype
+            parts = _parameters(group.fsdp_params)
+            reduced = {group.mp_policy.reduce_dtype or part.dtype for part in parts}
+            if all(id(part) in besides for part in parts) and reduced == {part.dtype for part in parts}:
+                continue
+            for part in parts:
+                part.grad_dtype = dtype
+            self._grad_dtypes[id(group)] = dtype
 
     def listen(self, listener: Listener) -> None:
         """Tell it from now on, until `close`. Held weakly."""
@@ -281,7 +283,7 @@ class Groups:
             for method, told in (
                 ("unshard", _BeforeUnshard(this, group)),
                 ("wait_for_unshard", _BeforeWait(this, group)),
-                ("post_backward", _BeforeReduce(this, group, self._grad_dtype)),
+                ("post_backward", _BeforeReduce(this, group, self._grad_dtypes.get(id(group)))),
             ):
                 self._removals.append(_announce(group, method, told))
 

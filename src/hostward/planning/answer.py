@@ -18,6 +18,12 @@ from .time_model import explain
 
 DEVICE_RESERVE_BYTES = 2 * GIB
 """Of the GPU's memory: the driver's context, libraries, and what the allocator cannot use."""
+POOLS_SHARE = 0.055
+"""Of what is allocated on each of several GPUs, what torch's allocator needs besides: it keeps memory for each stream,
+FSDP2 gathers and reduces on streams of its own, and none has what another keeps. Two H200, Qwen3-30B-A3B: it took
+134.6 GB for 127.7 GB with 21 layers; with 24 it had 147.9 GB for 144.3 GB, and gave memory back in every iteration
+(benchmarks/results, 2026-11-23-recipe-30b-a3b-21-layers-two-h200.json and 24-layers).
+"""
 HOST_RESERVE_SHARE = 0.1
 """Of the machine's memory: the system and the process itself."""
 _WORTH_IT = 0.005
@@ -72,8 +78,9 @@ def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
     """What the machine has less a reserve, per GPU; no limit where the hardware file knows none."""
     memory = hardware.limits.memory_bytes
     locked = hardware.limits.locked_bytes
+    pools = 1 + (POOLS_SHARE if gpus > 1 else 0)
     return Budgets(
-        max(0, hardware.gpu.memory_bytes - DEVICE_RESERVE_BYTES) if hardware.gpu else None,
+        int(max(0, hardware.gpu.memory_bytes - DEVICE_RESERVE_BYTES) / pools) if hardware.gpu else None,
         int(memory * (1 - HOST_RESERVE_SHARE)) // gpus if memory is not None else None,
         locked // gpus if locked is not None else None,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hostward.choice import Choice, Keep
-from hostward.memory_model import Needs
+from hostward.memory_model import LOAD, Needs
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.workload import Workload
@@ -30,6 +30,7 @@ DEVICE_LEVELS = 10
 HOST_LEVELS = (0.7, 0.4, 0.2)
 """Of the most host memory that any choice on the ladder of device limits takes."""
 _HOST_DEVICE_LEVELS = 4
+_FP32_BYTES = 4
 _EVEN_PARTS = 16
 _HOST_PARTS = 8
 _SAME_SHARE = 0.05
@@ -87,8 +88,10 @@ class Frontier:
         self._required = required
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
-        self.base = self._add(self._plain())
+        plain = self._plain()
+        self.base = self._weigh(plain, on_host=bool(self._forced.gradients_on_host))
         """Everything on the device, nothing computed twice, as far as nothing else is forced."""
+        self._add(plain)
         sets = self._weight_sets()
         for weights in sets:
             self._climb(weights)
@@ -134,10 +137,21 @@ class Frontier:
         return [chosen for chosen in sets if not chosen & elsewhere]
 
     def _add(self, choice: Choice) -> Candidate:
+        """With gradients added up where less device memory is taken; on the device as well where that is another place,
+        and it has the memory: every microbatch's gradients take the link, and the host's memory.
+        """
         asked = self._forced.gradients_on_host
-        on_host = (
-            gradients_on_host(self.costs, choice) if asked is None else asked and Placement.HOST in choice.placements
-        )
+        if asked is not None:
+            return self._weigh(choice, on_host=asked)
+        frees = gradients_on_host(self.costs, choice)
+        found = self._weigh(choice, on_host=frees)
+        before_bytes = found.needs.phase(LOAD).device_bytes
+        if frees and before_bytes + _FP32_BYTES * sum(self.costs.numels) <= self._most_bytes:
+            self._weigh(choice, on_host=False)
+        return found
+
+    def _weigh(self, choice: Choice, *, on_host: bool) -> Candidate:
+        on_host = on_host and Placement.HOST in choice.placements
         choice = replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
         if choice not in self._seen:
             needs = self._required(self.workload, choice)

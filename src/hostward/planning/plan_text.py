@@ -146,6 +146,7 @@ def label(workload: Workload, choice: Choice) -> str:
     shares = _state_shares(workload, choice)
     state = [f"{_percent(shares[p])} {p.value}" for p in Placement if p.offloaded and shares[p]]
     parts = [f"state {', '.join(state)}"] if state else []
+    parts += ["gradients added up on the host"] if choice.gradients_on_host else []
     kept = Counter(choice.activations)
     parts += [f"{_layers(kept[k])} {_KEEPS[k]}" for k in Keep if k is not Keep.KEEP and kept[k]]
     if choice.offloaded_weights:

@@ -48,7 +48,7 @@ from .readback import Readback
 from .report import SLOTS, measured
 from .sampling import MemorySampler
 from .schedule_lr import learning_rate
-from .watermark import Watermark
+from .watermark import FullDevice, Watermark
 
 log = logging.getLogger("hostward")
 
@@ -98,6 +98,7 @@ class Run:
     frontier: tuple[FrontierPoint, ...] = ()
     """Of the plan that the run was started with."""
     watermark: Watermark = field(default_factory=Watermark)
+    full_device: FullDevice = field(default_factory=FullDevice)
     ranks: Ranks = field(default_factory=Ranks)
     passes: Passes = field(default_factory=WholeModel)
     """How a batch goes through the model."""
@@ -297,6 +298,7 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
         collect_garbage(config.train, run.iteration)
         resume.look(run)
         run.watermark.look(run.iteration)
+        run.full_device.look(run.iteration, run.sampler.steps[-1])
         more = run.iteration < config.train.train_iters  # the last one is saved anyway
         run.stopped = more and config.train.exit_signal_handler and any(run.ranks.gather(run.stop_asked))
         due = more and not run.stopped and interval is not None and run.iteration % interval == 0

@@ -47,7 +47,9 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
             choice = Choice((), keeps, frozenset(), on_host, forced.staging_bytes, serial=serial(config))
             share = best_share(Costs(workload, speeds), choice, asked.offload_fraction)
     plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
-    return replace(forced, placements={i: row.placement for i, row in enumerate(plan.buckets)})
+    placements = {i: row.placement for i, row in enumerate(plan.buckets)}
+    # Without a plan a run adds gradients up on the host only where that is asked.
+    return replace(forced, placements=placements, gradients_on_host=bool(forced.gradients_on_host))
 
 
 def _besides_placements(config: Config, workload: Workload) -> Forced:

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from hostward.run_report import (
     OffloadReport,
     RanksReport,
     RunReport,
+    StepMemory,
     StepRow,
     iterations,
     step_row,
@@ -212,13 +214,26 @@ def render(report: RunReport) -> list[Table]:
         span = iterations(report.offload.first_iteration, report.offload.last_iteration)
         notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
         rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
+    rows |= _allocator_row(report.step_memory)
     if report.ranks is not None:
         rows |= _rank_rows(report.ranks, simulated=simulated)
     if report.checkpoint:
         rows["checkpoint"] = report.checkpoint
     for name, value in rows.items():
         run.add_row(name, value)
-    return [run, _memory_table(report.memory, simulated=simulated)]
+    return [run, _memory_table(report.memory, report.step_memory.device_reserved_bytes, simulated=simulated)]
+
+
+def _allocator_row(memory: StepMemory) -> dict[str, str]:
+    """Of iterations after the first, in which pools grow."""
+    retries = memory.alloc_retries
+    if not retries or retries[-1] == retries[0]:
+        return {}
+    n = sum(now > before for before, now in pairwise(retries))
+    return {
+        "device memory was full": f"in {n} of {len(retries) - 1} iterations after the first, torch's allocator gave\n"
+        "back what it keeps; the host waits for the whole GPU then"
+    }
 
 
 def _rank_rows(ranks: RanksReport, *, simulated: bool) -> dict[str, str]:
@@ -236,7 +251,7 @@ def _first_and_last(losses: Sequence[float | None]) -> str:
     return " → ".join("not finite" if loss is None else f"{loss:.6f}" for loss in (losses[0], losses[-1]))
 
 
-def _memory_table(memory: MemoryReport, *, simulated: bool) -> Table:
+def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, *, simulated: bool) -> Table:
     from rich.table import Table
 
     table = Table(title="memory in steady state")
@@ -259,4 +274,6 @@ def _memory_table(memory: MemoryReport, *, simulated: bool) -> Table:
     if memory.device_allocated_bytes is not None:
         table.add_row("torch, allocated between steps", f"{memory.device_allocated_bytes:,}", "")
         table.add_row("torch, peak", f"{memory.device_peak_bytes:,}", "")
+    if reserved_bytes:
+        table.add_row("torch, reserved", f"{reserved_bytes[-1]:,}", "")
     return table

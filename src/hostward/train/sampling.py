@@ -56,13 +56,15 @@ class MemorySampler:
 
     def issued(self, iteration: int) -> None:
         """The step of an iteration has been issued."""
-        cuda = self._device is not None
+        found = {} if self._device is None else torch.cuda.memory_stats(self._device)
         self.steps.append(
             StepBytes(
-                torch.cuda.memory_allocated(self._device) if cuda else None,
-                torch.cuda.max_memory_allocated(self._device) if cuda else None,
-                resident_bytes(),
-                self._ledger.pinned_bytes,
+                device_allocated_bytes=found.get("allocated_bytes.all.current"),
+                device_peak_bytes=found.get("allocated_bytes.all.peak"),
+                host_resident_bytes=resident_bytes(),
+                pinned_bytes=self._ledger.pinned_bytes,
+                device_reserved_bytes=found.get("reserved_bytes.all.current"),
+                alloc_retries=found.get("num_alloc_retries"),
             )
         )
         self.sample(iteration, STEP)
@@ -100,6 +102,8 @@ class MemorySampler:
             device_peak_bytes=_known([step.device_peak_bytes for step in self.steps]),
             host_resident_bytes=tuple(step.host_resident_bytes for step in self.steps),
             pinned_bytes=tuple(step.pinned_bytes for step in self.steps),
+            device_reserved_bytes=_known([step.device_reserved_bytes for step in self.steps]),
+            alloc_retries=_known([step.alloc_retries for step in self.steps]),
         )
 
     def owners(self) -> OwnerSamples:

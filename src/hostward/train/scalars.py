@@ -66,6 +66,7 @@ class Scalars:
             "skipped": float(row.skipped),
             "mem-allocated-bytes": row.device_allocated_bytes,
             "mem-max-allocated-bytes": row.device_peak_bytes,
+            "mem-reserved-bytes": row.device_reserved_bytes,
             "host-resident-bytes": row.host_resident_bytes,
             "pinned-bytes": row.pinned_bytes,
             "offload-hidden-seconds": None if run.offload is None else run.offload.hidden_s,

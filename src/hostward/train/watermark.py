@@ -1,4 +1,6 @@
-"""A word before the host's memory runs out: the kernel, when it kills, says none."""
+"""A word before the host's memory runs out: the kernel, when it kills, says none. And one where the device's has run
+out without an error: torch's allocator then takes time instead.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import time
 from pathlib import Path
 
 from hostward.hardware import host_memory, resident_bytes
+from hostward.run_report import StepBytes
 from hostward.sizes import gib
 
 log = logging.getLogger("hostward")
@@ -47,4 +50,36 @@ class Watermark:
                 "loader's share, or give the process more memory; `hostward plan` says what the run needs",
                 iteration, 100 * used, gib(memory.available_bytes), gib(memory.total_bytes), memory.limited_by,
                 gib(resident_bytes(self._root)),
+            )  # fmt: skip
+
+
+class FullDevice:
+    """Says once that torch's CUDA allocator finds no memory in one iteration after the other. It then gives back what
+    it keeps for later, and CUDA lets it only when the whole GPU has come to rest: host steps and copies too, so that
+    nothing of them is hidden, and no operation is seen to wait for them.
+    """
+
+    PATIENCE = 4
+    """Iterations in a row. In a few it may happen while pools of several streams find their sizes."""
+
+    def __init__(self) -> None:
+        self._retries: int | None = 0
+        self._in_a_row = 0
+
+    def look(self, iteration: int, step: StepBytes) -> None:
+        """After the step of an iteration has been issued."""
+        now = step.alloc_retries
+        if now is None or self._retries is None:
+            return
+        more, self._retries = now - self._retries, now
+        self._in_a_row = self._in_a_row + 1 if more else 0
+        if self._in_a_row == self.PATIENCE:
+            self._retries = None
+            log.warning(
+                "iterations %d to %d: torch's CUDA allocator found no memory and gave back what it keeps, %d times in "
+                "the last. The host then waits until the GPU has finished, offloaded work too, and nothing of that is "
+                "hidden. It holds %s GiB, of which at most %s are in use at a time: pools of several streams do not "
+                "lend to one another. Let the run hold less: `hostward plan` names choices",
+                iteration - self.PATIENCE + 1, iteration, more, gib(step.device_reserved_bytes or 0),
+                gib(step.device_peak_bytes or 0),
             )  # fmt: skip

@@ -37,7 +37,7 @@ from .mix import Mix, ShareOf
 from .options import named_options
 from .placeholder import Where
 from .saving import Saving
-from .sharded import EmptyParts, Sharded, across_ranks, ranks_of, require_no_scaler, require_sharding
+from .sharded import EmptyParts, Sharded, accumulate_in, across_ranks, ranks_of, require_no_scaler, require_sharding
 from .slots import CudaGauge, Slots
 from .sources import Readers
 from .state import (
@@ -224,7 +224,7 @@ class AdamW(Saving):
         for t in new:
             check_trackable(t.name, t.parameter, backend.device)
         check_no_overlap([*self._tracked, *new])
-        require_sharding(self._places, new, self._grad_dtype)
+        require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
         first, split = len(self._states), not self._use_torch_optimizer
         used, ranks = self._places.by_use(new), ranks_of(new)
@@ -235,7 +235,6 @@ class AdamW(Saving):
         pinned = self._pin_gradients, self._pin_weights
         asked = Asked(buckets, placements, grad_dtypes, self._sums_on_host, *pinned)
         summed = asked.summed
-        summed_names = {r.name for b in summed for r in buckets[b].ranges}
         states = take_states(backend, asked)
         self._tracked += new
         self._waiting += [t for t in new if is_away(t.parameter)]
@@ -244,9 +243,10 @@ class AdamW(Saving):
         self._summed |= {len(self._states) + b for b in summed}
         self._states += states
         self._placements += plan.buckets
+        if self._grad_dtype is not None:
+            summed_names = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
+            accumulate_in(self._grad_dtype, self._places, self._tracked, summed_names)
         for t in new:
-            if self._grad_dtype is not None and t.name not in summed_names and not t.sharded:
-                t.parameter.grad_dtype = self._grad_dtype
             if not is_away(t.parameter):
                 backend.adopt(t.local.data, "weights", counted=True)
         self._by_name = {t.name: t for t in self._tracked}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hostward.adapters import fsdp2
 
 
-def require_sharding(places: Places, tracked: Sequence[Tracked], grad_dtype: torch.dtype | None) -> None:
+def require_sharding(places: Places, tracked: Sequence[Tracked]) -> None:
     """Raises ModelError or ConfigError unless all parameters are sharded by FSDP2 in a way that steps are defined for,
     or none is.
     """
@@ -35,8 +35,17 @@ def require_sharding(places: Places, tracked: Sequence[Tracked], grad_dtype: tor
                 )
         return
     places.sharding.require_supported({t.name: t.parameter for t in tracked})
-    if grad_dtype is not None:
-        places.sharding.accumulate_in(grad_dtype)
+
+
+def accumulate_in(dtype: torch.dtype, places: Places, tracked: Sequence[Tracked], summed: Set[str]) -> None:
+    """Let gradients add up in `dtype` in `.grad`, but those of parameters named in `summed`, which the host adds up."""
+    besides = {id(t.parameter) for t in tracked if t.name in summed or not t.local.numel()}
+    if places.sharding is not None:
+        places.sharding.accumulate_in(dtype, besides)
+        return
+    for t in tracked:
+        if id(t.parameter) not in besides:
+            t.parameter.grad_dtype = dtype
 
 
 def require_no_scaler(stages: object, *scaling: torch.Tensor | None) -> None:
