@@ -41,6 +41,10 @@ _INTACT = "the last complete checkpoint is as it was"
 _BUSY, _DONE, _FAILED = 0, 1, 2
 
 
+class StoppedError(CheckpointError):
+    """Raised where something else has failed."""
+
+
 class Stop:
     """Asks what is under way to end early."""
 
@@ -54,9 +58,9 @@ class Stop:
         return self._event.is_set()
 
     def check(self) -> None:
-        """Raises CheckpointError if it was asked."""
+        """Raises StoppedError if it was asked."""
         if self._event.is_set():
-            raise CheckpointError("stopped half way", why="the save was given up, here or on another rank")
+            raise StoppedError("stopped half way", why="the save was given up, here or on another rank")
 
 
 class _Step(Generic[T]):

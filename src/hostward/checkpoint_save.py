@@ -2,7 +2,8 @@
 
 1. The first rank takes the folder's lock and makes a hidden folder.
 2. Every rank plans what it has; all plans together say who writes what: of copies on several ranks, one does.
-3. Every rank writes its pieces, and makes them durable. With a snapshot it first copies what training goes on with.
+3. Every rank writes its pieces, and makes them durable. With a snapshot other threads copy what training goes on with,
+   and each piece is written once it is copied.
 4. The first rank writes the table of contents and the manifest, and gives the folder its name.
 
 A rank that fails in any step ends the save on all of them; then the hidden folder is removed.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +29,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hostward import checkpoint_files as files
 from hostward.checkpoint_manifest import FileRecord
 from hostward.checkpoint_plan import PiecePlanner, Value, item_bytes
-from hostward.checkpoint_ranks import Ranks, Stop
-from hostward.checkpoint_writer import PieceWriter, Read, in_threads, shared_out
+from hostward.checkpoint_ranks import Ranks, Stop, StoppedError
+from hostward.checkpoint_writer import PieceWriter, in_threads, shared_out
 from hostward.engine.backend import Backend, Tier
 from hostward.errors import CheckpointError, HostwardError
 from hostward.training.sources import Source, array
@@ -36,6 +38,8 @@ from hostward.training.sources import Source, array
 PLAIN = "plain.json"
 RANKS = "ranks.json"
 _ALIGNED = 64
+_LOOK_S = 0.1
+"""Between two looks of a thread that waits for a copy, at whether the save has been given up."""
 
 
 @dataclass(frozen=True)
@@ -66,36 +70,55 @@ class Snapshot:
     def size_bytes(self) -> int:
         return self._buffer.data.numel()
 
-    def take(
-        self, planner: PiecePlanner, items: Sequence[WriteItem], rooms: Sequence[torch.Tensor | None], stop: Stop
-    ) -> Read:
-        """Copy these items, those that training goes on with; returns what reads them from here."""
-        live = [item for item in items if planner.live(item)]
+    def of(self, planner: PiecePlanner, items: Sequence[WriteItem], stop: Stop) -> Copies:
+        """Places for those of these items that training goes on with."""
         places: dict[MetadataIndex, torch.Tensor] = {}
         end = 0
-        for item in live:
+        for item in filter(planner.live, items):
             places[item.index] = self._buffer.data[end : end + item_bytes(item)]
             end += -(-item_bytes(item) // _ALIGNED) * _ALIGNED
-
-        def copy(share: Sequence[WriteItem], room: torch.Tensor | None) -> None:
-            for item in share:
-                stop.check()
-                piece = planner.read(item, room)
-                array(places[item.index], np.uint8)[:] = array(piece.view(-1).view(torch.uint8), np.uint8)
-
-        shares = shared_out(live, len(rooms))
-        in_threads([partial(copy, share, room) for share, room in zip(shares, rooms, strict=True)], stop)
-
-        def read(item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
-            if item.index not in places or item.tensor_data is None:
-                return planner.read(item, room)
-            data = item.tensor_data
-            return places[item.index].view(data.properties.dtype).view(tuple(data.chunk.sizes))
-
-        return read
+        return Copies(planner, [item for item in items if item.index in places], places, stop)
 
     def free(self) -> None:
         self._backend.free([self._buffer])
+
+
+class Copies:
+    """Items of one save as they are copied, and read from their copies by other threads, each once it is there."""
+
+    def __init__(
+        self,
+        planner: PiecePlanner,
+        items: Sequence[WriteItem],
+        places: Mapping[MetadataIndex, torch.Tensor],
+        stop: Stop,
+    ) -> None:
+        self._planner = planner
+        self._items = items
+        self._places = places
+        self._stop = stop
+        self._there = {index: threading.Event() for index in places}
+
+    def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
+        """Copy all of them, on a thread for each of these rooms."""
+        shares = shared_out(self._items, len(rooms))
+        in_threads([partial(self._make, *each) for each in zip(shares, rooms, strict=True)], self._stop)
+
+    def _make(self, items: Sequence[WriteItem], room: torch.Tensor | None) -> None:
+        for item in items:
+            self._stop.check()
+            piece = self._planner.read(item, room)
+            array(self._places[item.index], np.uint8)[:] = array(piece.view(-1).view(torch.uint8), np.uint8)
+            self._there[item.index].set()
+
+    def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:
+        """The elements of an item, on the host. What is not copied is no source, and takes no room."""
+        if item.index not in self._places or item.tensor_data is None:
+            return self._planner.read(item, None)
+        while not self._there[item.index].wait(_LOOK_S):
+            self._stop.check()
+        data = item.tensor_data
+        return self._places[item.index].view(data.properties.dtype).view(tuple(data.chunk.sizes))
 
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
@@ -203,13 +226,38 @@ class Save:
     def _write(
         self, planner: PiecePlanner, writer: PieceWriter, plan: SavePlan
     ) -> tuple[list[WriteResult], dict[str, FileRecord]]:
-        with typed_failures(self._request.what):
+        with typed_failures(self._request.what), ExitStack() as copying:
             if self._snapshot is not None:
-                writer.read = self._snapshot.take(planner, plan.items, self._rooms, self.stop)
-                self.has_read.set()
+                copies = self._snapshot.of(planner, plan.items, self.stop)
+                writer.read = copies.read
+                copying.enter_context(self._beside(lambda: copies.make(self._rooms)))
             results = writer.write_data(plan, planner).value()
             self.has_read.set()
             return results, writer.records
+
+    @contextmanager
+    def _beside(self, copy: Callable[[], None]) -> Iterator[None]:
+        """Copying, while the body writes what is there. The one that fails ends the other, and is what is raised."""
+
+        def copied() -> None:
+            try:
+                copy()
+            except BaseException:
+                self.stop.ask()
+                raise
+            self.has_read.set()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="hostward checkpoint copies") as pool:
+            copying = pool.submit(copied)
+            try:
+                yield
+            except StoppedError:
+                if copying.exception() is None:
+                    raise
+            except BaseException:
+                self.stop.ask()
+                raise
+            copying.result()
 
     def _publish(
         self,
@@ -250,6 +298,7 @@ def typed_failures(what: str) -> Iterator[None]:
 
 
 def _brought_out(what: str, causes: Sequence[BaseException]) -> BaseException:
+    causes = [cause for cause in causes if not isinstance(cause, StoppedError)]  # by one of the others
     for cause in causes:
         if not isinstance(cause, Exception) or isinstance(cause, HostwardError):
             return cause

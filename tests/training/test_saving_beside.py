@@ -178,3 +178,63 @@ def test_a_save_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
     step(model, optimizer, 1)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".iter")] == []
     assert_equal(saved_state(checkpoint.latest(tmp_path), torch.float32), before)
+
+
+def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make("mixed")
+    step(model, optimizer, 0)
+    saver = checkpoint.Saver(tmp_path, mode="snapshot")
+    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    written: list[bool] = []
+
+    def last_one_waits(planner: PiecePlanner, item: Any, room: torch.Tensor | None) -> torch.Tensor:
+        live = [each for each in planner.plan.items if planner.live(each)]
+        if item.index == live[-1].index:
+            until_s = time.monotonic() + 20
+            while not (begun := any(f.stat().st_size for f in tmp_path.glob(".iter*/*.distcp"))):
+                if time.monotonic() > until_s:
+                    break
+                time.sleep(0.001)
+            written.append(begun)
+        return read(planner, item, room)
+
+    monkeypatch.setattr(PiecePlanner, "read", last_one_waits)
+    expected = snapshot(model, optimizer)
+    begin(saver, model, optimizer)
+    step(model, optimizer, 1)
+    path = saver.finish()
+    saver.close()
+    assert written == [True]
+    assert_equal(saved_state(path, torch.float32), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_that_cannot_be_read_is_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: checkpoint.Mode
+) -> None:
+    """Threads that write, and wait for what is not copied any more, end as well."""
+    model, optimizer = make("host")
+    saver = checkpoint.Saver(tmp_path, mode=mode)
+    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    calls: list[object] = []
+
+    def fails(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise RuntimeError("the device is lost")
+        return read(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PiecePlanner, "read", fails)
+        begin(saver, model, optimizer)
+        step(model, optimizer, 0)
+        with pytest.raises(CheckpointError, match="the device is lost"):
+            saver.finish()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".iter")] == []
+    step(model, optimizer, 1)
+    expected = snapshot(model, optimizer)
+    begin(saver, model, optimizer)
+    assert_equal(saved_state(saver.finish(), torch.float32), expected)
+    saver.close()
