@@ -209,18 +209,21 @@ def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
         return None
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)
-    work = recipe_workload(config)
+    ranks = len(result["ranks"]["ranks"]) if result.get("ranks") else 1
+    work = recipe_workload(config) if ranks == 1 else sharded(recipe_workload(config), ranks)
     asked = shares(config)
     if isinstance(asked.streamed_fraction, str):
         return None
     plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)
-    choice = Choice(tuple(b.placement for b in plan.buckets), (Keep.KEEP,) * len(work.repeated))
+    on_host = config.optimizer.gradients == "host"
+    keeps = (Keep.KEEP,) * len(work.repeated)
+    choice = Choice(tuple(b.placement for b in plan.buckets), keeps, gradients_on_host=on_host)
     needs = required(work, choice).phase(STEADY_STEP)
     memory = result["memory"]
-    name = " ".join([result["recipe"], *(w for w in words if w.startswith("model."))])
+    name = " ".join([result["recipe"], *(w for w in words if w.startswith(("model.", "optimizer.gradients")))])
     device = device_bytes(needs, with_optimizer=True)
     taken = sum(memory["host_by_owner_bytes"].values())
-    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], needs.host_bytes, taken)
+    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], needs.host_bytes, taken, ranks)
 
 
 def device_bytes(needs: PhaseNeeds, *, with_optimizer: bool) -> int:

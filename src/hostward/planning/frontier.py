@@ -31,6 +31,8 @@ HOST_LEVELS = (0.7, 0.4, 0.2)
 """Of the most host memory that any choice on the ladder of device limits takes."""
 _HOST_DEVICE_LEVELS = 4
 _FP32_BYTES = 4
+_REACH = 1.1
+"""Times what the device has, by the programme's own count of bytes, which is a little off that of the memory model."""
 _EVEN_PARTS = 16
 _HOST_PARTS = 8
 _SAME_SHARE = 0.05
@@ -92,17 +94,18 @@ class Frontier:
         self.base = self._weigh(plain, on_host=bool(self._forced.gradients_on_host))
         """Everything on the device, nothing computed twice, as far as nothing else is forced."""
         self._add(plain)
-        sets = self._weight_sets()
-        for weights in sets:
-            self._climb(weights)
-        self._alike_too = frozenset() in sets
-        if self._alike_too:
-            self._even()
+        self._sets = self._weight_sets()
+        self._weigh_all()
 
     def widen(self) -> None:
         """Weigh what takes more than the device has as well: what else it would take is asked then."""
         self._most_bytes = math.inf
-        if self._alike_too:
+        self._weigh_all()
+
+    def _weigh_all(self) -> None:
+        for weights in self._sets:
+            self._climb(weights)
+        if frozenset() in self._sets:
             self._even()
 
     @property
@@ -178,15 +181,16 @@ class Frontier:
         high = programme.device_bytes(best)
         found = [self._add(best)]
         whole = not weights or self._forced.offloaded_weights is not None
+        reach = _REACH * self._most_bytes
         for limit in _ladder(low, high, DEVICE_LEVELS if whole else 2):
-            choice = programme.solve(Limits(device_bytes=limit * (1 + 1e-9)))
+            choice = programme.solve(Limits(device_bytes=limit * (1 + 1e-9))) if limit <= reach else None
             if choice is not None:
                 found.append(self._add(choice))
         most = max(programme.host_bytes(candidate.choice) for candidate in found)
         for share in HOST_LEVELS if whole else ():
             for level in range(_HOST_DEVICE_LEVELS):
-                limits = Limits(low + (high - low) * level / _HOST_DEVICE_LEVELS, most * share)
-                choice = programme.solve(limits)
+                limit = low + (high - low) * level / _HOST_DEVICE_LEVELS
+                choice = programme.solve(Limits(limit, most * share)) if limit <= reach else None
                 if choice is not None:
                     self._add(choice)
 

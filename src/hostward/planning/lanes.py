@@ -21,6 +21,9 @@ class Queue(IntEnum):
     HOST = 3
 
 
+_LANES = range(len(Queue))
+
+
 @dataclass(slots=True)
 class Work:
     """One piece of work: `seconds` where nothing else runs."""
@@ -69,13 +72,13 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
     nexts = [iter(queue) for queue in queues]
     heads = [next(n, -1) for n in nexts]
     left = [0.0, 0.0, 0.0, 0.0]
-    running: dict[int, int] = {}
+    running = [-1, -1, -1, -1]
     starts, ends = [0.0] * count, [math.inf] * count
     now, done = 0.0, 0
     while done < count:
-        for lane in range(4):
+        for lane in _LANES:
             number = heads[lane]
-            if number < 0 or lane in running:
+            if number < 0 or running[lane] >= 0:
                 continue
             work = works[number]
             for wait in work.waits:
@@ -84,14 +87,18 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
             else:
                 running[lane], left[lane], starts[number] = number, work.seconds, now
                 heads[lane] = next(nexts[lane], -1)
-        speeds = slowdown[(1 in running) + 2 * (2 in running) + 4 * (3 in running)]
-        least = min([left[lane] / speeds[lane] for lane in running])
+        speeds = slowdown[(running[1] >= 0) + 2 * (running[2] >= 0) + 4 * (running[3] >= 0)]
+        least = math.inf
+        for lane in _LANES:  # no comprehension: thousands of works in each of hundreds of programs
+            if running[lane] >= 0 and left[lane] / speeds[lane] < least:
+                least = left[lane] / speeds[lane]
         now += least
-        for lane in tuple(running):
-            left[lane] -= least * speeds[lane]
-            if left[lane] <= 1e-12:
-                ends[running.pop(lane)] = now
-                done += 1
+        for lane in _LANES:
+            if running[lane] >= 0:
+                left[lane] -= least * speeds[lane]
+                if left[lane] <= 1e-12:
+                    ends[running[lane]], running[lane] = now, -1
+                    done += 1
     return Timeline(tuple(starts), tuple(ends))
 
 
