@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,6 +21,7 @@ from hostward.adapters import fsdp2
 from hostward.engine.across import NOT_FINITE
 from hostward.engine.backend import Event
 from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.errors import HostwardError
 from hostward.schedule import Lane
 
 MIXES: Mapping[str, Mapping[str, float]] = {
@@ -444,3 +446,15 @@ def held_gathers() -> tuple[list[int], list[int], list[int]]:
         backend.held.clear()
     layers = optimizer._issuer._layers
     return found[0], found[1], [layers.count(layer) for layer in dict.fromkeys(layers)]
+
+
+def placed_where_one_rank_has_less() -> str:
+    """The kind of the error that this rank gets."""
+    memory = "1KiB" if dist.get_rank() == 3 else "1GiB"
+    try:
+        hostward.AdamW(
+            sharded(), lr=1e-2, offload_fraction="auto", device_memory=memory, backend=SimulatedBackend(threads=1)
+        )
+    except HostwardError as error:
+        return type(error).__name__
+    return "none"

@@ -154,3 +154,9 @@ def test_gathers_wait_for_what_is_on_its_way_whoever_has_waited_before(world: Wo
     for first, second, expected in world.run("sharded_cases.held_gathers"):
         assert first == expected
         assert second == []  # what a stream has waited for is there
+
+
+def test_a_rank_that_cannot_place_tells_the_others(world: World) -> None:
+    """They would wait for it until the limit of their process group."""
+    found = world.run("sharded_cases.placed_where_one_rank_has_less")
+    assert found == ["RankError", "RankError", "RankError", "MemoryLimitError"]

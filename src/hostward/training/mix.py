@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from hostward.engine.across import Ranks
 from hostward.engine.backend import Backend
 from hostward.engine.rates import measure_rates
-from hostward.errors import ConfigError, MemoryLimitError, PageLockError
+from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
 from hostward.hardware import Rates
 from hostward.inspect import Tracked
 from hostward.inventory import Bucket, cut_buckets, state_bytes_per_element
@@ -85,7 +87,8 @@ class Mix:
             self.rates = _measured(backend, ranks)
         if callable(self._asked):
             if self._told is None:  # the same on all ranks, whatever each of them was told
-                self._told = _most(checked_fraction(self._asked(self.rates), "streamed_fraction"), backend, ranks)
+                asked, rates = self._asked, self.rates
+                self._told = _most(lambda: checked_fraction(asked(rates), "streamed_fraction"), backend, ranks)
             return self._told
         if not buckets:  # a rank without any has measured beside the others
             return 0.0
@@ -111,14 +114,15 @@ class Mix:
 
         Raises:
             ConfigError: a plan of other buckets, or of another division among ranks. MemoryLimitError: weights and
-                gradients alone exceed `device_memory`.
+                gradients alone exceed `device_memory`. RankError: another rank has raised.
         """
         if self._plan is not None:
             return placed_by_plan(self._plan, tracked, first_index=first_index, split_master=split_master)
         facts = tuple(t.facts for t in tracked)
         buckets = cut_buckets(facts, first_index=first_index, split_master=split_master)
         if self._budget_bytes is not None:
-            self.offload_fraction = _most(_least_fraction(buckets, grad_dtype, self._budget_bytes), backend, ranks)
+            least = partial(_least_fraction, buckets, grad_dtype, self._budget_bytes)
+            self.offload_fraction = _most(least, backend, ranks)
             self._budget_bytes = None  # groups that come later are placed alike
         share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
         return buckets, place_fraction(buckets, self.offload_fraction, share)
@@ -170,12 +174,22 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
     return min(1.0, away / state)
 
 
-def _most(fraction: float, backend: Backend, ranks: Ranks | None) -> float:
-    """Of all ranks: parts differ in size, and the decisions that follow are made together."""
+def _most(own: Callable[[], float], backend: Backend, ranks: Ranks | None) -> float:
+    """The most that `own` tells on any rank: parts differ in size, and the decisions that follow are made together. A
+    rank on which it raises tells the others first, which would wait for it.
+
+    Raises RankError where it has raised on another rank.
+    """
     if ranks is None:
-        return fraction
-    told = torch.tensor([fraction], dtype=torch.float64, device=backend.device)
-    ranks.largest(told)
+        return own()
+    fraction = math.inf
+    try:
+        fraction = own()
+    finally:
+        told = torch.tensor([fraction], dtype=torch.float64, device=backend.device)
+        ranks.largest(told)
+    if math.isinf(float(told)):
+        raise RankError("another rank could not tell what is to leave the device", fix="see the error of that rank")
     return float(told)
 
 
