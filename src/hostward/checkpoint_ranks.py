@@ -42,7 +42,7 @@ _BUSY, _DONE, _FAILED = 0, 1, 2
 
 
 class StoppedError(CheckpointError):
-    """Raised where something else has failed."""
+    """The save has been given up, by whoever made it or because something else has failed."""
 
 
 class Stop:

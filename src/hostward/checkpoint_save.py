@@ -237,7 +237,7 @@ class Save:
 
     @contextmanager
     def _beside(self, copy: Callable[[], None]) -> Iterator[None]:
-        """Copying, while the body writes what is there. The one that fails ends the other, and is what is raised."""
+        """Copying, while the body writes what is there. The first that fails ends the other, and is what is raised."""
 
         def copied() -> None:
             try:
@@ -298,7 +298,8 @@ def typed_failures(what: str) -> Iterator[None]:
 
 
 def _brought_out(what: str, causes: Sequence[BaseException]) -> BaseException:
-    causes = [cause for cause in causes if not isinstance(cause, StoppedError)]  # by one of the others
+    # A thread that was stopped because another one failed explains nothing.
+    causes = [cause for cause in causes if not isinstance(cause, StoppedError)]
     for cause in causes:
         if not isinstance(cause, Exception) or isinstance(cause, HostwardError):
             return cause

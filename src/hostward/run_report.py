@@ -101,7 +101,7 @@ class StepMemory:
 
     Device bytes are those of torch's CUDA allocator, None without a GPU; the peak is the most since the run began.
     device_reserved_bytes: and what it keeps for later. alloc_retries: how often since the process began it had to give
-    that back to get more, for which the host waits for the GPU. Both are None in reports of before they were kept.
+    that back to get more, for which the host waits for the GPU. Both are None without a GPU, and in older reports.
     """
 
     device_allocated_bytes: tuple[int, ...] | None

@@ -87,7 +87,8 @@ def sharded(
     dtype: str = "fp32",
     *,
     policy: bool = False,
-    reduced_in_fp32: bool = False,
+    fp32: str | None = None,
+    frozen: bool = False,
     prefetch: bool = False,
     alone: Sequence[str] = (),
     **options: Any,
@@ -96,9 +97,12 @@ def sharded(
     model = Net().to(DTYPES[dtype])
     if policy:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    if reduced_in_fp32:
-        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for block in [*model.blocks, *map(model.get_submodule, alone)]:
+    if fp32:  # in which gradients are reduced, or everything is computed
+        options["mp_policy"] = MixedPrecisionPolicy(**{fp32: torch.float32})
+    if frozen:
+        for block in model.blocks:
+            block.norm.requires_grad_(False)  # type: ignore[union-attr, operator]
+    for block in [*map(model.get_submodule, alone), *model.blocks]:
         fully_shard(block, mesh=mesh_of(mesh), **options)
     fully_shard(model, mesh=mesh_of(mesh), **options)
     if prefetch:

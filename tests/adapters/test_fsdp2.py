@@ -109,11 +109,30 @@ def test_bf16_gradients_are_added_up_in_float32_where_asked_for(world: World, on
     assert all(0 <= n < 256 for n in extra), extra
 
 
-def test_gradients_reduced_in_float32_are_added_up_so_on_the_host(world: World, on_device: Any) -> None:
-    options = {"network": {"dtype": "bf16", "reduced_in_fp32": True}, "microbatches": 3}
+@pytest.mark.parametrize("fp32", ["reduce_dtype", "param_dtype"])
+def test_gradients_reduced_in_float32_are_added_up_so_on_the_host(world: World, on_device: Any, fp32: str) -> None:
+    options = {"network": {"dtype": "bf16", "fp32": fp32}, "microbatches": 3}
     expected = on_device(sums_in_fp32=True, **options)
     assert expected[0]["bits"] != on_device(sums_in_fp32=True, network={"dtype": "bf16"}, microbatches=3)[0]["bits"]
     assert_same_bits(trained(world, "host", order="late", gradients="host", **options), expected)
+
+
+PARTLY: dict[str, dict[str, Any]] = {
+    "modules of their own": {"alone": ["blocks.0.up", "blocks.1.up", "blocks.2.down", "head"]},
+    "frozen weights": {"frozen": True, "alone": ["blocks.0.up", "blocks.1.norm"]},
+    "layer by layer": {},
+}
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.6, 1.0])
+@pytest.mark.parametrize("case", PARTLY)
+def test_sums_of_a_share_on_the_host_are_those_on_the_device(
+    world: World, on_device: Any, case: str, fraction: float
+) -> None:
+    """A bucket's gradients leave in one dtype, and FSDP2 knows one for a group; neither is made of the other."""
+    options = {"network": {"dtype": "bf16", **PARTLY[case]}, "microbatches": 2}
+    expected = on_device(sums_in_fp32=True, **options)
+    assert_same_bits(trained(world, "host", gradients="host", offload_fraction=fraction, **options), expected)
 
 
 @pytest.mark.parametrize("network", [{}, {"reshard_after_forward": False}, {"mesh": "hybrid"}], ids=str)

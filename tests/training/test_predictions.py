@@ -54,8 +54,9 @@ def test_most_of_them_are_far_closer(rows: list[Any]) -> None:
 def test_several_gpus_are_among_them(rows: list[Any]) -> None:
     """Gathered weights stay until backward: left out, the peak was predicted up to 28 % too low."""
     assert sum(row.gpus > 1 for row in rows) >= FEWEST
-    # The lowest is 0.5 %: gradients that the host adds up, of which FSDP2 holds a layer's more on their way.
-    assert all(row.device_error > -0.006 for row in rows if row.gpus > 1)
+    # Of gradients that the host adds up FSDP2 holds a layer's more on their way.
+    low = {row: -0.006 if "gradients=host" in row.row else -0.002 for row in rows if row.gpus > 1}
+    assert all(row.device_error > error for row, error in low.items())
 
 
 @pytest.mark.usefixtures("programs")

@@ -263,18 +263,18 @@ class Groups:
                 )
 
     def accumulate_in(self, dtype: torch.dtype, besides: Set[int] = frozenset()) -> None:
-        """Let reduced gradients come in `dtype`, and be added up in it, whatever the dtype of the parameters. Takes
-        effect with `listen`. Those of `besides` (ids) are added up elsewhere: a group of these alone, which reduces in
-        their dtype, leaves them so, which is fewer bytes and the same values.
-        """
+        """From `listen` on let reduced gradients come and add up in `dtype`, but in groups of `besides` (ids) alone."""
         for group in self._groups:
             parts = _parameters(group.fsdp_params)
-            reduced = {group.mp_policy.reduce_dtype or part.dtype for part in parts}
-            if all(id(part) in besides for part in parts) and reduced == {part.dtype for part in parts}:
-                continue
-            for part in parts:
-                part.grad_dtype = dtype
-            self._grad_dtypes[id(group)] = dtype
+            if not all(id(part) in besides for part in parts):
+                for part in parts:
+                    part.grad_dtype = dtype
+                self._grad_dtypes[id(group)] = dtype
+
+    def reduced_as_they_are(self) -> list[list[torch.Tensor]]:
+        """Parameters by group, of groups that reduce gradients in the dtype of the parameters."""
+        policies = [(group.mp_policy, _parameters(group.fsdp_params)) for group in self._groups]
+        return [ps for m, ps in policies if all((m.reduce_dtype or m.param_dtype or p.dtype) is p.dtype for p in ps)]
 
     def listen(self, listener: Listener) -> None:
         """Tell it from now on, until `close`. Held weakly."""

@@ -118,11 +118,10 @@ class Costs:
         return [self._unit(*run, choice) for run in _runs(self._buckets, choice.placements, merge_below)]
 
     def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes], choice: Choice) -> Unit:
-        wide = self.workload.microbatches > 1 and (placement is not Placement.HOST or choice.gradients_on_host)
         numel = sum(b.numel for b in run)
         weights = sum(b.weight_bytes for b in run)
         state = sum(b.state_bytes for b in run)
-        gradients = 4 * numel if wide else weights
+        gradients = 4 * numel if self.workload.microbatches > 1 else weights  # sums are float32, wherever they are
         host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
         return Unit(
             layer,

@@ -92,6 +92,8 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
         for lane in _LANES:  # no comprehension: thousands of works in each of hundreds of programs
             if running[lane] >= 0 and left[lane] / speeds[lane] < least:
                 least = left[lane] / speeds[lane]
+        if least == math.inf:
+            raise ValueError("a piece of work waits for one that was issued after it")
         now += least
         for lane in _LANES:
             if running[lane] >= 0:

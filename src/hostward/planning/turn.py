@@ -143,7 +143,8 @@ class Turn:
             waits = [reloads.get(i), self._fetch(i), left_before[-_IN_FLIGHT]]
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
-                size = self.units[u].weight_bytes
+                unit = self.units[u]  # sums leave as they are, parts of sums as they come
+                size = unit.weight_bytes if self.choice.gradients_on_host else unit.gradient_bytes
                 downloads.append(
                     self.program.add("gradient", Queue.D2H, speeds.copy_s(size, speeds.d2h_bytes_per_s), [self.compute])
                 )

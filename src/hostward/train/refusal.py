@@ -17,6 +17,7 @@ from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype, cut_buckets
 from hostward.memory_model import Needs, required
 from hostward.plan import Placement
+from hostward.planning.answer import default_budgets
 from hostward.planning.assignment import Forced
 from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
@@ -120,7 +121,7 @@ def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) 
     """
     if importlib.util.find_spec("scipy") is None:
         return ()
-    most_bytes = hardware.gpu.memory_bytes if hardware.gpu else None
+    most_bytes = default_budgets(hardware, gpus).device_bytes
     found = Frontier(workload, speeds_of(hardware, gpus), required_of(workload), Forced(), most_bytes)
     return points_of(workload, found.unbeaten(budgets))
 

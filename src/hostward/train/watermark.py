@@ -63,18 +63,19 @@ class FullDevice:
     """Iterations in a row. In a few it may happen while pools of several streams find their sizes."""
 
     def __init__(self) -> None:
-        self._retries: int | None = 0
+        self._retries: int | None = None
         self._in_a_row = 0
+        self._told = False
 
     def look(self, iteration: int, step: StepBytes) -> None:
         """After the step of an iteration has been issued."""
         now = step.alloc_retries
-        if now is None or self._retries is None:
+        if now is None or self._told:
             return
-        more, self._retries = now - self._retries, now
+        more, self._retries = now - (now if self._retries is None else self._retries), now
         self._in_a_row = self._in_a_row + 1 if more else 0
         if self._in_a_row == self.PATIENCE:
-            self._retries = None
+            self._told = True
             log.warning(
                 "iterations %d to %d: torch's CUDA allocator found no memory and gave back what it keeps, %d times in "
                 "the last. The host then waits until the GPU has finished, offloaded work too, and nothing of that is "

@@ -244,8 +244,7 @@ class AdamW(Saving):
         self._states += states
         self._placements += plan.buckets
         if self._grad_dtype is not None:
-            summed_names = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
-            accumulate_in(self._grad_dtype, self._places, self._tracked, summed_names)
+            accumulate_in(self._grad_dtype, self._places, self._tracked, self._states, self._summed)
         for t in new:
             if not is_away(t.parameter):
                 backend.adopt(t.local.data, "weights", counted=True)

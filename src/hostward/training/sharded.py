@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hostward.engine.across import Across, Fragment, GroupRanks
 from hostward.engine.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
 from hostward.errors import ModelError, NotBuiltError
-from hostward.inspect import Places, Tracked
+from hostward.inspect import Places, Tracked, local_of
 
 from .gradients import Handover
 from .state import BucketState
@@ -37,15 +37,40 @@ def require_sharding(places: Places, tracked: Sequence[Tracked]) -> None:
     places.sharding.require_supported({t.name: t.parameter for t in tracked})
 
 
-def accumulate_in(dtype: torch.dtype, places: Places, tracked: Sequence[Tracked], summed: Set[str]) -> None:
-    """Let gradients add up in `dtype` in `.grad`, but those of parameters named in `summed`, which the host adds up."""
-    besides = {id(t.parameter) for t in tracked if t.name in summed or not t.local.numel()}
+def accumulate_in(
+    dtype: torch.dtype, places: Places, tracked: Sequence[Tracked], states: Sequence[BucketState], summed: Set[int]
+) -> None:
+    """Let gradients add up in `dtype` in `.grad`, but those of the buckets `summed`, which the host adds up in float32
+    as they come: in the dtype of their parameters, which is fewer bytes and the same values.
+    """
+    of = {t.name: t.parameter for t in tracked}
+    buckets = [{id(of[r.name]) for r in states[b].bucket.ranges} for b in summed]
     if places.sharding is not None:
-        places.sharding.accumulate_in(dtype, besides)
+        places.sharding.accumulate_in(dtype, _left_as_they_are(places.sharding, buckets))
         return
+    besides = set().union(*buckets)
     for t in tracked:
         if id(t.parameter) not in besides:
             t.parameter.grad_dtype = dtype
+
+
+def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Set[int]:
+    """Parameters of groups that have all of theirs in these buckets, which share none with another group: FSDP2 knows
+    one dtype for a group, and a bucket's gradients leave in one.
+    """
+    here = set().union(*buckets)
+    groups = [
+        parts
+        for parts in sharding.reduced_as_they_are()
+        if all(id(p) in here or not p.requires_grad or not local_of(p).numel() for p in parts)
+    ]
+    while True:
+        found = {id(p) for parts in groups for p in parts}
+        elsewhere = set().union(*(bucket for bucket in buckets if not bucket <= found))
+        kept = [parts for parts in groups if not any(id(p) in elsewhere for p in parts)]
+        if len(kept) == len(groups):
+            return found
+        groups = kept
 
 
 def require_no_scaler(stages: object, *scaling: torch.Tensor | None) -> None:
