@@ -462,3 +462,37 @@ def placed_where_one_rank_has_less() -> str:
     except HostwardError as error:
         return type(error).__name__
     return "none"
+
+
+class Wide(torch.nn.Module):
+    """Several buckets on each of four ranks; its inner part is gathered and reduced by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(*(torch.nn.Linear(320, 320, bias=False) for _ in range(5)))
+        self.out = torch.nn.Linear(320, 320, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.out(self.inner(x).tanh())
+        return out
+
+
+def nested(fraction: float = 0.0, gradients: str | None = None) -> dict[str, Any]:
+    """Weights, state and norms of two steps of two microbatches, in bf16 with sums in float32."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Wide(), Wide()).to(torch.bfloat16)
+    for part in (model[0].inner, model[0], model[1].inner, model[1], model):
+        fully_shard(part, mesh=mesh_of("four"))
+    told: dict[str, Any] = {"offload_fraction": fraction, "gradients": gradients, "grad_dtype": torch.float32}
+    backend = SimulatedBackend(threads=1)
+    optimizer = hostward.AdamW(model, lr=1e-2, max_grad_norm=0.05, backend=backend, streamed_fraction=0.0, **told)
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            torch.manual_seed(2 * step + microbatch)
+            with optimizer.accumulate(last=microbatch == 1):
+                model(torch.randn(4, 320, dtype=torch.bfloat16)).clone().float().square().mean().backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm.hex())
+    return {"told": norms, "bits": snapshot(model, optimizer)}

@@ -175,6 +175,13 @@ def test_gathers_wait_for_what_is_on_its_way_whoever_has_waited_before(world: Wo
         assert second == []  # what a stream has waited for is there
 
 
+def test_what_leaves_together_has_one_dtype(world: World) -> None:
+    """Of a bucket in which two groups meet, one group has other parameters elsewhere."""
+    expected = world.run("sharded_cases.nested")
+    for fraction in (0.3, 0.5, 0.6, 1.0):
+        assert_same_bits(world.run("sharded_cases.nested", fraction=fraction, gradients="host"), expected)
+
+
 def test_a_rank_that_cannot_place_tells_the_others(world: World) -> None:
     """They would wait for it until the limit of their process group."""
     found = world.run("sharded_cases.placed_where_one_rank_has_less")
