@@ -110,9 +110,9 @@ def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: p
     """One without parameters has a say as well, since all take part in the collective."""
     told: list[float] = []
 
-    def most(share: float, *_: object) -> float:  # a collective of device tensors, which there are none of here
-        told.append(share)
-        return max(0.6, share)
+    def most(own: Callable[[], float], *_: object) -> float:  # a collective of device tensors: there are none here
+        told.append(own())
+        return max(0.6, told[-1])
 
     monkeypatch.setattr("hostward.training.mix._most", most)
     for buckets in (cut_buckets(tuple(t.facts for t in tracked_weights())), ()):
