@@ -262,7 +262,7 @@ class Groups:
                     fix="fully_shard without offload_policy, and say offload_fraction= to hostward.AdamW",
                 )
 
-    def accumulate_in(self, dtype: torch.dtype, besides: Set[int] = frozenset()) -> None:
+    def accumulate_in(self, dtype: torch.dtype, besides: Set[int]) -> None:
         """From `listen` on let reduced gradients come and add up in `dtype`, but in groups of `besides` (ids) alone."""
         for group in self._groups:
             parts = _parameters(group.fsdp_params)

@@ -18,7 +18,7 @@ from hostward.lowering.staging import FEWEST, STAGED_SHARE
 from hostward.plan import Placement
 from hostward.planner import place_fraction, summed_on_host
 
-from .costs import Costs
+from .costs import SUM_BYTES, Costs
 from .lanes import Queue
 
 _GB = 1e9
@@ -232,7 +232,7 @@ class Programme:
 
     def _memory(self) -> None:
         costs = self.costs
-        wide = 4 if costs.workload.microbatches > 1 else 0
+        wide = SUM_BYTES if costs.workload.microbatches > 1 else 0
         largest = max((b.state_bytes for b in self.buckets), default=0)
         self.streams = streams = self._variable(1.0, integral=True)
         state = self._of_buckets(lambda b: b.numel, Placement.STREAMED)

@@ -20,7 +20,7 @@ from hostward.workload import Workload
 
 from .ahead import read_ahead
 from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
-from .costs import Costs
+from .costs import SUM_BYTES, Costs
 from .needs import Budgets, Required
 from .speeds import Speeds, balanced_share
 from .time_model import Prediction, predict_of
@@ -30,7 +30,6 @@ DEVICE_LEVELS = 10
 HOST_LEVELS = (0.7, 0.4, 0.2)
 """Of the most host memory that any choice on the ladder of device limits takes."""
 _HOST_DEVICE_LEVELS = 4
-_FP32_BYTES = 4
 _REACH = 1.1
 """Times what the device has, by the programme's own count of bytes, which is a little off that of the memory model."""
 _EVEN_PARTS = 16
@@ -149,7 +148,7 @@ class Frontier:
         frees = gradients_on_host(self.costs, choice)
         found = self._weigh(choice, on_host=frees)
         before_bytes = found.needs.phase(LOAD).device_bytes
-        if frees and before_bytes + _FP32_BYTES * sum(self.costs.numels) <= self._most_bytes:
+        if frees and before_bytes + SUM_BYTES * sum(self.costs.numels) <= self._most_bytes:
             self._weigh(choice, on_host=False)
         return found
 
