@@ -182,9 +182,11 @@ class DistributedDataParallelConfig(Options):
     use_distributed_optimizer: bool = option(
         False, "Shard the optimizer state over the data-parallel processes. One process holds the only shard."
     )
-    grad_reduce_in_fp32: bool = option(False, "Reduce gradients between processes in fp32.")
-    overlap_grad_reduce: bool = option(False, "Reduce gradients while backward runs.")
-    overlap_param_gather: bool = option(False, "Gather weights while forward runs.")
+    grad_reduce_in_fp32: bool = option(
+        False, "Reduce gradients between processes in fp32, and keep them so until the step."
+    )
+    overlap_grad_reduce: bool = option(True, "Reduce gradients between processes while backward runs.")
+    overlap_param_gather: bool = option(True, "Gather weights from processes while forward runs.")
 
 
 @dataclass(slots=True)

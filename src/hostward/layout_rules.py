@@ -82,15 +82,6 @@ _STAGE_RULES = (
         "set model.share_embeddings_and_output_weights=false, or model.pipeline_model_parallel_size=1",
     ),
     Rule(
-        "stages-with-matrices",
-        UNTIL_BUILT,
-        (PIPELINE, MATRICES),
-        lambda c, _: c.model.pipeline_model_parallel_size > 1 and c.model.tensor_model_parallel_size > 1,
-        "model.pipeline_model_parallel_size={model.pipeline_model_parallel_size} with"
-        " model.tensor_model_parallel_size={model.tensor_model_parallel_size} is known, but not built yet",
-        "set one of the two to 1",
-    ),
-    Rule(
         "stages-in-fp16",
         UNTIL_BUILT,
         (PIPELINE, "model.params_dtype"),
@@ -119,20 +110,31 @@ _STAGE_RULES = (
 _DIVIDED_RULES = (
     Rule(
         "matrices-of-experts",
-        UNTIL_BUILT,
-        (MATRICES, "model.architecture"),
-        lambda c, _: c.model.tensor_model_parallel_size > 1 and c.model.architecture not in DENSE,
+        PERMANENT,
+        (MATRICES, "model.architecture", "model.sequence_parallel"),
+        lambda c, _: (
+            c.model.tensor_model_parallel_size > 1
+            and c.model.architecture not in DENSE
+            and not c.model.sequence_parallel
+        ),
         "model.tensor_model_parallel_size={model.tensor_model_parallel_size} with"
-        " model.architecture={model.architecture} is known, but not built yet",
-        "divide its experts: model.expert_model_parallel_size",
+        " model.architecture={model.architecture} needs model.sequence_parallel: else each of those ranks would give"
+        " the same tokens to the experts",
+        "set model.sequence_parallel=true",
     ),
     Rule(
         "matrices-over-ranks",
         PERMANENT,
-        (MATRICES, "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"),
+        (
+            MATRICES,
+            "model.architecture",
+            "model.num_attention_heads",
+            "model.num_query_groups",
+            "model.ffn_hidden_size",
+        ),
         lambda c, _: any(size % c.model.tensor_model_parallel_size for size in divided_sizes(c)),
         "model.tensor_model_parallel_size={model.tensor_model_parallel_size} does not divide model.num_attention_heads,"
-        " model.num_query_groups and model.ffn_hidden_size",
+        " model.num_query_groups and, of a dense model, model.ffn_hidden_size",
         "set model.tensor_model_parallel_size to a common divisor of them",
     ),
     Rule(
@@ -155,10 +157,14 @@ _DIVIDED_RULES = (
     Rule(
         "ranks-for-matrices",
         PERMANENT,
-        (MATRICES,),
-        lambda c, world_size: world_size % c.model.tensor_model_parallel_size != 0,
+        (MATRICES, PIPELINE),
+        lambda c, world_size: (
+            c.model.tensor_model_parallel_size > 1
+            and world_size % (c.model.tensor_model_parallel_size * c.model.pipeline_model_parallel_size) != 0
+        ),
         "world size ({world_size}) is not divisible by model.tensor_model_parallel_size"
-        " ({model.tensor_model_parallel_size})",
+        " ({model.tensor_model_parallel_size}) times model.pipeline_model_parallel_size"
+        " ({model.pipeline_model_parallel_size})",
         "start as many processes as it says, or a multiple: torchrun --nproc-per-node",
     ),
     Rule(

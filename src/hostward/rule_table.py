@@ -198,9 +198,8 @@ NOT_BUILT: Mapping[str, object] = {
     "model.expert_tensor_parallel_size": 1,
     "optimizer.optimizer": "adam",
     "optimizer.decoupled_weight_decay": True,
-    "ddp.grad_reduce_in_fp32": False,
-    "ddp.overlap_grad_reduce": False,
-    "ddp.overlap_param_gather": False,
+    "ddp.overlap_grad_reduce": True,
+    "ddp.overlap_param_gather": True,
 }
 
 # The same, with several processes.
@@ -217,6 +216,9 @@ DIFFERENCES: Mapping[str, str] = {
     ),
     "overlap_cpu_optimizer_d2h_h2d is false unless it is set": (
         "It is true: the overlapped schedule gives the same bits, sooner. false is there for comparison."
+    ),
+    "overlap_grad_reduce and overlap_param_gather are false unless they are set": (
+        "They are true: FSDP2 reduces and gathers layer by layer, beside what is computed."
     ),
     "There is no optimizer.offload_mix": (
         "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
@@ -303,7 +305,8 @@ def microbatches(config: Config, world_size: int) -> int:
 def divided_sizes(config: Config) -> list[int]:
     """Sizes that tensor parallelism divides, as far as they are set."""
     model = config.model
-    return [size for size in (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size) if size]
+    dense = (model.ffn_hidden_size,) if model.architecture in DENSE else ()
+    return [size for size in (model.num_attention_heads, model.num_query_groups, *dense) if size]
 
 
 def serial(config: Config) -> bool:

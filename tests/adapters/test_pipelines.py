@@ -25,6 +25,8 @@ TWO = ["model.num_layers=4", "model.pipeline_model_parallel_size=2"]
 """Two stages, over the two ranks of each of which FSDP2 divides it."""
 EIGHT = ["model.num_layers=8", "model.pipeline_model_parallel_size=4"]
 TURNS = "model.virtual_pipeline_model_parallel_size=2"
+SHARED = "model.tensor_model_parallel_size=2"
+SEQUENCES = [SHARED, "model.sequence_parallel=true"]
 LARGE = ["model.seq_length=64", "train.micro_batch_size=64", "train.global_batch_size=256"]
 """What layers save is large enough to leave."""
 
@@ -135,6 +137,35 @@ def test_stages_over_ranks_have_the_same_bits_at_every_placement(trained: Any, l
         assert mine["bits"] == reference["bits"]
         assert mine["offloaded_bytes"] > 0
         assert mine["microbatches"] == 4
+
+
+MATRICES = {
+    "dense": (QWEN3, [*TWO, SHARED]),
+    "sequences, stages take turns": (QWEN3, [*TWO, TURNS, *SEQUENCES]),
+    "experts": (MOE, [*TWO, *SEQUENCES, "model.expert_model_parallel_size=2", "model.moe_aux_loss_coeff=1"]),
+}
+"""Two stages, whose two ranks share each matrix."""
+
+
+@pytest.mark.parametrize("layout", MATRICES)
+def test_stages_of_ranks_that_share_matrices_train_as_one_process(trained: Any, world: World, layout: str) -> None:
+    recipe, words = MATRICES[layout]
+    expected = gradients(config_of(words, recipe), recipe)
+    found = world.run("train_cases.gradients_of", words=words, recipe=recipe)
+    for rank in found:
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for name, gradient in rank["gradients"].items():
+            np.testing.assert_allclose(gradient, expected["gradients"][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert {*found[0]["gradients"], *found[2]["gradients"]} == {*expected["gradients"]}
+    assert found[0]["gradients"].keys() == found[1]["gradients"].keys()
+
+    reference = trained(*words, recipe=recipe)
+    assert reference[0]["told"][1] == pytest.approx(alone(*words, recipe=recipe)["told"][1], rel=1e-4)
+    for rank, other in zip(trained(*words, *HALF, recipe=recipe), reference, strict=True):
+        assert rank["told"] == other["told"] == reference[0]["told"]
+        assert rank["bits"] == other["bits"]
+        assert rank["offloaded_bytes"] > 0
+        assert rank["microbatches"] == 8
 
 
 def test_gradients_leave_while_the_last_backward_makes_others(world: World) -> None:

@@ -148,13 +148,15 @@ OTHER_DIVISIONS = {
     "model.tensor_model_parallel_size=2": "--plan with model.tensor_model_parallel_size=2",
     "model.pipeline_model_parallel_size=2": "--plan with model.pipeline_model_parallel_size=2",
     "ddp.use_distributed_optimizer=False": "--plan for 4 GPUs with ddp.use_distributed_optimizer=false",
+    "ddp.grad_reduce_in_fp32=True": "--plan for 4 GPUs with ddp.grad_reduce_in_fp32=true",
 }
 
 
 @pytest.mark.parametrize("word", OTHER_DIVISIONS)
 def test_other_divisions_are_refused_by_name(world: World, word: str) -> None:
     made = plan(of := workload((), QWEN3, SIZE), replace(choice_of(of, STAY), placements=device(of)))
-    for found in world.run("planned_cases.refused", words=[word], recipe=QWEN3, plan=made.to_json()):
+    words = [word, "model.params_dtype=bf16"]
+    for found in world.run("planned_cases.refused", words=words, recipe=QWEN3, plan=made.to_json()):
         assert "NotBuiltError: " in found
         assert OTHER_DIVISIONS[word] in found
 

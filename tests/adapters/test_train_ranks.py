@@ -19,6 +19,7 @@ from hostward.train import loop
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]
 BF16 = ["model.params_dtype=bf16"]
+IN_FP32 = "ddp.grad_reduce_in_fp32=True"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,8 @@ CASES = {
     "one microbatch": (("train.global_batch_size=4",), tuple(HOST)),
     "bf16, sums in float32": (tuple(BF16), tuple(HOST)),
     "bf16, sums on the host": (tuple(BF16), (*HOST, "optimizer.gradients=host")),
+    "bf16, reduced in float32": ((*BF16, IN_FP32, "train.global_batch_size=4"), tuple(HOST)),
+    "bf16, reduced in float32, sums on the host": ((*BF16, IN_FP32), (*HOST, "optimizer.gradients=host")),
     "copies": (("ddp.use_distributed_optimizer=False",), tuple(STREAMED)),
     "activations leave": (
         ("train.global_batch_size=4",),
@@ -76,6 +79,20 @@ def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
         assert expected["offloaded_bytes"] == 0
+
+
+@pytest.mark.parametrize("words", [(), ("ddp.use_distributed_optimizer=False",)], ids=["divided", "copies"])
+@pytest.mark.parametrize("batch", [4, 8])
+def test_gradients_reduced_in_float32_are_the_mean_of_those_of_bf16(
+    world: World, batch: int, words: tuple[str, ...]
+) -> None:
+    """As one process adds up those of the same microbatches in float32."""
+    size = f"train.global_batch_size={batch}"
+    expected = gradients(small(*BF16, size))["gradients"]
+    for found in world.run("train_cases.gradients_of", words=[*BF16, IN_FP32, size, *words]):
+        for name, gradient in expected.items():
+            assert found["gradients"][name].dtype == np.float32
+            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-5, atol=1e-8, err_msg=name)
 
 
 # -------------------------------------------------------------------- experts divided over ranks
@@ -130,12 +147,27 @@ SHARED = "model.tensor_model_parallel_size=2"
 SEQUENCES = (SHARED, "model.sequence_parallel=true")
 
 
-@pytest.mark.parametrize(("recipe", "words"), [(LLAMA, SEQUENCES), (QWEN3, (SHARED,)), (QWEN3, SEQUENCES)], ids=str)
-def test_matrices_over_ranks_give_the_gradients_of_one_process(
-    world: World, recipe: str, words: tuple[str, ...]
-) -> None:
-    """Two ranks share matrices, and two such pairs the batch. Llama's embedding is tied to its output layer."""
-    expected = gradients(small(recipe=recipe), recipe)
+BALANCED = "model.moe_aux_loss_coeff=1"
+"""A loss of what routers say of all tokens of a microbatch that is not lost beside the other."""
+MATRICES = {
+    "tied, sequences": (LLAMA, SEQUENCES),
+    "dense": (QWEN3, (SHARED,)),
+    "sequences": (QWEN3, SEQUENCES),
+    "all experts on every rank": (MOE, (*SEQUENCES, BALANCED)),
+    "experts on the ranks that share matrices": (MOE, (*SEQUENCES, TWO, BALANCED)),
+    "experts on more ranks": (MOE, (*SEQUENCES, FOUR, BALANCED)),
+    "experts on fewer ranks": (
+        MOE,
+        ("model.num_query_groups=4", "model.tensor_model_parallel_size=4", SEQUENCES[1], TWO, BALANCED),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, case: str) -> None:
+    """Two or all ranks share matrices, and groups of them the batch."""
+    recipe, words = MATRICES[case]
+    expected = gradients(small(*[word for word in words if "parallel" not in word], recipe=recipe), recipe)
     for found in world.run("train_cases.gradients_of", words=list(words), recipe=recipe):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert found["gradients"].keys() == expected["gradients"].keys()
@@ -144,22 +176,27 @@ def test_matrices_over_ranks_give_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
-@pytest.mark.parametrize(("batch", "shared"), [(8, (SHARED,)), (2, SEQUENCES)], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "batch", "shared"),
+    [(QWEN3, 8, (SHARED,)), (QWEN3, 2, SEQUENCES), (MOE, 8, (*SEQUENCES, TWO)), (MOE, 2, SEQUENCES)],
+    ids=str,
+)
 def test_matrices_over_ranks_have_the_same_bits_at_every_placement(
-    trained: Any, placed: list[str], batch: int, shared: tuple[str, ...]
+    trained: Any, placed: list[str], recipe: str, batch: int, shared: tuple[str, ...]
 ) -> None:
     words = (*shared, *([] if batch == 8 else [f"train.global_batch_size={batch}"]))
-    expected = trained(*words, recipe=QWEN3)
-    for mine, reference in zip(trained(*words, *placed, recipe=QWEN3), expected, strict=True):
+    expected = trained(*words, recipe=recipe)
+    for mine, reference in zip(trained(*words, *placed, recipe=recipe), expected, strict=True):
         assert mine["told"] == reference["told"] == expected[0]["told"]
         assert mine["bits"] == reference["bits"]
         assert mine["offloaded_bytes"] > 0
         assert mine["microbatches"] == batch // 2
 
 
-def test_norms_count_what_ranks_share_once(trained: Any) -> None:
-    run = alone(small(recipe=QWEN3), QWEN3)
-    for found in trained(SHARED, recipe=QWEN3):
+@pytest.mark.parametrize(("recipe", "words"), [(QWEN3, (SHARED,)), (MOE, SEQUENCES), (MOE, (*SEQUENCES, FOUR))])
+def test_norms_count_what_ranks_share_once(trained: Any, recipe: str, words: tuple[str, ...]) -> None:
+    run = alone(small(recipe=recipe), recipe)
+    for found in trained(*words, recipe=recipe):
         assert found["told"][1] == pytest.approx(run.grad_norms, rel=1e-5)
         assert found["told"][0] == pytest.approx(run.losses, rel=1e-5)
 
@@ -217,6 +254,7 @@ LAYOUTS = {
     "data": (MOE, ()),
     "experts": (MOE, ("model.expert_model_parallel_size=2",)),
     "matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
+    "matrices and experts": (MOE, (*SEQUENCES, TWO)),
 }
 
 

@@ -379,15 +379,18 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         TINY,
         "model.tensor_model_parallel_size=2",
         2,
-        "model.tensor_model_parallel_size=2 with model.architecture=qwen3_moe is known, but not built yet",
+        (
+            "model.tensor_model_parallel_size=2 with model.architecture=qwen3_moe needs model.sequence_parallel: else"
+            " each of those ranks would give the same tokens to the experts"
+        ),
     ),
     "matrices-over-ranks": (
         "llama32_1b_pretrain_config",
         "model.tensor_model_parallel_size=3",
         3,
         (
-            "model.tensor_model_parallel_size=3 does not divide model.num_attention_heads, model.num_query_groups and"
-            " model.ffn_hidden_size"
+            "model.tensor_model_parallel_size=3 does not divide model.num_attention_heads, model.num_query_groups and,"
+            " of a dense model, model.ffn_hidden_size"
         ),
     ),
     "sequences-without-matrices": (
@@ -406,7 +409,10 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         "llama32_1b_pretrain_config",
         "model.tensor_model_parallel_size=4",
         2,
-        "world size (2) is not divisible by model.tensor_model_parallel_size (4)",
+        (
+            "world size (2) is not divisible by model.tensor_model_parallel_size (4) times"
+            " model.pipeline_model_parallel_size (1)"
+        ),
     ),
     "matrices-distributed": (
         "llama32_1b_pretrain_config",
@@ -470,12 +476,6 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             "model.share_embeddings_and_output_weights=true with model.pipeline_model_parallel_size=2: one weight on"
             " the first and on the last stage is not built yet"
         ),
-    ),
-    "stages-with-matrices": (
-        DENSE,
-        "model.pipeline_model_parallel_size=2 model.tensor_model_parallel_size=2",
-        4,
-        "model.pipeline_model_parallel_size=2 with model.tensor_model_parallel_size=2 is known, but not built yet",
     ),
     "stages-in-fp16": (
         TINY,

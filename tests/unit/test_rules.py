@@ -227,7 +227,7 @@ def test_the_mix_takes_one_word() -> None:
 
 def test_all_violations_come_at_once_with_their_fixes() -> None:
     config = tiny(
-        "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 ddp.grad_reduce_in_fp32=true"
+        "model.num_query_groups=3 train.global_batch_size=3 train.micro_batch_size=2 ddp.overlap_grad_reduce=false"
     )
     with pytest.raises(ConfigError) as caught:
         check(config)
@@ -238,8 +238,8 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
         "     fix: choose model.num_query_groups so that it divides the heads\n"
         "  2. global batch size (3) is not divisible by micro batch size (2) times data parallel size (1)\n"
         "     fix: set train.global_batch_size=2 or 4 (any multiple of 2), or train.micro_batch_size=1\n"
-        "  3. ddp.grad_reduce_in_fp32=true is known, but not built yet\n"
-        "     fix: set ddp.grad_reduce_in_fp32=false"
+        "  3. ddp.overlap_grad_reduce=false is known, but not built yet\n"
+        "     fix: set ddp.overlap_grad_reduce=true"
     )
 
 
@@ -269,7 +269,7 @@ def test_a_batch_that_does_not_divide_is_told_what_would(
 
 def test_only_unbuilt_options_raise_not_built() -> None:
     with pytest.raises(NotBuiltError, match=r"^2 settings cannot be carried out:"):
-        check(tiny("ddp.overlap_grad_reduce=true ddp.grad_reduce_in_fp32=true"))
+        check(tiny("ddp.overlap_grad_reduce=false ddp.overlap_param_gather=false"))
 
 
 def test_nothing_is_edited() -> None:
@@ -282,6 +282,17 @@ def test_recipes_pass() -> None:
     for name in recipes.names():
         words = ["model.hf_model_path=/folder"] if name == SFT else []
         assert violations(apply_overrides(recipes.load(name), words)) == []
+
+
+def test_the_layout_of_the_published_measurements_is_taken() -> None:
+    """Two nodes of eight; seen red while matrices were refused with stages, and with experts."""
+    sizes = {"tensor_model": 2, "pipeline_model": 2, "expert_model": 4}
+    options = [f"model.{name}_parallel_size={size}" for name, size in sizes.items()]
+    options += ["model.sequence_parallel=True"]
+    options += ["ddp.overlap_grad_reduce=True", "ddp.overlap_param_gather=True", "ddp.grad_reduce_in_fp32=True"]
+    options += ["train.global_batch_size=8", "optimizer.optimizer_cpu_offload=True"]
+    config = apply_overrides(recipes.load("qwen3_30b_a3b_pretrain_config"), options)
+    assert violations(config, world_size=16) == []
 
 
 def test_the_sft_recipe_asks_for_its_folder() -> None:

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 from hostward.errors import ModelError
 
 
-def divide_experts(experts: Any, mesh: DeviceMesh) -> None:
+def divide_experts(experts: Any, mesh: DeviceMesh, *, sharing: int = 1) -> None:
     """Keep this rank's experts, as DTensors over `mesh`, and let forward exchange tokens. Before `fully_shard`.
 
     Args:
         mesh: of one dimension. Every rank of it calls the module equally often, and each with tokens of its own; a loss
-            that is a mean over them gives gradients of that mean.
+            that is a mean over ranks gives gradients of that mean.
+        sharing: ranks that have the same samples, and each other tokens of them: their losses are one.
 
     Raises:
         ModelError: the experts cannot be divided equally.
@@ -40,6 +41,7 @@ def divide_experts(experts: Any, mesh: DeviceMesh) -> None:
         divided = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, torch.nn.Parameter(divided, requires_grad=whole.requires_grad))
     experts.group_of_experts = mesh.get_group()
+    experts.share_of_gradients = sharing / mesh.size()
     of_all: Any = type(experts)
     experts.__class__ = _divided(of_all)
 
@@ -52,11 +54,15 @@ def _divided(cls: Hashable) -> type[Any]:
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        if dist.get_world_size(self.group_of_experts) == 1:
+            found: torch.Tensor = whole.forward(_WithOwnWeights(self), hidden_states, top_k_index, top_k_weights)
+            return found
+
         def compute(tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = whole.forward(
+            made: torch.Tensor = whole.forward(
                 _WithOwnWeights(self), tokens, experts[:, None], tokens.new_ones(len(tokens), 1)
             )
-            return found
+            return made
 
         return _exchanged(compute, self.group_of_experts, self.num_experts, hidden_states, top_k_index, top_k_weights)
 
@@ -66,12 +72,12 @@ def _divided(cls: Hashable) -> type[Any]:
 class _WithOwnWeights:
     """Stands for a module of experts while it computes: its parameters are plain tensors, of this rank's experts.
 
-    Their gradients are sums over the tokens of all ranks, each of which takes the mean over its own.
+    Their gradients are sums over the tokens of all ranks that send some here, whose losses are means over their own.
     """
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
-        share = 1 / dist.get_world_size(experts.group_of_experts)
+        share = experts.share_of_gradients
         self._weights: Mapping[str, torch.Tensor] = {
             name: _GradientTimes.apply(parameter.to_local(), share)  # type: ignore[no-untyped-call]
             for name, parameter in experts.named_parameters(recurse=False)

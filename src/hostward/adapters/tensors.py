@@ -1,8 +1,10 @@
-"""Layers of Llama and Qwen3 over ranks that share each weight matrix: DTensor's own styles, and one for the rest.
+"""Layers of Llama, Qwen3 and Qwen3's mixtures over ranks that share each weight matrix: DTensor's own styles, and some
+for the rest.
 
 Hidden states are whole on every rank; between attention and MLP each may have its part of every sequence instead.
 Projections into heads and into the MLP are divided by their outputs, those back by their inputs, the embedding and the
-output layer by the vocabulary. What is left is the same on every rank.
+output layer by the vocabulary. What is left is the same on every rank. A mixture's router and experts are given the
+tokens of a rank's part of the sequences: `hostward.adapters.experts` says where experts are.
 """
 
 from __future__ import annotations
@@ -31,6 +33,12 @@ _HEADS = 2
 """The dimension of heads where those norms see it."""
 
 
+def _on_every_rank(_: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        made = distribute_tensor(parameter, mesh, [Replicate()])
+        module.register_parameter(name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+
 class _Whole(ParallelStyle):
     """A module whose weights every rank has, for inputs that every rank has, or of which it has a part.
 
@@ -45,11 +53,6 @@ class _Whole(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         placements = [self._placement]
 
-        def partition(_: str, inner: torch.nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(inner.named_parameters(recurse=False)):
-                made = distribute_tensor(parameter, mesh, [Replicate()])
-                inner.register_parameter(name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
-
         def enter(_: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             return (DTensor.from_local(inputs[0], mesh, placements, run_check=False), *inputs[1:])
 
@@ -57,69 +60,135 @@ class _Whole(ParallelStyle):
             found: torch.Tensor = output.to_local()
             return found
 
-        return distribute_module(module, device_mesh, partition, enter, leave)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, _on_every_rank, enter, leave)  # type: ignore[arg-type]
 
 
-class _OfSequences(ParallelStyle):
-    """The first layer: of whole hidden states each rank goes on with its part of every sequence."""
+class _Router(ParallelStyle):
+    """A router whose weights every rank has, for the tokens of this rank: it returns what it says of each expert, and
+    the weights and numbers of those that it chooses.
+
+    Args:
+        balanced: a loss is taken of what it says of all tokens. Every rank takes the same one.
+    """
+
+    def __init__(self, *, balanced: bool) -> None:
+        super().__init__()
+        self._balanced = balanced
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        def enter(_: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return (DTensor.from_local(inputs[0], mesh, [Shard(0)], run_check=False), *inputs[1:])
+
+        def leave(_: Any, output: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            said, *chosen = output
+            said = said.redistribute(placements=[Replicate()]) if self._balanced else said
+            return tuple(each.to_local() for each in (said, *chosen))
+
+        return distribute_module(module, device_mesh, _on_every_rank, enter, leave)  # type: ignore[arg-type]
+
+
+class _Border(ParallelStyle):
+    """A layer among those that have parts of sequences, where hidden states are whole before it, or behind it.
+
+    Args:
+        first: of whole hidden states each rank goes on with its part of every sequence.
+        last: parts become whole hidden states again, for a stage of a pipeline to send.
+    """
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self._first = first
+        self._last = last
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def enter(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
             return (whole.redistribute(placements=[_SEQUENCES]).to_local(), *inputs[1:])
 
-        module.register_forward_pre_hook(enter)
+        def leave(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+            parts = DTensor.from_local(output, device_mesh, [_SEQUENCES], run_check=False)
+            whole: torch.Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+            return whole
+
+        if self._first:
+            module.register_forward_pre_hook(enter)
+        if self._last:
+            module.register_forward_hook(leave)
         return module
 
 
 def divide_matrices(model: Any, mesh: DeviceMesh, *, sequences: bool = False) -> None:
-    """Make every parameter of a causal language model a DTensor over `mesh`, of one dimension. Before `fully_shard`.
+    """Make every parameter of a causal language model, or of one stage of it, a DTensor over `mesh`, of one dimension,
+    but for experts, which are DTensors already. Before `fully_shard`.
 
     Args:
-        sequences: divide hidden states between attention and MLP along the sequence, whose length the ranks divide.
+        sequences: divide hidden states between attention and MLP along the sequence, whose length the ranks divide. A
+            mixture needs it: else each rank would give the same tokens to the experts.
 
     Raises:
         ModelError: the model has other layers, or sizes that cannot be divided equally.
     """
-    described, size = model.config, mesh.size()
-    sizes = {
-        "attention heads": described.num_attention_heads,
-        "key and value heads": described.num_key_value_heads,
-        "columns of the MLP": described.intermediate_size,
-        "rows of the embedding": described.vocab_size,
-    }
-    for what, count in sizes.items():
-        if count % size:
-            raise ModelError(
-                f"{count} {what} cannot be divided equally among {size} ranks",
-                fix="choose model.tensor_model_parallel_size so that it divides them",
-            )
-    layers = [f"model.layers.{i}." for i in range(described.num_hidden_layers)]
+    described, inner = model.config, model.model
+    layers = [(f"model.layers.{name}", layer) for name, layer in inner.layers.named_children()]
+    _require_equal_parts(described, mesh.size(), dense=any(hasattr(layer.mlp, "down_proj") for _, layer in layers))
     between: Placement = _SEQUENCES if sequences else Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "model.norm": _Whole(between),
-        "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
-    }
-    for layer in layers:
-        plan |= {layer + name: ColwiseParallel() for name in _BY_OUTPUT}
-        plan |= {layer + name: RowwiseParallel(output_layouts=between) for name in _BY_INPUT}
-        plan |= {layer + name: _Whole(between) for name in _NORMS}
-        if sequences:
-            gathered: dict[str, Any] = {"hidden_states": Replicate()}
-            plan[layer + "self_attn"] = PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts=gathered
-            )
-            plan[layer + "mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-        plan |= {layer + name: _Whole(Shard(_HEADS)) for name in _NORMS_OF_HEADS if described.model_type == "qwen3"}
-    if sequences:
-        plan[layers[0].removesuffix(".")] = _OfSequences()
+    plan: dict[str, ParallelStyle] = {}
+    if _has_weights(inner.embed_tokens):
+        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    if _has_weights(inner.norm):
+        plan["model.norm"] = _Whole(between)
+        plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    for path, layer in layers:
+        plan |= {f"{path}.{name}": style for name, style in _styles(layer, described, between).items()}
+        first, last = path == layers[0][0], path == layers[-1][0] and not _has_weights(inner.norm)
+        if sequences and (first or last):
+            plan[path] = _Border(first=first, last=last)
     parallelize_module(model, mesh, plan)
-    model.tie_weights()
+    if described.tie_word_embeddings:
+        model.tie_weights()
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
         raise ModelError(
             f"parameter {left[0]!r} is not known to tensor parallelism",
-            why="layers of Llama and Qwen3 without biases are",
+            why="layers of Llama, Qwen3 and Qwen3's mixtures without biases are",
             fix="leave model.tensor_model_parallel_size at 1",
         )
+
+
+def _require_equal_parts(described: Any, ranks: int, *, dense: bool) -> None:
+    sizes = {
+        "attention heads": described.num_attention_heads,
+        "key and value heads": described.num_key_value_heads,
+        "columns of the MLP": described.intermediate_size if dense else 0,
+        "rows of the embedding": described.vocab_size,
+    }
+    for what, count in sizes.items():
+        if count % ranks:
+            raise ModelError(
+                f"{count} {what} cannot be divided equally among {ranks} ranks",
+                fix="choose model.tensor_model_parallel_size so that it divides them",
+            )
+
+
+def _styles(layer: torch.nn.Module, described: Any, between: Placement) -> dict[str, ParallelStyle]:
+    """By the path of a module in the layer. `between`: attention and MLP, how hidden states are divided."""
+    styles: dict[str, ParallelStyle] = {}
+    styles |= {name: ColwiseParallel() for name in _BY_OUTPUT}
+    styles |= {name: RowwiseParallel(output_layouts=between) for name in _BY_INPUT}
+    styles |= {name: _Whole(between) for name in _NORMS}
+    styles |= {name: _Whole(Shard(_HEADS)) for name in _NORMS_OF_HEADS}
+    styles["mlp.gate"] = _Router(balanced=bool(getattr(described, "output_router_logits", False)))
+    here = {name for name, _ in layer.named_modules()}
+    if between == _SEQUENCES:
+        whole: dict[str, Any] = {"hidden_states": Replicate()}
+        styles["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts=whole
+        )
+        if "mlp.gate" not in here:  # a mixture goes on with a part
+            styles["mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    return {name: style for name, style in styles.items() if name in here}
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    """Another stage of the pipeline may have them."""
+    return next(module.parameters(), None) is not None

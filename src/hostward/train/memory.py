@@ -72,8 +72,8 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     config = share_of(config, ranks.data_size)
     least = need(config, -(-count // ranks.of_stage) if ranks.divided else count)
     # Divided weights are whole besides, from forward to backward.
-    gathered = count - of_experts + of_experts // config.model.expert_model_parallel_size
-    whole_bytes = need(config, gathered // ranks.sharing).weight_bytes if ranks.divided else 0
+    gathered = (count - of_experts) // ranks.sharing + of_experts // config.model.expert_model_parallel_size
+    whole_bytes = need(config, gathered).weight_bytes if ranks.divided else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share

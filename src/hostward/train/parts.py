@@ -121,38 +121,45 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
     """Over the ranks of a stage. Each layer is gathered for itself, and stays whole from its forward to its backward,
     as in Megatron. Layers of experts are gathered for themselves, from the ranks that have the same experts.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from hostward.adapters.experts import divide_experts
     from hostward.adapters.tensors import divide_matrices
 
-    options = config.model
-    size, of_experts, of_matrices = (
-        ranks.of_stage,
-        options.expert_model_parallel_size,
-        options.tensor_model_parallel_size,
-    )
-    if of_matrices > 1:
-        grid = _mesh(device_type, ranks.stages, {"data": size // of_matrices, "matrices": of_matrices})
+    options, size, sharing = config.model, ranks.of_stage, ranks.sharing
+    layers: list[Any] = [layer for _, layer in layers_of(model)]
+    gathered = [*layers, *_ends(model)]
+    apart = _divide_experts(layers, options.expert_model_parallel_size, device_type, ranks)
+    if sharing > 1:
+        grid = _mesh(device_type, ranks.stages, {"data": size // sharing, "matrices": sharing})
         divide_matrices(model, grid["matrices"], sequences=options.sequence_parallel)
         mesh = grid["data"]
     elif config.ddp.use_distributed_optimizer:
         mesh = _mesh(device_type, ranks.stages, {"data": size})["data"]
     else:
         mesh = _mesh(device_type, ranks.stages, {"copies": size, "data": 1})["copies", "data"]
-    layers: list[Any] = [layer for _, layer in layers_of(model)]
-    gathered = [*layers, *_ends(model)]
     if options.virtual_pipeline_model_parallel_size is not None:
         # Of several parts none is all that is here: whoever looks for what FSDP2 divides sees what they consist of.
         gathered += [model.model.norm] if _has_weights(model.model.norm) else []
-    if of_experts > 1:
-        grid = _mesh(device_type, ranks.stages, {"data": size // of_experts, "experts": of_experts})
-        for experts in [layer.mlp.experts for layer in layers]:
-            divide_experts(experts, grid["experts"])
-            fully_shard(experts, mesh=grid["data"], reshard_after_forward=False)
-    for module in gathered:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.ddp.grad_reduce_in_fp32 else None)
+    for module, over in [*apart, *((module, mesh) for module in [*gathered, model])]:
+        fully_shard(module, mesh=over, mp_policy=reduced, reshard_after_forward=False)
+
+
+def _divide_experts(
+    layers: Sequence[Any], parts: int, device_type: str, ranks: Ranks
+) -> list[tuple[torch.nn.Module, DeviceMesh]]:
+    """Experts of layers and the ranks that have the same ones. None where each layer has all of its own, and every rank
+    samples of its own: they are gathered with the rest of the layer then.
+    """
+    from hostward.adapters.experts import divide_experts
+
+    found = [layer.mlp.experts for layer in layers if hasattr(layer.mlp, "experts")]
+    if not found or parts * ranks.sharing == 1:
+        return []
+    grid = _mesh(device_type, ranks.stages, {"data": ranks.of_stage // parts, "experts": parts})
+    for experts in found:
+        divide_experts(experts, grid["experts"], sharing=ranks.sharing)
+    return [(experts, grid["data"]) for experts in found]
 
 
 def _ends(model: Any) -> list[torch.nn.Module]:

@@ -29,9 +29,12 @@ from .shares import shares
 
 
 def share_of(config: Config, data_ranks: int) -> Config:
-    """The options as one of so many ranks sees them, each of which trains on its share of the global batch."""
+    """The options as one of so many ranks sees them, each of which trains on its share of the global batch. One rank
+    alone reduces nothing.
+    """
     found = copy.deepcopy(config)
     found.train.global_batch_size //= data_ranks
+    found.ddp.grad_reduce_in_fp32 &= data_ranks > 1
     return found
 
 
@@ -57,7 +60,7 @@ def sums_on_host(config: Config) -> bool:
 
 def accumulates_in_fp32(config: Config) -> bool:
     """Whether gradients that stay on the device do so in float32."""
-    return accumulates(config) or sums_on_host(config)
+    return accumulates(config) or sums_on_host(config) or config.ddp.grad_reduce_in_fp32
 
 
 def with_plan(config: Config, plan: PlanFile) -> Config:

@@ -90,6 +90,12 @@ def require_by_rows(config: Config, what: str, ranks: int) -> None:
             why="a plan divides each parameter by rows among all GPUs, and without it each has all of them",
             fix="set ddp.use_distributed_optimizer=true",
         )
+    if ranks > 1 and config.ddp.grad_reduce_in_fp32 and config.model.params_dtype != "fp32":
+        raise NotBuiltError(
+            f"{what} for {ranks} GPUs with ddp.grad_reduce_in_fp32=true is known, but not built yet",
+            why="a plan counts gradients that are reduced in the dtype of the weights",
+            fix="set ddp.grad_reduce_in_fp32=false, or say what is to be offloaded by options, without a plan",
+        )
 
 
 def unplanned_graphs(what: str) -> NotBuiltError:

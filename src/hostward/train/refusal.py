@@ -71,10 +71,10 @@ def require_fit(
     least: Need,
     ranks: Ranks,
 ) -> Weighed:
-    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for a small model,
-    or for layers, experts or matrices divided over ranks. With several ranks each weighs its part, and asks the host
-    for its share of what is free. Seconds are the plan's, or those of the shipped profile of this GPU; and so is what
-    else would do.
+    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for a small model, for
+    layers, experts or matrices divided over ranks, or where these reduce gradients in float32. With several ranks each
+    weighs its part, and asks the host for its share of what is free. Seconds are the plan's, or those of the shipped
+    profile of this GPU; and so is what else would do.
 
     Args:
         least: what the model needs, wherever it lies.
@@ -83,7 +83,8 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
-    if device.type != "cuda" or config.model.expert_model_parallel_size * ranks.sharing * ranks.stages > 1:
+    by_rows = config.model.expert_model_parallel_size * ranks.sharing * ranks.stages == 1
+    if device.type != "cuda" or not by_rows or (ranks.size > 1 and config.ddp.grad_reduce_in_fp32):
         return Weighed()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if least.total_bytes < SMALL_SHARE * free_bytes:
