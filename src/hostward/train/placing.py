@@ -30,11 +30,11 @@ from .shares import shares
 
 def share_of(config: Config, data_ranks: int) -> Config:
     """The options as one of so many ranks sees them, each of which trains on its share of the global batch. One rank
-    alone reduces nothing.
+    alone reduces nothing; those that share matrices and samples reduce gradients of experts.
     """
     found = copy.deepcopy(config)
     found.train.global_batch_size //= data_ranks
-    found.ddp.grad_reduce_in_fp32 &= data_ranks > 1
+    found.ddp.grad_reduce_in_fp32 &= data_ranks * config.model.tensor_model_parallel_size > 1
     return found
 
 
