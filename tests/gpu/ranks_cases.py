@@ -72,6 +72,15 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mixture": (MOE, ()),
     "experts": (MOE, ("model.expert_model_parallel_size=2",)),
     "matrices": (QWEN3, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=True")),
+    "matrices and experts": (
+        MOE,
+        (
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=True",
+            "model.expert_model_parallel_size=2",
+        ),
+    ),
+    "reduced in float32": (QWEN3, ("ddp.grad_reduce_in_fp32=True", "train.global_batch_size=2")),
     "tied matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
     "stages": (QWEN3, ("model.pipeline_model_parallel_size=2",)),
 }

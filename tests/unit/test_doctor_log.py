@@ -143,6 +143,17 @@ overloaded, please further tune the variable""",
         1,
     ),
     (
+        "run-refused",
+        "error: the run needs at least 98,304,000,000 bytes of device memory, and 84,987,740,160 are available",
+        1,
+    ),
+    (
+        "run-refused",
+        """error: the run needs more device memory than there is: free are device 139.1 GiB
+  why: by the memory model, beside what is free:""",
+        1,
+    ),
+    (
         "host-memory-refused",
         """error: exp_avg: 68,719,476,736 bytes of host memory asked, 21,632,086,016 available
   why: the limit is set by the container's cgroup (25,276,514,304 bytes in all)
@@ -527,3 +538,39 @@ def test_no_text_is_too_odd(lines: list[str]) -> None:
     assert all(1 <= row["line_number"] <= len(lines) for row in rows)
     breadths = [r.failure.breadth for r in found]
     assert breadths == sorted(breadths)
+
+
+NUMBERS = {
+    CUDA_OOM: "asked 2.3 GiB where 1.0 GiB of 79.1 GiB were free",
+    OF_OTHERS: (
+        "asked 200.0 MiB where 100.0 MiB of 23.7 GiB were free; torch's tensors take 3.0 GiB; torch keeps 12.0 MiB"
+        " besides, in pieces; other processes have 20.0 GiB"
+    ),
+    IN_PIECES: (
+        "asked 4.0 GiB where 1.0 GiB of 79.1 GiB were free; torch's tensors take 60.1 GiB; torch keeps 14.9 GiB"
+        " besides, in pieces"
+    ),
+    "error: exp_avg: 68,719,476,736 bytes of host memory asked, 21,632,086,016 available": (
+        "64.0 GiB of host memory asked, 20.1 GiB there: 43.9 GiB too few"
+    ),
+    "error: the run needs at least 214,748,364,800 bytes of device memory, and 141,733,920,768 are available": (
+        "200.0 GiB of device memory asked, 132.0 GiB there: 68.0 GiB too few"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", NUMBERS)
+def test_the_numbers_of_a_message_are_told(line: str) -> None:
+    """Seen red: those of other processes left out, and bytes read with their commas."""
+    found = recognise([line])[0]
+    assert found.numbers == NUMBERS[line]
+    assert to_dict([found])["recognised"][0]["numbers"] == NUMBERS[line]
+    (table,) = render([found])
+    assert ["numbers" in str(cell) for cell in table.columns[0].cells].count(True) == 1
+
+
+def test_a_line_without_numbers_has_none() -> None:
+    (found,) = recognise(["AssertionError: Torch not compiled with CUDA enabled"])
+    assert found.numbers == ""
+    (table,) = render([found])
+    assert not any("numbers" in str(cell) for cell in table.columns[0].cells)

@@ -36,6 +36,15 @@ HOST_MEMORY = (
         "hostward's own error text",
     ),
     Failure(
+        "run-refused",
+        r"the run needs (?:at least [\d,]{1,40} bytes of (?:host|device)|more (?:device|host|pinned)) memory",
+        "hostward refused the run before it allocated anything: it needs more memory than is free",
+        "weights, gradients, state and activations were weighed first; the lines after it say how much of which",
+        "hostward plan with the same recipe and options names the smallest change that fits; --force starts where the "
+        "memory model alone refused",
+        "hostward's own error text",
+    ),
+    Failure(
         "ray-memory",
         r"outofmemoryerror.{0,200}\bray\b|\bray\b.{0,200}outofmemoryerror|memory usage threshold"
         r"|killed due to (?:the node running low on memory|memory pressure)",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .failures import Breadth, Failure
 from .failures_at_run import FAILURES
 from .finding import Severity
+from .numbers import numbers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,6 +30,11 @@ class Recognised:
     failure: Failure
     line_number: int
     line: str
+
+    @property
+    def numbers(self) -> str:
+        """What the numbers of that line come to; empty where it has none that are known."""
+        return numbers(self.line)
 
 
 def recognise(lines: Iterable[str], failures: Sequence[Failure] = FAILURES) -> list[Recognised]:
@@ -91,7 +97,8 @@ def to_dict(found: Sequence[Recognised]) -> dict[str, Any]:
 
 def _plain(recognised: Recognised) -> dict[str, Any]:
     fields = asdict(recognised)
-    return {**fields.pop("failure"), "breadth": recognised.failure.breadth.name.lower(), **fields}
+    more = {"breadth": recognised.failure.breadth.name.lower(), "numbers": recognised.numbers}
+    return {**fields.pop("failure"), **fields, **more}
 
 
 NOTHING = "nothing in this log is a failure that hostward knows"
@@ -110,6 +117,7 @@ def render(found: Sequence[Recognised]) -> list[Table]:
         table.add_column(overflow="fold")
         rows = {
             f"line {recognised.line_number}": recognised.line,
+            **({"numbers": recognised.numbers} if recognised.numbers else {}),
             "what": failure.what,
             "why": failure.why,
             "fix": failure.fix,

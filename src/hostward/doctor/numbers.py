@@ -1,0 +1,40 @@
+"""What the numbers in a message on memory come to."""
+
+from __future__ import annotations
+
+import re
+
+from hostward.sizes import GIB, KIB, MIB, size
+
+_UNITS = {"bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB}
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|kib|mib|gib)"
+_OF_TORCH = re.compile(rf"tried to allocate {_SIZE}\..*? total capacity of {_SIZE} of which {_SIZE} is free")
+_OF_OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by pytorch")
+_IN_PIECES = re.compile(rf"{_SIZE} is reserved by pytorch but unallocated")
+_OF_HOSTWARD = re.compile(r"([\d,]+) bytes of (host|device) memory(?: asked)?, (?:and )?([\d,]+) (?:are )?available")
+
+
+def numbers(line: str) -> str:
+    """What was asked, what was there, and who has the rest; empty for a line without such numbers."""
+    lowered = line.lower()
+    if (found := _OF_TORCH.search(lowered)) is not None:
+        asked, capacity, free = (_bytes(*found.group(i, i + 1)) for i in (1, 3, 5))
+        told = [f"asked {size(asked)} where {size(free)} of {size(capacity)} were free"]
+        told += _told(_ALLOCATED, lowered, "torch's tensors take {}")
+        told += _told(_IN_PIECES, lowered, "torch keeps {} besides, in pieces")
+        told += _told(_OF_OTHERS, lowered, "other processes have {}")
+        return "; ".join(told)
+    if (found := _OF_HOSTWARD.search(lowered)) is not None:
+        asked, there = (int(found.group(i).replace(",", "")) for i in (1, 3))
+        return f"{size(asked)} of {found.group(2)} memory asked, {size(there)} there: {size(asked - there)} too few"
+    return ""
+
+
+def _told(pattern: re.Pattern[str], line: str, text: str) -> list[str]:
+    total = sum(_bytes(number, unit) for number, unit in pattern.findall(line))
+    return [text.format(size(total))] if total else []
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit])
