@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sharded_cases import digest
-from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradients, small
+from train_cases import LLAMA, MOE, SIZES, SMALL, gradients, small
 from world import World, torchrun
 
 from hostward.config import Config
@@ -95,112 +95,6 @@ def test_gradients_reduced_in_float32_are_the_mean_of_those_of_bf16(
             np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-5, atol=1e-8, err_msg=name)
 
 
-# -------------------------------------------------------------------- experts divided over ranks
-
-TWO, FOUR = "model.expert_model_parallel_size=2", "model.expert_model_parallel_size=4"
-
-
-@pytest.mark.parametrize("experts", [TWO, FOUR])
-def test_experts_over_ranks_give_the_gradients_of_one_process(world: World, experts: str) -> None:
-    expected = gradients(small())
-    for found in world.run("train_cases.gradients_of", words=[experts]):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        for name, gradient in expected["gradients"].items():
-            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-def test_a_rank_whose_experts_get_no_tokens_takes_part(world: World, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("a" * 100)  # all tokens go to the same two experts of a layer
-    words = ["model.seq_length=1", "model.num_moe_experts=16", f"dataset.path={tmp_path / 'text'}"]
-    words += ["dataset.format=text", "train.global_batch_size=4"]
-    expected = gradients(small(*words))
-    ranks = world.run("train_cases.gradients_of", words=[*words, FOUR])
-    assert not all(found["had_tokens"] for found in ranks)
-    for found in ranks:
-        for name, gradient in expected["gradients"].items():
-            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("experts", [TWO, FOUR])
-def test_the_norm_with_experts_over_ranks_is_that_of_one_process_in_every_bit(world: World, experts: str) -> None:
-    expected = norm_of_given_gradients(loop.prepare(MOE, small()))
-    assert world.run("train_cases.norm_of_given", words=[experts]) == [expected] * 4
-
-
-@pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
-@pytest.mark.parametrize(("batch", "experts"), [(8, TWO), (4, FOUR)])
-def test_experts_over_ranks_have_the_same_bits_at_every_placement(
-    trained: Any, experts: str, placed: list[str], batch: int
-) -> None:
-    words = (experts, f"train.global_batch_size={batch}")
-    for found, expected in zip(trained(*words, *placed), trained(*words), strict=True):
-        assert found["told"] == expected["told"]
-        assert found["bits"] == expected["bits"]
-        assert found["offloaded_bytes"] > 0
-
-
-# -------------------------------------------------------------------- matrices divided over ranks
-
-SHARED = "model.tensor_model_parallel_size=2"
-
-
-SEQUENCES = (SHARED, "model.sequence_parallel=true")
-
-
-BALANCED = "model.moe_aux_loss_coeff=1"
-"""A loss of what routers say of all tokens of a microbatch that is not lost beside the other."""
-MATRICES = {
-    "tied, sequences": (LLAMA, SEQUENCES),
-    "dense": (QWEN3, (SHARED,)),
-    "sequences": (QWEN3, SEQUENCES),
-    "all experts on every rank": (MOE, (*SEQUENCES, BALANCED)),
-    "experts on the ranks that share matrices": (MOE, (*SEQUENCES, TWO, BALANCED)),
-    "experts on more ranks": (MOE, (*SEQUENCES, FOUR, BALANCED)),
-    "experts on fewer ranks": (
-        MOE,
-        ("model.num_query_groups=4", "model.tensor_model_parallel_size=4", SEQUENCES[1], TWO, BALANCED),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MATRICES)
-def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, case: str) -> None:
-    """Two or all ranks share matrices, and groups of them the batch."""
-    recipe, words = MATRICES[case]
-    expected = gradients(small(*[word for word in words if "parallel" not in word], recipe=recipe), recipe)
-    for found in world.run("train_cases.gradients_of", words=list(words), recipe=recipe):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
-@pytest.mark.parametrize(
-    ("recipe", "batch", "shared"),
-    [(QWEN3, 8, (SHARED,)), (QWEN3, 2, SEQUENCES), (MOE, 8, (*SEQUENCES, TWO)), (MOE, 2, SEQUENCES)],
-    ids=str,
-)
-def test_matrices_over_ranks_have_the_same_bits_at_every_placement(
-    trained: Any, placed: list[str], recipe: str, batch: int, shared: tuple[str, ...]
-) -> None:
-    words = (*shared, *([] if batch == 8 else [f"train.global_batch_size={batch}"]))
-    expected = trained(*words, recipe=recipe)
-    for mine, reference in zip(trained(*words, *placed, recipe=recipe), expected, strict=True):
-        assert mine["told"] == reference["told"] == expected[0]["told"]
-        assert mine["bits"] == reference["bits"]
-        assert mine["offloaded_bytes"] > 0
-        assert mine["microbatches"] == batch // 2
-
-
-@pytest.mark.parametrize(("recipe", "words"), [(QWEN3, (SHARED,)), (MOE, SEQUENCES), (MOE, (*SEQUENCES, FOUR))])
-def test_norms_count_what_ranks_share_once(trained: Any, recipe: str, words: tuple[str, ...]) -> None:
-    run = alone(small(recipe=recipe), recipe)
-    for found in trained(*words, recipe=recipe):
-        assert found["told"][1] == pytest.approx(run.grad_norms, rel=1e-5)
-        assert found["told"][0] == pytest.approx(run.losses, rel=1e-5)
-
-
 def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None:
     for rank in world.run("train_cases.train", words=["train.train_iters=2", *HOST], slow=2):
         report = rank["ranks"]
@@ -254,7 +148,14 @@ LAYOUTS = {
     "data": (MOE, ()),
     "experts": (MOE, ("model.expert_model_parallel_size=2",)),
     "matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
-    "matrices and experts": (MOE, (*SEQUENCES, TWO)),
+    "matrices and experts": (
+        MOE,
+        (
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=true",
+            "model.expert_model_parallel_size=2",
+        ),
+    ),
 }
 
 
