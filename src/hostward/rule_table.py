@@ -309,6 +309,11 @@ def divided_sizes(config: Config) -> list[int]:
     return [size for size in (model.num_attention_heads, model.num_query_groups, *dense) if size]
 
 
+def widened(config: Config, world_size: int) -> bool:
+    """Whether gradients are reduced in a wider dtype than that of the weights."""
+    return world_size > 1 and config.ddp.grad_reduce_in_fp32 and config.model.params_dtype != "fp32"
+
+
 def serial(config: Config) -> bool:
     """Whether the step has its own time, between backward and forward."""
     options = config.optimizer

@@ -133,14 +133,14 @@ def divide_matrices(model: Any, mesh: DeviceMesh, *, sequences: bool = False) ->
     _require_equal_parts(described, mesh.size(), dense=any(hasattr(layer.mlp, "down_proj") for _, layer in layers))
     between: Placement = _SEQUENCES if sequences else Replicate()
     plan: dict[str, ParallelStyle] = {}
-    if _has_weights(inner.embed_tokens):
+    if has_weights(inner.embed_tokens):
         plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    if _has_weights(inner.norm):
+    if has_weights(inner.norm):
         plan["model.norm"] = _Whole(between)
         plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
     for path, layer in layers:
         plan |= {f"{path}.{name}": style for name, style in _styles(layer, described, between).items()}
-        first, last = path == layers[0][0], path == layers[-1][0] and not _has_weights(inner.norm)
+        first, last = path == layers[0][0], path == layers[-1][0] and not has_weights(inner.norm)
         if sequences and (first or last):
             plan[path] = _Border(first=first, last=last)
     parallelize_module(model, mesh, plan)
@@ -189,6 +189,6 @@ def _styles(layer: torch.nn.Module, described: Any, between: Placement) -> dict[
     return {name: style for name, style in styles.items() if name in here}
 
 
-def _has_weights(module: torch.nn.Module) -> bool:
+def has_weights(module: torch.nn.Module) -> bool:
     """Another stage of the pipeline may have them."""
     return next(module.parameters(), None) is not None

@@ -123,7 +123,7 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from hostward.adapters.tensors import divide_matrices
+    from hostward.adapters.tensors import divide_matrices, has_weights
 
     options, size, sharing = config.model, ranks.of_stage, ranks.sharing
     layers: list[Any] = [layer for _, layer in layers_of(model)]
@@ -139,7 +139,7 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
         mesh = _mesh(device_type, ranks.stages, {"copies": size, "data": 1})["copies", "data"]
     if options.virtual_pipeline_model_parallel_size is not None:
         # Of several parts none is all that is here: whoever looks for what FSDP2 divides sees what they consist of.
-        gathered += [model.model.norm] if _has_weights(model.model.norm) else []
+        gathered += [model.model.norm] if has_weights(model.model.norm) else []
     reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.ddp.grad_reduce_in_fp32 else None)
     for module, over in [*apart, *((module, mesh) for module in [*gathered, model])]:
         fully_shard(module, mesh=over, mp_policy=reduced, reshard_after_forward=False)
@@ -166,12 +166,10 @@ def _ends(model: Any) -> list[torch.nn.Module]:
     """Embedding and output layer, as far as they are here, unless they have one weight. What is the root's own is
     gathered before its first layer, and until the output layer has been stepped nothing would begin.
     """
-    ends = [module for module in (model.model.embed_tokens, model.lm_head) if _has_weights(module)]
+    from hostward.adapters.tensors import has_weights
+
+    ends = [module for module in (model.model.embed_tokens, model.lm_head) if has_weights(module)]
     return [] if len({id(module.weight) for module in ends}) < len(ends) else ends
-
-
-def _has_weights(module: torch.nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def synchronise_gradients(model: Any, *, last: bool) -> None:

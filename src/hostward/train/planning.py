@@ -17,7 +17,7 @@ from hostward.planning.assignment import Forced
 from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
 from hostward.planning.speeds import Speeds
-from hostward.rule_table import serial
+from hostward.rule_table import serial, widened
 from hostward.sizes import MIB
 from hostward.workload import Workload
 
@@ -90,7 +90,7 @@ def require_by_rows(config: Config, what: str, ranks: int) -> None:
             why="a plan divides each parameter by rows among all GPUs, and without it each has all of them",
             fix="set ddp.use_distributed_optimizer=true",
         )
-    if ranks > 1 and config.ddp.grad_reduce_in_fp32 and config.model.params_dtype != "fp32":
+    if widened(config, ranks):
         raise NotBuiltError(
             f"{what} for {ranks} GPUs with ddp.grad_reduce_in_fp32=true is known, but not built yet",
             why="a plan counts gradients that are reduced in the dtype of the weights",

@@ -30,7 +30,7 @@ from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, measured, speeds_of
 from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
-from hostward.rule_table import captured, serial
+from hostward.rule_table import captured, serial, widened
 from hostward.run_report import Estimate, FrontierPoint
 from hostward.training.mix import ShareOf
 from hostward.training.planned import layers_of
@@ -72,9 +72,9 @@ def require_fit(
     ranks: Ranks,
 ) -> Weighed:
     """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for a small model, for
-    layers, experts or matrices divided over ranks, or where these reduce gradients in float32. With several ranks each
-    weighs its part, and asks the host for its share of what is free. Seconds are the plan's, or those of the shipped
-    profile of this GPU; and so is what else would do.
+    layers, experts or matrices divided over ranks, or where these reduce 16-bit gradients in float32. With several
+    ranks each weighs its part, and asks the host for its share of what is free. Seconds are the plan's, or those of the
+    shipped profile of this GPU; and so is what else would do.
 
     Args:
         least: what the model needs, wherever it lies.
@@ -84,7 +84,7 @@ def require_fit(
         ConfigError: the plan is of another model.
     """
     by_rows = config.model.expert_model_parallel_size * ranks.sharing * ranks.stages == 1
-    if device.type != "cuda" or not by_rows or (ranks.size > 1 and config.ddp.grad_reduce_in_fp32):
+    if device.type != "cuda" or not by_rows or widened(config, ranks.size):
         return Weighed()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if least.total_bytes < SMALL_SHARE * free_bytes:
