@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import hostward
 import hostward.cli
@@ -27,6 +31,8 @@ START_S = 120.0
 """Importing torch on a busy machine."""
 LIMIT_S = 100.0
 """A case that takes longer hangs."""
+MOST_GROUPS = 40
+"""Before they are left."""
 
 
 IMPORTED = [
@@ -119,8 +125,22 @@ def _serve(rank: int, port: int, end: Connection) -> None:
         answer = None
         try:
             answer = (None, getattr(importlib.import_module(module), name)(**options))
+            _leave_groups()
         finally:
             end.send(answer or (traceback.format_exc(), None))
+
+
+def _leave_groups() -> None:
+    """The groups that cases have made, once they are many: each has three threads, of which one wakes up a hundred
+    times a second. What torch remembers of DTensors has meshes of them.
+    """
+    if len(_world.pg_map) < MOST_GROUPS:
+        return
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for group in [known for known in _world.pg_map if known is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()
 
 
 @dataclass(frozen=True)
