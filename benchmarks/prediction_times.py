@@ -1,13 +1,15 @@
-"""Predicted step times beside measured ones: step.py, activations.py and scaling.py against the time model.
+"""Predicted step times beside measured ones: step.py, activations.py, scaling.py and reports of runs against the time
+model.
 
     python benchmarks/prediction_times.py [--json FILE] [--hardware h200] [RESULTS.json ...]
 
 Rows are predicted for the models that were measured, traced on the meta device, with the shares that were placed. Rows
 of activations.py have no optimizer; what the prediction has of it is taken off. `step_s` of a row is taken as it is: of
 activations.py the mean of iterations issued back to back where there is an `alone_s` besides, in older files the median
-of iterations each waited for. Of several GPUs it is that of the slowest; their exchange is not timed. Left out are
-weights on the host, serial schedules, rows with another number of threads, and rows of scaling.py that do not tell
-rates (they are of versions with other slots).
+of iterations each waited for. Of a run it is the median of its iterations but the first and the last. Of several GPUs
+it is that of the slowest; their exchange is not timed, nor is memory that torch's allocator gives back and takes again.
+Left out are weights on the host, serial schedules, rows with another number of threads, and rows of scaling.py that do
+not tell rates (they are of versions with other slots).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +30,7 @@ from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.speeds import Speeds, speeds_of
 from hostward.planning.time_model import predict
-from predictions import keeps_of, scaled, scaled_name, shape_of, tells_rates, workload
+from predictions import keeps_of, recipe_run, scaled, scaled_name, shape_of, tells_rates, workload
 
 from machine import describe
 
@@ -99,6 +102,16 @@ def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware) -> Iter
             yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
 
 
+def run_row(name: str, result: dict[str, Any], hardware: Hardware) -> Row | None:
+    run = recipe_run(result)
+    if run is None:
+        return None
+    row, work, choice = run
+    measured_s = statistics.median(result["iteration_s"][1:-1])
+    predicted = predict(work, choice, speeds_of(hardware, work.ranks))
+    return Row(name, row, work.microbatch_tokens, measured_s, predicted.step_s, work.ranks)
+
+
 def rows_of(files: Sequence[Path], hardware: Hardware) -> list[Row]:
     found: list[Row] = []
     speeds = speeds_of(hardware)
@@ -106,6 +119,8 @@ def rows_of(files: Sequence[Path], hardware: Hardware) -> list[Row]:
         content = json.loads(path.read_text())
         if content.get("benchmark") == "scaling":
             found += scaling_rows(path.stem, content, hardware)
+        if "device_peak_bytes" in content.get("memory", {}):
+            found += [row for row in [run_row(path.stem, content, hardware)] if row is not None]
         if "rows" not in content or not isinstance(content.get("shape"), dict):
             continue
         if content.get("benchmark") == "step":
@@ -121,7 +136,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h200")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    names = ("*step*.json", "*activations*.json", "*scaling*.json")
+    names = ("*step*.json", "*activations*.json", "*scaling*.json", "*recipe*.json")
     files = arguments.files or sorted(path for pattern in names for path in RESULTS.glob(pattern))
     name = arguments.hardware
     rows = rows_of(files, profile(name) if name in PROFILES else load(Path(name)))

@@ -204,26 +204,32 @@ def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choic
     return work, Choice(tuple(placements), tuple(keeps[i] for i in range(len(work.repeated))))
 
 
-def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
-    if result["memory"].get("device_peak_bytes") is None:  # a simulated device
+def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
+    """A name, and what the first rank of a run's report ran; None of a simulated device, or of an "auto" mix."""
+    if result["memory"].get("device_peak_bytes") is None:
         return None
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)
-    ranks = len(result["ranks"]["ranks"]) if result.get("ranks") else 1
-    work = recipe_workload(config) if ranks == 1 else sharded(recipe_workload(config), ranks)
     asked = shares(config)
     if isinstance(asked.streamed_fraction, str):
         return None
+    work = sharded(recipe_workload(config), len(result["ranks"]["ranks"]) if result.get("ranks") else 1)
     plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)
     on_host = config.optimizer.gradients == "host"
     keeps = (Keep.KEEP,) * len(work.repeated)
-    choice = Choice(tuple(b.placement for b in plan.buckets), keeps, gradients_on_host=on_host)
-    needs = required(work, choice).phase(STEADY_STEP)
-    memory = result["memory"]
     name = " ".join([result["recipe"], *(w for w in words if w.startswith(("model.", "optimizer.gradients")))])
+    return name, work, Choice(tuple(b.placement for b in plan.buckets), keeps, gradients_on_host=on_host)
+
+
+def of_recipe(file: str, result: dict[str, Any]) -> Row | None:
+    run = recipe_run(result)
+    if run is None:
+        return None
+    name, work, choice = run
+    needs, memory = required(work, choice).phase(STEADY_STEP), result["memory"]
     device = device_bytes(needs, with_optimizer=True)
     taken = sum(memory["host_by_owner_bytes"].values())
-    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], needs.host_bytes, taken, ranks)
+    return Row(file, name, work.step_tokens, device, memory["device_peak_bytes"], needs.host_bytes, taken, work.ranks)
 
 
 def device_bytes(needs: PhaseNeeds, *, with_optimizer: bool) -> int:

@@ -60,11 +60,15 @@ def test_several_gpus_are_among_them(rows: list[Any]) -> None:
 
 
 @pytest.mark.usefixtures("programs")
-def test_seconds_of_several_gpus_are_near_those_that_were_measured() -> None:
+def test_seconds_of_runs_and_of_several_gpus_are_near_those_that_were_measured() -> None:
     import prediction_times
 
-    files = sorted((BENCHMARKS / "results").glob("*scaling*.json"))
-    several = [row for row in prediction_times.rows_of(files, profile("h200")) if row.gpus > 1]
-    assert len(several) >= FEWEST
+    files = [path for kind in ("scaling", "recipe") for path in sorted((BENCHMARKS / "results").glob(f"*{kind}*.json"))]
+    found = [row for row in prediction_times.rows_of(files, profile("h200")) if row.gpus > 1 or "recipe" in row.file]
+    assert len(found) >= FEWEST
     near = {"2026-11-23-scaling-two-8k-balanced": 0.22}  # its host became slower in the middle of the run
-    assert all(abs(row.error) < near.get(row.file, 0.1) for row in several)
+    # Torch's allocator gave memory back in every iteration of these.
+    retried = "2026-11-23-recipe-30b-a3b-24-layers-two-h200"
+    near |= {retried: 0.21, f"{retried}-retries": 0.26, f"{retried}-expandable": 0.34}
+    assert all(abs(row.error) < near.get(row.file, 0.1) for row in found)
+    assert sum("recipe" in row.file for row in found) == 6

@@ -1,6 +1,7 @@
 """Predicted step times: against measured steps, and in the directions that physics demands.
 
-Seen red: uploads that no layer waits for, one step played instead of two, recomputation without its forward.
+Seen red: uploads that no layer waits for, one step played instead of two, recomputation without its forward, gradients
+that land wherever they like.
 """
 
 from __future__ import annotations
@@ -135,6 +136,18 @@ def test_microbatches_in_between_are_work_as_well(choice: Choice, moving: tuple[
     for queue in Queue:
         assert six[queue] - two[queue] == pytest.approx(4 * (three[queue] - two[queue]), abs=1e-9)
     assert six[Queue.HOST] > two[Queue.HOST] or not choice.gradients_on_host
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 8])
+def test_backward_waits_for_a_host_that_is_behind_with_its_sums(microbatches: int) -> None:
+    """There are few landing places: the host's additions do not pile up."""
+    several = replace(SMALL, microbatches=microbatches)
+    slow = replace(H200, host_parameters_per_s=H200.host_parameters_per_s / 20)
+    found = predict(several, replace(chosen(several, 1.0), gradients_on_host=True), slow)
+    assert found.busy_s[Queue.HOST] > 2 * found.compute_s
+    # What has landed when a microbatch ends is added while those in between are played.
+    assert found.step_s >= 0.95 * found.busy_s[Queue.HOST]
+    assert found.waited_s["gradients on their way to the host"] > 0.0
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])

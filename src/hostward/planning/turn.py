@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hostward.choice import LEAVES, Choice, Keep
+from hostward.lowering.optimizer import INBOXES
 from hostward.lowering.staging import FEWEST
 from hostward.memory_model import Needs
 from hostward.plan import Placement
@@ -54,6 +55,7 @@ class Turn:
         """Of the last backward: its seconds, and those of it that pass until the link has read what was staged."""
         self.writes: list[int] = []
         self.downloaded: list[int] = []
+        self.added: list[int] = []
 
     def _units_staged(self, slots: int) -> int:
         """Streamed units that fit in so many slots, each for the largest streamed bucket."""
@@ -145,12 +147,12 @@ class Turn:
             for u in reversed(units if leaves else []):
                 unit = self.units[u]  # sums leave as they are, parts of sums as they come
                 size = unit.weight_bytes if self.choice.gradients_on_host else unit.gradient_bytes
-                downloads.append(
-                    self.program.add("gradient", Queue.D2H, speeds.copy_s(size, speeds.d2h_bytes_per_s), [self.compute])
-                )
+                copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
+                landing_free = self.added[-INBOXES : 1 - INBOXES]
+                downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))
                 if self.choice.gradients_on_host:
                     added_s = 10 * self.units[u].numel / HOST_STEP_BYTES / speeds.host_parameters_per_s
-                    self.program.add("add", Queue.HOST, added_s, [downloads[-1]])
+                    self.added.append(self.program.add("add", Queue.HOST, added_s, [downloads[-1]]))
             left_before.append(downloads[-1] if downloads else None)
         self.downloaded = downloads[-1:]
 
