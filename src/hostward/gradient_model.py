@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .choice import Choice
 from .inventory import Bucket, Dtype
@@ -97,12 +98,14 @@ class Gradients:
             return 0
         return max((self._added_bytes.get(name, 0) for name in layer.gradients[:made]), default=0)
 
-    def backward(self) -> Iterator[list[Made]]:
+    @cached_property
+    def backward(self) -> Sequence[Sequence[Made]]:
         """By layer, from last to first: after each of its gradients, in order."""
         facts, held = self._facts, self.before_bytes
         missing = [len(names) for names in facts.names_of]
         unreleased = {name: len(buckets) for name, buckets in facts.buckets_of.items()}
         in_flight: deque[int] = deque()
+        made = []
         for layer in reversed(facts.workload.layers):
             found = []
             for name in layer.gradients:
@@ -120,7 +123,8 @@ class Gradients:
                         in_flight.append(b)
                     if len(in_flight) > GRADIENTS_IN_FLIGHT:
                         held -= self._released(in_flight.popleft(), unreleased)
-            yield found
+            made.append(found)
+        return made
 
     def _released(self, bucket: int, unreleased: dict[str, int]) -> int:
         freed = 0

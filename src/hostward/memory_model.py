@@ -112,11 +112,14 @@ class MemoryModel:
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
         self._save_bytes = save_bytes(workload.inventory)
+        self._gradients: dict[tuple[tuple[Placement, ...], bool, bool], Gradients] = {}
 
     def required(self, choice: Choice) -> Needs:
         """Raises ConfigError for a choice that is not of this workload."""
         _check(self.workload, choice)
-        gradients = Gradients(self._facts, choice)
+        # What is decided about activations changes nothing of them.
+        key = choice.placements, choice.gradients_on_host, choice.overlapped
+        gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
         step = StepModel(self._facts, choice, gradients)
         host, pinned = self._host(choice, gradients, step.parked_bytes)
         buckets = self.workload.inventory.buckets

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .choice import LEAVES, Choice, Keep
 from .gradient_model import Facts, Gradients, Made
@@ -116,6 +116,7 @@ class StepModel:
         self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
         """By layer, those of all before it."""
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
+        self._fetched = bool(choice.offloaded_weights)
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
         streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
@@ -143,6 +144,10 @@ class StepModel:
         self._forward(timeline)
         self._backward(timeline)
         return timeline
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        return [sample.bytes for sample in self._timeline.samples]
 
     @cached_property
     def _between(self) -> Sequence[Sample]:
@@ -173,7 +178,7 @@ class StepModel:
 
     def _backward(self, timeline: _Timeline) -> None:
         layers, total = self._workload.layers, sum(self._kept)
-        made_by_layer = self._gradients.backward()
+        made_by_layer = iter(self._gradients.backward)
         held = self._gradients.before_bytes
         for i in reversed(range(len(layers))):
             made = next(made_by_layer)
@@ -229,7 +234,8 @@ class StepModel:
         for moment in moments:
             own = self._at(moment)
             gradients = held[min(moment.gradients, len(held) - 1)]
-            gradients += self._gradients.temporary_bytes(layer, moment.gradients)
+            if self._gradients.accumulate:
+                gradients += self._gradients.temporary_bytes(layer, moment.gradients)
             kept, loss = (base, own) if behind else (base + own, 0.0)
             timeline.samples.append(Sample(weights, gradients, kept, loss, gathered))
 
@@ -247,6 +253,8 @@ class StepModel:
 
     def _weights_at(self, i: int, other: int | None) -> float:
         """While layer `i` runs, and `other` is fetched."""
+        if not self._fetched:
+            return self._always
         here = (at for at in {i, other} if at is not None and 0 <= at < len(self._weights) and self._offloaded[at])
         return self._always + sum(self._weights[at] for at in here)
 
@@ -287,7 +295,7 @@ class StepModel:
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
     def _spans(self) -> list[Span]:
-        samples, points = [s.bytes for s in self._timeline.samples], self._timeline.points
+        samples, points = self._totals, self._timeline.points
         ends = [*(at for at, _, _ in points[1:]), len(samples)]
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
@@ -310,8 +318,11 @@ class StepModel:
             kept = slots.count if self._captured else slots.count - bisect_right(back, t)
             return max(kept, bisect_right(staged, t)) * self._slot_bytes
 
-        most = max(range(len(samples)), key=lambda t: samples[t].bytes + slots_at(t))
-        found, slots_held = samples[most], slots_at(most)
+        # From one change of the slots to the next, what else is there decides.
+        spans = pairwise(sorted({0, *staged, *back, len(samples)}))
+        fullest_of = [(max(self._totals[start:end]), slots_at(start), start, end) for start, end in spans]
+        most, slots_held, start, end = max(fullest_of, key=lambda span: span[0] + span[1])
+        found = samples[self._totals.index(most, start, end)]
         fullest = max(self._between, key=lambda sample: sample.bytes, default=found)
         if fullest.bytes > found.bytes + slots_held:
             found, slots_held = fullest, 0

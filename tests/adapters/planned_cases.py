@@ -17,13 +17,13 @@ from hostward.errors import HostwardError
 from hostward.hardware_profile import profile
 from hostward.inventory import Inventory, cut_buckets
 from hostward.plan import Placement
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import BucketRow, Fingerprint, LayerRow, Limits, Machine, PlanFile, Predicted, plan_of
 from hostward.planning.shards import required_of
 from hostward.planning.shards import sharded as part_of
 from hostward.planning.speeds import speeds_of
-from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
 from hostward.train import loop
 from hostward.train.workload import recipe_workload
@@ -46,7 +46,7 @@ def choice_of(of: Workload, keeps: tuple[Keep, ...], **options: Any) -> Choice:
 
 def plan(of: Workload, choice: Choice) -> PlanFile:
     hardware = profile("h200")
-    made = Candidate(choice, required_of(of)(of, choice), predict(of, choice, speeds_of(hardware)))
+    made = Candidate(choice, required_of(of)(of, choice), Costs(of, speeds_of(hardware)))
     return plan_of(of, hardware, of.ranks, Budgets(), made)
 
 

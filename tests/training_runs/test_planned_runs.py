@@ -26,6 +26,7 @@ from hostward.memory_model import STEADY_STEP, required
 from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning import plan_file
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
@@ -54,7 +55,7 @@ def workload(*words: str) -> Workload:
 
 def plan(of: Workload, choice: Choice) -> PlanFile:
     hardware = profile("h200")
-    candidate = Candidate(choice, required(of, choice), predict(of, choice, speeds_of(hardware)))
+    candidate = Candidate(choice, required(of, choice), Costs(of, speeds_of(hardware)))
     return plan_of(of, hardware, 1, Budgets(), candidate)
 
 

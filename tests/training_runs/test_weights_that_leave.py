@@ -33,7 +33,6 @@ from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.speeds import measured, speeds_of
-from hostward.planning.time_model import predict
 from hostward.sizes import GIB
 from hostward.train import loop
 from hostward.train.memory import Need, require_memory
@@ -88,7 +87,7 @@ def written_plan(path: Path, config: Config) -> Path:
     names = frozenset(layer.name for layer in work.repeated[:2])
     choice = Choice((Placement.HOST,) * len(work.inventory.buckets), (Keep.KEEP,) * 3, names)
     needs = required(work, choice)
-    candidate = Candidate(choice, needs, predict(work, choice, speeds_of(profile("h200"))))
+    candidate = Candidate(choice, needs, Costs(work, speeds_of(profile("h200"))))
     plan_file.save(plan_file.plan_of(work, profile("h200"), 1, Budgets(), candidate), path)
     return path
 

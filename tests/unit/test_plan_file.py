@@ -21,6 +21,7 @@ from hostward.inventory import Dtype, Inventory, cut_buckets
 from hostward.memory_model import required
 from hostward.plan import Placement
 from hostward.planning import plan_file
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
@@ -33,7 +34,7 @@ H200 = profile("h200")
 
 
 def made(workload: Workload, choice: Choice) -> PlanFile:
-    candidate = Candidate(choice, required(workload, choice), predict(workload, choice, speeds_of(H200)))
+    candidate = Candidate(choice, required(workload, choice), Costs(workload, speeds_of(H200)))
     return plan_of(workload, H200, 1, Budgets(1 << 34), candidate)
 
 

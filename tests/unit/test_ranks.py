@@ -17,11 +17,11 @@ from hostward.hardware_profile import profile
 from hostward.host.threads import CpuFacts
 from hostward.memory_model import required
 from hostward.overrides import apply_overrides
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
-from hostward.planning.time_model import predict
 from hostward.rank_failures import Failure, raised_by_all
 from hostward.run_report import NodeRow, RankRow
 from hostward.train import memory
@@ -139,7 +139,7 @@ def test_options_of_one_process_alone_are_no_difference() -> None:
 def test_another_plan_is_a_difference() -> None:
     workload = llama(layers=2, hidden=64, ffn=128, heads=2, kv_heads=2, vocab=100, sequence=16)
     choice = chosen(workload)
-    found = Candidate(choice, required(workload, choice), predict(workload, choice, speeds_of(profile("h200"))))
+    found = Candidate(choice, required(workload, choice), Costs(workload, speeds_of(profile("h200"))))
     plan = plan_of(workload, profile("h200"), 1, Budgets(), found)
     alike = what_runs("a", Config(), "cpu", None, plan)
     assert alike == what_runs("a", Config(), "cpu", None, PlanFile.from_json(plan.to_json()))

@@ -1,14 +1,18 @@
-"""Which buckets and layers get what: an integer programme, solved by HiGHS through SciPy. No torch.
+"""Which buckets and layers get what: a linear programme, solved by HiGHS through SciPy. No torch.
 
 Layers that are alike are counted, not told apart: the programme chooses how many of them get what, and which shares of
-the state get which placement; `hostward.planner.place_fraction` then says which buckets. Times are linear: what the GPU
-computes, plus what does not fit behind forward or backward on each lane. `hostward.time_model` judges what comes out.
+the state get which placement; `hostward.planner.place_fraction` then says which buckets. Numbers of layers are rounded
+towards less device memory, and what is either so or so is tried both ways: as an integer programme the same takes ten
+times as long. Times are linear: what the GPU computes, plus what does not fit behind forward or backward on each lane.
+`hostward.time_model` judges what comes out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
 from typing import Any
 
 from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
@@ -22,10 +26,14 @@ from .costs import SUM_BYTES, Costs
 from .lanes import Queue
 
 _GB = 1e9
+_ROUNDED = 1e-6
+"""Of a layer: the solver's tolerance."""
 LAST_STAY = 2
 """Layers whose activations stay: with fewer, each layer would wait for the copy of the one before it."""
 _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
-"""What leaves belongs to the first layers: it comes back last, so its copies have the most time."""
+"""What leaves belongs to the first layers: it comes back last, so its copies have the most time. What keeps less on the
+device comes before what keeps more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class _Rows:
 
     def at_most(self, terms: Mapping[int, float], bound: float) -> None:
         self.coefficients.append(dict(terms))
-        self.bounds.append((-float("inf"), bound))
+        self.bounds.append((-math.inf, bound))
 
     def equal(self, terms: Mapping[int, float], bound: float) -> None:
         self.coefficients.append(dict(terms))
@@ -79,7 +87,7 @@ def _sum(*parts: tuple[Terms, float]) -> Terms:
 
 
 class Programme:
-    """The integer programme of one workload on one machine, for many limits.
+    """The programme of one workload on one machine, for many limits.
 
     Args:
         weights: names of layers whose weights lie on the host; their buckets are stepped there.
@@ -87,14 +95,15 @@ class Programme:
 
     def __init__(self, costs: Costs, forced: Forced, weights: frozenset[str]) -> None:
         self.costs, self.forced, self.weights = costs, forced, weights
-        self.integral: list[int] = []
         self.upper: list[float] = []
+        self.either: list[int] = []
+        """Variables that are 0 or 1."""
         self.rows = _Rows()
         self.buckets = costs.workload.inventory.buckets
         self.bucket_kinds = self._bucket_kinds()
         self.layer_kinds = self._layer_kinds()
-        self.placed = [self._shared(1, self._placements(members[0]), False) for members in self.bucket_kinds]
-        self.kept = [self._shared(len(members), self._keeps(members[0]), True) for members in self.layer_kinds]
+        self.placed = [self._shared(1, self._placements(members[0])) for members in self.bucket_kinds]
+        self.kept = [self._shared(len(members), self._keeps(members[0])) for members in self.layer_kinds]
         self._one_recomputation()
         self._last_stay()
         self._time()
@@ -102,13 +111,16 @@ class Programme:
 
     # ------------------------------------------------------------------ variables
 
-    def _variable(self, upper: float, *, integral: bool) -> int:
+    def _variable(self, upper: float = math.inf) -> int:
         self.upper.append(upper)
-        self.integral.append(int(integral))
         return len(self.upper) - 1
 
-    def _shared(self, count: int, options: Sequence[Any], integral: bool) -> dict[Any, int]:
-        found = {option: self._variable(count, integral=integral) for option in options}
+    def _so_or_so(self) -> int:
+        self.either.append(self._variable(1.0))
+        return self.either[-1]
+
+    def _shared(self, count: int, options: Sequence[Any]) -> dict[Any, int]:
+        found = {option: self._variable(count) for option in options}
         self.rows.equal(dict.fromkeys(found.values(), 1.0), count)
         return found
 
@@ -148,7 +160,7 @@ class Programme:
         """Elementwise parts run again in the first layers, and nothing else with it: neither whole layers run again,
         nor layers leave as they are.
         """
-        whole = self._variable(1.0, integral=True)
+        whole = self._so_or_so()
         count = sum(len(members) for members in self.layer_kinds)
         free = [k for k in self.kept if len(k) > 1]
         others = (*RECOMPUTED, Keep.OFFLOAD)
@@ -197,8 +209,7 @@ class Programme:
         device = self._of_buckets(
             lambda b: (2 * b.state_bytes + 6 * b.numel) / speeds.traffic_bytes_per_s, Placement.DEVICE
         )
-        after, behind, middle = (self._variable(float("inf"), integral=False) for _ in range(3))
-        staged = self._variable(float("inf"), integral=False)
+        after, behind, middle, staged = (self._variable() for _ in range(4))
         self.exposed = {after: 1.0, behind: 1.0}
         duplex = speeds.h2d_bytes_per_s + speeds.d2h_bytes_per_s
         busy = speeds.slowdown[7][Queue.D2H] * duplex
@@ -234,7 +245,7 @@ class Programme:
         costs = self.costs
         wide = SUM_BYTES if costs.workload.microbatches > 1 else 0
         largest = max((b.state_bytes for b in self.buckets), default=0)
-        self.streams = streams = self._variable(1.0, integral=True)
+        self.streams = streams = self._so_or_so()
         state = self._of_buckets(lambda b: b.numel, Placement.STREAMED)
         self.rows.at_most({**state, streams: -float(sum(costs.numels) or 1)}, 0.0)
         here = [layer for layer in costs.workload.layers if layer.name not in self.weights]
@@ -273,19 +284,18 @@ class Programme:
         for terms, fixed in self.device:
             if least_device:
                 rows.append({**terms, count: -_GB})
-                bounds.append((-float("inf"), -fixed))
+                bounds.append((-math.inf, -fixed))
             elif limits.device_bytes is not None:
                 rows.append(terms)
-                bounds.append((-float("inf"), limits.device_bytes - fixed))
+                bounds.append((-math.inf, limits.device_bytes - fixed))
         if limits.host_bytes is not None:
             rows.append(self.host[0])
-            bounds.append((-float("inf"), limits.host_bytes - self.host[1]))
-        upper, integral = list(self.upper), list(self.integral)
+            bounds.append((-math.inf, limits.host_bytes - self.host[1]))
+        upper = list(self.upper)
         if least_device:
             objective = {count: 1.0}
-            upper.append(float("inf"))
-            integral.append(0)
-        found = _milp(objective, rows, bounds, upper, integral)
+            upper.append(math.inf)
+        found = _solve(objective, rows, bounds, upper, self.either)
         return None if found is None else self._choice(found[: len(self.upper)])
 
     def _values(self, choice: Choice) -> list[float]:
@@ -328,14 +338,16 @@ class Programme:
                 placements[member] = row.placement
         keeps = [Keep.KEEP] * len(self.costs.repeated)
         for members, options in zip(self.layer_kinds, self.kept, strict=True):
-            order = [k for k in _ORDER for _ in range(_at(values, options, k))]
-            for position, keep in zip(members, order, strict=True):
-                keeps[position] = keep
+            order = [k for k in _ORDER if k in options]
+            until = rounded_up([values[options[k]] for k in order])
+            for at, position in enumerate(members):
+                keeps[position] = next((k for k, end in zip(order, until, strict=True) if at < end), order[-1])
         return Choice(tuple(placements), tuple(keeps), self.weights)
 
 
-def _at(values: Sequence[float], options: Mapping[Keep, int], keep: Keep) -> int:
-    return round(values[options[keep]]) if keep in options else 0
+def rounded_up(counts: Sequence[float]) -> list[int]:
+    """By count, the first whole number that the sum of it and of those before it does not exceed."""
+    return [math.ceil(total - _ROUNDED) for total in accumulate(counts)]
 
 
 def _weight_bytes(bucket: Bucket) -> int:
@@ -349,13 +361,14 @@ def gradients_on_host(costs: Costs, choice: Choice) -> bool:
     return bool(summed_on_host(costs.workload.inventory.buckets, choice.placements))
 
 
-def _milp(
+def _solve(
     objective: Mapping[int, float],
     rows: Sequence[Mapping[int, float]],
     bounds: Sequence[tuple[float, float]],
     upper: Sequence[float],
-    integral: Sequence[int],
+    either: Sequence[int],
 ) -> list[float] | None:
+    """The values with the least objective, those of `either` 0 or 1; None where there are none."""
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -372,14 +385,16 @@ def _milp(
     # Bytes and seconds in one matrix: each row by its largest coefficient.
     scale = np.maximum(np.abs(matrix).max(axis=1), 1e-30)
     low, high = (np.array(side) / scale for side in zip(*bounds, strict=True))
+    constraints = LinearConstraint(matrix / scale[:, None], low, high)
     weights = np.zeros(len(upper))
     for variable, coefficient in objective.items():
         weights[variable] = coefficient
-    found = milp(
-        weights / max(np.abs(weights).max(), 1e-30),
-        constraints=LinearConstraint(matrix / scale[:, None], low, high),
-        bounds=Bounds(np.zeros(len(upper)), np.array(upper)),
-        integrality=np.array(integral),
-        options={"node_limit": 200, "mip_rel_gap": 3e-3},
-    )
-    return None if found.x is None else [float(v) for v in found.x]
+    weights /= max(np.abs(weights).max(), 1e-30)
+    solved = []
+    for values in product((0.0, 1.0), repeat=len(either)):
+        least, most = np.zeros(len(upper)), np.array(upper)
+        least[either] = most[either] = values
+        found = milp(weights, constraints=constraints, bounds=Bounds(least, most))
+        if found.x is not None:
+            solved.append((float(found.fun), [float(v) for v in found.x]))
+    return min(solved, key=lambda pair: pair[0], default=(0.0, None))[1]

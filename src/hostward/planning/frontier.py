@@ -1,16 +1,18 @@
 """The best choice within budgets, and what less device memory costs. No torch.
 
-First the *frontier* is made, without regard to budgets: an integer programme for each of a ladder of device limits, and
-of host limits, each solution timed by `hostward.time_model` and weighed by the memory model. Budgets then select among
-these. So what fits in a budget also fits in a larger one, and a larger budget never gives a slower plan.
+First the *frontier* is made, without regard to budgets: a linear programme for each of a ladder of device limits, and
+of host limits, each solution weighed by the memory model, and timed by `hostward.time_model` where it may be the best.
+Budgets then select among these. So what fits in a budget also fits in a larger one, and a larger budget never gives a
+slower plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import groupby
 
 from hostward.choice import Choice, Keep
 from hostward.memory_model import LOAD, Needs
@@ -23,7 +25,7 @@ from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
 from .costs import SUM_BYTES, Costs
 from .needs import Budgets, Required
 from .speeds import Speeds, balanced_share
-from .time_model import Prediction, predict_of
+from .time_model import Prediction, least_s, predict_of
 
 DEVICE_LEVELS = 10
 """Steps of the ladder in equal differences, and as many in equal ratios: rungs are closest where memory is short."""
@@ -52,18 +54,42 @@ def _ladder(low: float, high: float, levels: int) -> list[float]:
     return sorted({*equal, *ratios})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
-    """A choice, its needs and its predicted time."""
+    """A choice and its needs. `plain`: where nothing is offloaded that need not be; None where this is that."""
 
     choice: Choice
     needs: Needs
-    prediction: Prediction
+    costs: Costs = field(repr=False, compare=False)
+    plain: Candidate | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Its predicted time. What the device saves by not stepping some state itself has never been seen in a measured
+        step: no offloading is promised to be faster than none.
+        """
+        found = predict_of(self.costs, self.choice, self.needs)
+        return replace(found, step_s=max(found.step_s, self.plain.prediction.step_s)) if self.plain else found
+
+    @cached_property
+    def least_s(self) -> float:
+        """A bound on its predicted step from below, which takes no playing of it."""
+        return max(least_s(self.costs, self.choice), self.plain.prediction.step_s if self.plain else 0.0)
 
     @property
     def order(self) -> tuple[float, int, int]:
         """Faster first; of equally fast ones, what takes less of the host, then of the device."""
         return self.prediction.step_s, self.needs.host_bytes, self.needs.device_peak_bytes
+
+
+def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The first by `order`; None of none."""
+    best: Candidate | None = None
+    for candidate in sorted(candidates, key=lambda c: c.least_s):
+        if best is not None and candidate.least_s > best.prediction.step_s:
+            break
+        best = candidate if best is None else min(best, candidate, key=lambda c: c.order)
+    return best
 
 
 class Frontier:
@@ -90,7 +116,8 @@ class Frontier:
         self._forced = forced or Forced()
         self._seen: dict[Choice, Candidate] = {}
         plain = self._plain()
-        self.base = self._weigh(plain, on_host=bool(self._forced.gradients_on_host))
+        choice = self._settled(plain, on_host=bool(self._forced.gradients_on_host))
+        self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
         """Everything on the device, nothing computed twice, as far as nothing else is forced."""
         self._add(plain)
         self._sets = self._weight_sets()
@@ -153,17 +180,15 @@ class Frontier:
         return found
 
     def _weigh(self, choice: Choice, *, on_host: bool) -> Candidate:
-        on_host = on_host and Placement.HOST in choice.placements
-        choice = replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
+        choice = self._settled(choice, on_host=on_host)
         if choice not in self._seen:
             needs = self._required(self.workload, choice)
-            prediction = predict_of(self.costs, choice, needs)
-            if self._seen:
-                # What the device saves by not stepping some state itself has never been seen in a measured step: no
-                # offloading is promised to be faster than none.
-                prediction = replace(prediction, step_s=max(prediction.step_s, self.base.prediction.step_s))
-            self._seen[choice] = Candidate(choice, needs, prediction)
+            self._seen[choice] = Candidate(choice, needs, self.costs, self.base)
         return self._seen[choice]
+
+    def _settled(self, choice: Choice, *, on_host: bool) -> Choice:
+        on_host = on_host and Placement.HOST in choice.placements
+        return replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
 
     def _climb(self, weights: frozenset[str]) -> None:
         programme = Programme(self.costs, self._forced, weights)
@@ -251,12 +276,13 @@ class Frontier:
 
     def best(self, budgets: Budgets) -> Candidate | None:
         """The fastest candidate within the budgets; None where none fits."""
-        fitting = [c for c in self._seen.values() if not budgets.over(c.needs)]
-        return min(fitting, key=lambda c: c.order, default=None)
+        return fastest(c for c in self._seen.values() if not budgets.over(c.needs))
 
     def nearest(self, budgets: Budgets) -> Candidate:
         """The candidate that needs the smallest change of the budgets."""
-        return min(self._seen.values(), key=lambda c: (sum(budgets.over(c.needs).values()), c.order))
+        missing = {choice: sum(budgets.over(c.needs).values()) for choice, c in self._seen.items()}
+        least = min(missing.values())
+        return fastest([self._seen[choice] for choice, size in missing.items() if size == least]) or self.base
 
     def unbeaten(self, budgets: Budgets | None = None) -> Sequence[Candidate]:
         """Candidates than which none is both faster and smaller on the device, by device memory; within the budgets of
@@ -269,10 +295,16 @@ class Frontier:
                 for c in self._seen.values()
                 if not within.over(c.needs) and (c is self.base or c.needs.device_peak_bytes <= self._most_bytes)
             ),
-            key=lambda c: (c.needs.device_peak_bytes, c.order),
+            key=_peak,
         )
         found: list[Candidate] = []
-        for candidate in ordered:
-            if not found or candidate.prediction.step_s < found[-1].prediction.step_s:
-                found.append(candidate)
+        for _, alike in groupby(ordered, key=_peak):
+            faster = (c for c in alike if not found or c.least_s < found[-1].prediction.step_s)
+            best = fastest(faster)
+            if best and (not found or best.prediction.step_s < found[-1].prediction.step_s):
+                found.append(best)
         return found
+
+
+def _peak(candidate: Candidate) -> int:
+    return candidate.needs.device_peak_bytes

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hostward.choice import Choice
+from hostward.choice import Choice, Keep
 from hostward.memory_model import Needs, required
+from hostward.plan import Placement
 from hostward.workload import Workload
 
 from .costs import Costs
@@ -26,6 +27,8 @@ _HIDDEN = 0.02
 _TOLD = 0.05
 """Of what is exposed: lesser waits are not told."""
 _MOST_DOUBLINGS = 6
+_ROUNDING = 1 - 1e-9
+"""Sums in another order differ."""
 
 RESOURCES = {
     Queue.COMPUTE: "GPU",
@@ -95,12 +98,32 @@ def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
     return _prediction(costs, turn.program, timeline, marks, pair_s, pair_busy_s)
 
 
+def least_s(costs: Costs, choice: Choice) -> float:
+    """Seconds that `predict` never falls below: compute alone, and what host or link do between a step and the end of
+    the forward behind it.
+    """
+    units, speeds = costs.units(choice), costs.speeds
+    device_s = sum(u.device_s for u in units if u.placement is Placement.DEVICE)
+    norm_s = sum(u.gradient_bytes for u in units) / speeds.traffic_bytes_per_s
+    microbatches_s = costs.workload.microbatches * _computed_s(costs, costs.keep_of(choice))
+    host_s = sum(u.host_s for u in units if u.placement is Placement.HOST)
+    written = sum(u.state_bytes for u in units if u.placement is Placement.STREAMED)
+    forward_s = sum(c.forward_s for c in costs.layers)
+    behind_s = max(host_s, written / speeds.d2h_bytes_per_s) - forward_s
+    return (microbatches_s + device_s + norm_s + max(0.0, behind_s)) * _ROUNDING
+
+
+def _computed_s(costs: Costs, keeps: Mapping[int, Keep]) -> float:
+    """Of one microbatch, adding its gradients included."""
+    again = sum(costs.layers[i].again_s(keep) for i, keep in keeps.items())
+    computed = sum(c.forward_s + c.backward_s for c in costs.layers)
+    return computed + again + sum(costs.numels) * costs.accumulation_s
+
+
 def _middle_s(costs: Costs, turn: Turn) -> tuple[float, Mapping[Queue, float]]:
     """Seconds of one microbatch among many, without a step near it, and work per lane, each alone."""
     if not (turn.leaving or turn.fetched or turn.choice.gradients_on_host):
-        again = sum(costs.layers[i].again_s(keep) for i, keep in turn.keep.items())
-        computed = sum(c.forward_s + c.backward_s for c in costs.layers)
-        computed += again + sum(costs.numels) * costs.accumulation_s
+        computed = _computed_s(costs, turn.keep)
         return computed, {Queue.COMPUTE: computed}
     ends, first = [], 0
     for _ in range(2):
