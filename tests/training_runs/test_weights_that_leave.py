@@ -35,7 +35,7 @@ from hostward.planning.needs import Budgets
 from hostward.planning.speeds import measured, speeds_of
 from hostward.sizes import GIB
 from hostward.train import loop
-from hostward.train.memory import Need, require_memory
+from hostward.train.memory import require_memory
 from hostward.train.models import build_model
 from hostward.train.parts import Held
 from hostward.train.ranks import Ranks
@@ -187,10 +187,10 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
     away, there = (required(work, choice).device_peak_bytes for choice in choices)
     assert away < there
     free_bytes(monkeypatch, away)
-    least = require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
-    assert require_fit(TINY, config, device, 257, None, least, Ranks()).predicted is not None
+    require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
+    assert require_fit(TINY, config, device, 257, None, Ranks()).predicted is not None
     with pytest.raises(MemoryLimitError, match="more device memory"):
-        require_fit(TINY, plain, device, 257, None, least, Ranks())
+        require_fit(TINY, plain, device, 257, None, Ranks())
     free_bytes(monkeypatch, work.weight_bytes - 1)
     require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
     with pytest.raises(MemoryLimitError, match="bytes of device memory"):
@@ -203,11 +203,9 @@ def test_other_plans_are_told_beside_a_run_that_was_weighed(monkeypatch: pytest.
     free_bytes(monkeypatch, 8 * GIB)
     config = configured(*offloaded(1), "model.num_layers=12", "model.hidden_size=512")
 
-    least = Need(0, GIB, 0, 0)  # of a model that is worth a look
-
     def weighed(rank: int = 0) -> Weighed:
         ranks = Ranks(rank, 2, rank, 2, divided=True)
-        return require_fit(TINY, config, device, 257, None, least, ranks)
+        return require_fit(TINY, config, device, 257, None, ranks)
 
     found = weighed()
     assert found.predicted is not None
@@ -230,7 +228,7 @@ def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_fre
     def mix_of(free: int, *more: str) -> Callable[[Rates], float] | None:
         free_bytes(monkeypatch, free)
         config = configured(*words, *more)
-        return require_fit(TINY, config, device, 257, None, Need(0, GIB, 0, 0), Ranks()).mix_of
+        return require_fit(TINY, config, device, 257, None, Ranks()).mix_of
 
     found = mix_of(8 * GIB)
     assert found is not None

@@ -50,8 +50,8 @@ def weighed(
         require_capturable(pretrained_config(config.model, config.model.hf_model_path))
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
-    least = require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)
-    found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, least, ranks)
+    require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)
+    found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
     resume.require_writable(config)
     return dataset, found, waiting
 

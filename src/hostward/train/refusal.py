@@ -37,7 +37,7 @@ from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
 from hostward.workload import Workload
 
-from .memory import Need
+from .kept import usual_folder
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
 from .planning import asked_of, phases_of, require_by_rows
@@ -47,8 +47,6 @@ from .workload import recipe_workload
 
 log = logging.getLogger("hostward")
 
-SMALL_SHARE = 0.05
-"""A model whose weights, gradients and state take less than this of the free memory is not looked at any closer."""
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
 
 
@@ -68,16 +66,12 @@ def require_fit(
     device: torch.device,
     vocab_size: int,
     plan: PlanFile | None,
-    least: Need,
     ranks: Ranks,
 ) -> Weighed:
-    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for a small model, for
-    layers, experts or matrices divided over ranks, or where these reduce 16-bit gradients in float32. With several
-    ranks each weighs its part, and asks the host for its share of what is free. Seconds are the plan's, or those of the
-    shipped profile of this GPU; and so is what else would do.
-
-    Args:
-        least: what the model needs, wherever it lies.
+    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for layers, experts or
+    matrices divided over ranks, or where these reduce 16-bit gradients in float32. With several ranks each weighs its
+    part, and asks the host for its share of what is free. Seconds are the plan's, or those of the shipped profile of
+    this GPU; and so is what else would do.
 
     Raises:
         MemoryLimitError: it does not fit what is free on the device and on the host.
@@ -87,10 +81,8 @@ def require_fit(
     if device.type != "cuda" or not by_rows or widened(config, ranks.size):
         return Weighed()
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if least.total_bytes < SMALL_SHARE * free_bytes:
-        return Weighed()
     try:
-        workload = recipe_workload(config, name=recipe, vocab_size=vocab_size)
+        workload = recipe_workload(config, name=recipe, vocab_size=vocab_size, folder=usual_folder())
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
         return Weighed()
