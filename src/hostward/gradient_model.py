@@ -47,15 +47,16 @@ class Gradients:
     """Of one step in steady state.
 
     With one microbatch, or where the host adds them up, gradients of host buckets leave during backward, a few at a
-    time; with more, all are there from the second microbatch on, in float32. Those that a CUDA graph writes all stay,
-    and so do those of a serial step.
+    time; with more, all are there from the second microbatch on, in float32. So are those of one that several ranks
+    reduce so. Those that a CUDA graph writes all stay, and so do those of a serial step.
     """
 
     def __init__(self, facts: Facts, choice: Choice) -> None:
         self._facts, self._choice = facts, choice
         workload = facts.workload
         several = workload.microbatches > 1
-        self._in_fp32 = several or choice.gradients_on_host
+        self._in_fp32 = workload.gradients_in_fp32 or choice.gradients_on_host
+        self._reduced_in_fp32 = workload.reduced_in_fp32
         self.summed = (
             summed_on_host(workload.inventory.buckets, choice.placements)
             if choice.gradients_on_host
@@ -71,7 +72,7 @@ class Gradients:
         self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
         self._bytes_of = {p.name: p.numel * self._itemsize(p.name, p.dtype) for p in facts.parameters.values()}
         self._added_bytes = {
-            p.name: p.numel * (p.dtype.itemsize_bytes + (4 if p.dtype is not Dtype.FP32 else 0))
+            p.name: p.numel * (self._reduced_bytes(p.dtype) + (4 if self._reduced_bytes(p.dtype) < 4 else 0))
             for p in (facts.parameters.values() if several else ())
             if self._stays[p.name]
         }
@@ -80,8 +81,12 @@ class Gradients:
 
     def _itemsize(self, name: str, dtype: Dtype) -> int:
         if not self._in_fp32 or (self.summed and self.summed.issuperset(self._facts.buckets_of[name])):
-            return dtype.itemsize_bytes
+            return self._reduced_bytes(dtype)
         return 4
+
+    def _reduced_bytes(self, dtype: Dtype) -> int:
+        """Of an element as autograd made it, or as several ranks have reduced it."""
+        return 4 if self._reduced_in_fp32 else dtype.itemsize_bytes
 
     def landed_itemsize_bytes(self, bucket: Bucket) -> int:
         """Of a gradient on the host."""

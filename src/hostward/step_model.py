@@ -115,6 +115,8 @@ class StepModel:
         """Of layers that are gathered from several ranks."""
         self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
         """By layer, those of all before it."""
+        self._reduced = 2 if workload.reduced_in_fp32 else 1
+        """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._fetched = bool(choice.offloaded_weights)
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
@@ -157,8 +159,7 @@ class StepModel:
             return ()  # the last is the fullest
         for i in reversed(range(len(self._workload.layers))):
             total -= self._kept[i]
-            before = self._whole_before
-            gathered = before[-1] + before[i + 2] - before[i]
+            gathered = self._whole_before[-1] + self._scattered(i)
             held, weights = [self._gradients.before_bytes], self._weights_at(i, i - 1)
             self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
         return timeline.samples
@@ -268,8 +269,11 @@ class StepModel:
 
     def _gathered_behind(self, i: int) -> float:
         """While it runs backward: the gradient of the whole layer is made, and that of the one behind it scattered."""
+        return self._whole_before[i + 1] + self._scattered(i)
+
+    def _scattered(self, i: int) -> float:
         before = self._whole_before
-        return before[i + 1] + before[i + 2] - before[i]
+        return before[i + 1] - before[i] + self._reduced * (before[i + 2] - before[i + 1])
 
     # ---------------------------------------------------------------- slots
 

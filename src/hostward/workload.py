@@ -142,6 +142,8 @@ class Workload:
     microbatches: int
     ranks: int = 1
     """Among which parameters, gradients and state are sharded (1: this workload is one whole replica)."""
+    reduced_in_fp32: bool = False
+    """The ranks reduce gradients of 16-bit weights in float32, and keep them so until the step."""
     snapshot: bool = False
     """Checkpoints are written from a second copy of the state on the host, which is kept from the first save on."""
     pin_gradients: bool = True
@@ -157,6 +159,11 @@ class Workload:
     def step_tokens(self) -> int:
         """Of this rank."""
         return self.microbatch_tokens * self.microbatches
+
+    @property
+    def gradients_in_fp32(self) -> bool:
+        """Whether gradients wait for the step in float32, whatever the weights are."""
+        return self.microbatches > 1 or self.reduced_in_fp32
 
     @property
     def repeated(self) -> Sequence[Layer]:

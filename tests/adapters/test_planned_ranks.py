@@ -1,6 +1,7 @@
 """Training by a plan on several ranks: the bits of training without one, and the bytes that the plan tells.
 
-Seen red: buckets cut by each rank for itself, a root's buckets placed by their numbers instead of their layers.
+Seen red: buckets cut by each rank for itself, a root's buckets placed by their numbers instead of their layers,
+gradients that are reduced in float32 counted in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hostward.plan import Placement
 from hostward.planning.plan_file import PlanFile
 from hostward.planning.shards import required_of
 
-BF16 = "model.params_dtype=bf16"
+BF16, IN_FP32 = "model.params_dtype=bf16", "ddp.grad_reduce_in_fp32=True"
 STAY = (Keep.KEEP, Keep.KEEP)
 
 LONG = ("model.seq_length=512", "model.ffn_hidden_size=1024")
@@ -33,6 +34,9 @@ EVEN = {
     "the root owns the embedding": (LLAMA, (BF16, "model.vocab_size=8192", *LONG), (Keep.OFFLOAD, Keep.KEEP), {}),
     "recomputed": (QWEN3, (BF16,), (Keep.RECOMPUTE, Keep.RECOMPUTE), {}),
     "norms again, sums on the host": (QWEN3, (BF16,), (Keep.ELEMENTWISE,) * 2, {"gradients_on_host": True}),
+    "reduced in float32": (QWEN3, (BF16, IN_FP32, "train.global_batch_size=4"), STAY, {}),
+    "reduced in float32, sums on the host": (QWEN3, (BF16, IN_FP32), STAY, {"gradients_on_host": True}),
+    "one microbatch": (QWEN3, (BF16, "train.global_batch_size=4"), STAY, {}),
     "one microbatch, fp32": (MOE, ("train.global_batch_size=4",), STAY, {"staging_bytes": 1}),
 }
 UNEVEN = {
@@ -78,6 +82,7 @@ def test_a_run_by_a_plan_has_the_bits_of_one_without_and_the_bytes_of_the_plan(t
             assert state["elements"] == planned
             assert state["host_bytes"] == needs.host["optimizer state"] - counts[Placement.HOST]
             assert state["device_bytes"] == needs.device["optimizer state"] - counts[Placement.DEVICE]
+            assert state["landing_bytes"] + ranks[0]["state"]["partial_bytes"] == needs.host["gradients"]
             assert state["placed"] == ranks[0]["state"]["placed"]
         else:
             assert set(state["placed"]) <= set(ranks[0]["state"]["placed"])
@@ -148,7 +153,6 @@ OTHER_DIVISIONS = {
     "model.tensor_model_parallel_size=2": "--plan with model.tensor_model_parallel_size=2",
     "model.pipeline_model_parallel_size=2": "--plan with model.pipeline_model_parallel_size=2",
     "ddp.use_distributed_optimizer=False": "--plan for 4 GPUs with ddp.use_distributed_optimizer=false",
-    "ddp.grad_reduce_in_fp32=True": "--plan for 4 GPUs with ddp.grad_reduce_in_fp32=true",
 }
 
 

@@ -107,6 +107,8 @@ def state_of(optimizer: AdamW) -> dict[str, Any]:
         "asked": plan.asked_fraction,
         "host_bytes": sum(held.get((Tier.HOST, role), 0) for role in STATE),
         "device_bytes": sum(held.get((Tier.DEVICE, role), 0) for role in STATE),
+        "landing_bytes": held.get((Tier.HOST, "gradients"), 0),
+        "partial_bytes": held.get((Tier.HOST, "norm partials"), 0),
     }
 
 

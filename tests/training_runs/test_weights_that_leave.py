@@ -219,6 +219,21 @@ def test_other_plans_are_told_beside_a_run_that_was_weighed(monkeypatch: pytest.
     assert weighed().frontier == ()
 
 
+def test_copies_of_a_model_are_weighed_with_their_own_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: those of all ranks, which add up in float32 where one alone does not."""
+    free_bytes(monkeypatch, 8 * GIB)
+    config = configured("train.global_batch_size=2", "train.micro_batch_size=1", "ddp.use_distributed_optimizer=False")
+    found = require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2)).predicted
+    alone = recipe_workload(configured("train.global_batch_size=1", "train.micro_batch_size=1"), vocab_size=257)
+    choice = Choice((Placement.DEVICE,) * len(alone.inventory.buckets), (Keep.KEEP,) * len(alone.repeated))
+    assert found is not None
+    assert found.device_peak_bytes == required(alone, choice).device_peak_bytes
+    config.ddp.grad_reduce_in_fp32 = True
+    wider = require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2)).predicted
+    assert wider is not None
+    assert wider.device_peak_bytes > found.device_peak_bytes
+
+
 def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

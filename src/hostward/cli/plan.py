@@ -183,7 +183,7 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
     from hostward.planning.shards import sharded
-    from hostward.rule_table import captured
+    from hostward.rule_table import captured, widened
     from hostward.rules import check
     from hostward.train.kept import usual_folder
     from hostward.train.planning import asked_of, phases_of, require_by_rows, unplanned_graphs
@@ -193,7 +193,8 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     check(config, world_size=1)
     if captured(config):
         raise unplanned_graphs("hostward plan")
-    workload = sharded(recipe_workload(config, name=name, folder=usual_folder()), gpus)
+    whole = recipe_workload(config, name=name, folder=usual_folder())
+    workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus))
     return workload, asked_of(config, workload, speeds), phases_of(config)
 
 

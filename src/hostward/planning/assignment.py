@@ -243,7 +243,7 @@ class Programme:
 
     def _memory(self) -> None:
         costs = self.costs
-        wide = SUM_BYTES if costs.workload.microbatches > 1 else 0
+        several, wide = costs.workload.microbatches > 1, SUM_BYTES if costs.workload.gradients_in_fp32 else 0
         largest = max((b.state_bytes for b in self.buckets), default=0)
         self.streams = streams = self._so_or_so()
         state = self._of_buckets(lambda b: b.numel, Placement.STREAMED)
@@ -254,12 +254,12 @@ class Programme:
         held = self._of_buckets(lambda b: b.state_bytes, Placement.DEVICE)
         always = _sum((held, 1.0), ({streams: float(FEWEST * largest)}, 1.0))
         stays = self._of_buckets(lambda b: b.numel * (wide or b.dtype.itemsize_bytes), *Placement)
-        if not wide:
+        if not several:
             stays = {v: c for v, c in stays.items() if v not in {k.get(Placement.HOST) for k in self.placed}}
         kept = self._of_layers(lambda c, k: c.held_bytes(k), [k for k in Keep if k not in LEAVES])
         outside = sum(c.saved_bytes for c in costs.layers if not c.layer.repeated)
         once = max((c.saved_bytes for c in costs.layers if c.layer.repeated), default=0.0)
-        early = (stays, 1.0) if wide else ({}, 1.0)
+        early = (stays, 1.0) if several else ({}, 1.0)
         self.device = [
             (_sum((always, 1.0), (kept, 1.0), early), fixed + outside),
             (_sum((always, 1.0), (stays, 1.0)), fixed + once),

@@ -19,7 +19,7 @@ _TRAFFIC_BACKWARD = 2.0
 EXPERTS = "expert_fc1"
 """The part of a layer whose matrix products are in groups, one for each expert."""
 SUM_BYTES = 4
-"""Of an element of a gradient that several microbatches add to: float32, wherever it lies."""
+"""Of an element of a gradient that waits for the step in float32, wherever it lies."""
 LARGEST_UNIT = 160
 """Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
 
@@ -123,7 +123,7 @@ class Costs:
         numel = sum(b.numel for b in run)
         weights = sum(b.weight_bytes for b in run)
         state = sum(b.state_bytes for b in run)
-        gradients = SUM_BYTES * numel if self.workload.microbatches > 1 else weights
+        gradients = SUM_BYTES * numel if self.workload.gradients_in_fp32 else weights
         host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
         return Unit(
             layer,

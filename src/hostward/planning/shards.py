@@ -15,9 +15,9 @@ from hostward.workload import Layer, Workload
 from .needs import Required
 
 
-def sharded(workload: Workload, ranks: int) -> Workload:
+def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False) -> Workload:
     """The first rank's part, which is the largest: of every parameter its rows, and a `ranks`-th of the microbatches of
-    a step.
+    a step. `reduced_in_fp32`: gradients are, which of 16-bit weights takes more than their own dtype.
 
     Raises ConfigError where the microbatches cannot be divided.
     """
@@ -39,6 +39,7 @@ def sharded(workload: Workload, ranks: int) -> Workload:
         layers=tuple(_part(layer, parts, ranks) for layer in workload.layers),
         microbatches=workload.microbatches // ranks,
         ranks=ranks,
+        reduced_in_fp32=reduced_in_fp32,
     )
 
 

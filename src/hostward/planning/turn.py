@@ -146,7 +146,8 @@ class Turn:
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
                 unit = self.units[u]  # sums leave as they are, parts of sums as they come
-                size = unit.weight_bytes if self.choice.gradients_on_host else unit.gradient_bytes
+                as_reduced = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
+                size = unit.weight_bytes if as_reduced else unit.gradient_bytes
                 copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
                 landing_free = self.added[-INBOXES : 1 - INBOXES]
                 downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))

@@ -17,7 +17,7 @@ from hostward.planning.assignment import Forced
 from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
 from hostward.planning.speeds import Speeds
-from hostward.rule_table import serial, widened
+from hostward.rule_table import serial
 from hostward.sizes import MIB
 from hostward.workload import Workload
 
@@ -89,12 +89,6 @@ def require_by_rows(config: Config, what: str, ranks: int) -> None:
             f"{what} for {ranks} GPUs with ddp.use_distributed_optimizer=false is known, but not built yet",
             why="a plan divides each parameter by rows among all GPUs, and without it each has all of them",
             fix="set ddp.use_distributed_optimizer=true",
-        )
-    if widened(config, ranks):
-        raise NotBuiltError(
-            f"{what} for {ranks} GPUs with ddp.grad_reduce_in_fp32=true is known, but not built yet",
-            why="a plan counts gradients that are reduced in the dtype of the weights",
-            fix="set ddp.grad_reduce_in_fp32=false, or say what is to be offloaded by options, without a plan",
         )
 
 

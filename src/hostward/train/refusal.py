@@ -68,17 +68,16 @@ def require_fit(
     plan: PlanFile | None,
     ranks: Ranks,
 ) -> Weighed:
-    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, for layers, experts or
-    matrices divided over ranks, or where these reduce 16-bit gradients in float32. With several ranks each weighs its
-    part, and asks the host for its share of what is free. Seconds are the plan's, or those of the shipped profile of
-    this GPU; and so is what else would do.
+    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, or for layers, experts or
+    matrices divided over ranks. With several ranks each weighs its part, and asks the host for its share of what is
+    free. Seconds are the plan's, or those of the shipped profile of this GPU; and so is what else would do.
 
     Raises:
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
     by_rows = config.model.expert_model_parallel_size * ranks.sharing * ranks.stages == 1
-    if device.type != "cuda" or not by_rows or widened(config, ranks.size):
+    if device.type != "cuda" or not by_rows:
         return Weighed()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     try:
@@ -86,8 +85,11 @@ def require_fit(
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
         return Weighed()
+    in_fp32 = widened(config, ranks.size)
     if ranks.divided:
-        workload = sharded(workload, ranks.size)
+        workload = sharded(workload, ranks.size, reduced_in_fp32=in_fp32)
+    else:
+        workload = replace(workload, microbatches=workload.microbatches // ranks.size, reduced_in_fp32=in_fp32)
     choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
