@@ -234,6 +234,37 @@ def test_copies_of_a_model_are_weighed_with_their_own_microbatches(monkeypatch: 
     assert wider.device_peak_bytes > found.device_peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"), Ranks(0, 2, 0, 2, 2, 1, True)),
+        (("model.pipeline_model_parallel_size=2",), Ranks(0, 2, 0, 2, 1, 2)),
+        (("model.expert_model_parallel_size=2",), Ranks(0, 2, 0, 2, 1, 1, True)),
+    ],
+)
+def test_what_other_layouts_need_without_activations_is_refused_with_the_table(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], ranks: Ranks
+) -> None:
+    """Seen red: gathered weights left out."""
+    config, device = configured(*offloaded(0.5), *words), torch.device("cuda")
+    free_bytes(monkeypatch, 8 * GIB)
+    least = require_memory(config, device, 257, ranks)
+    here = least.weight_bytes + least.gradient_bytes // 2
+    assert (
+        require_memory(config, device, 257, ranks).parameters < require_memory(config, device, 257, Ranks()).parameters
+    )
+    free_bytes(monkeypatch, here)
+    with pytest.raises(MemoryLimitError, match="activations come on top; without these") as caught:
+        require_memory(config, device, 257, ranks)
+    lines = str(caught.value).splitlines()
+    assert any(line.split() == ["MiB", "per", "GPU", "device", "host", "pinned"] for line in lines)
+    told = next(line for line in lines if "device, steady step: " in line)
+    assert "weights " in told
+    assert "optimizer state " in told
+    assert ("gathered weights " in told) == ranks.divided
+    assert any("host, steady step: optimizer state " in line for line in lines)
+
+
 def test_a_run_that_was_weighed_chooses_its_mix_by_prediction_within_what_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,8 +18,17 @@ def refuse(needs: Needs, free: Budgets, cure: str) -> None:
     limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
     named = " and ".join(f"{name} memory" for name in over)
     there = ", ".join(f"{name} {units.size(limits[name] or 0)} {units.memory}" for name in over)
+    raise MemoryLimitError(
+        f"the run needs more {named} than there is: free are {there}",
+        why=f"by the memory model, beside what is free:\n{table(needs, free)}",
+        fix=cure,
+    )
+
+
+def table(needs: Needs, free: Budgets) -> str:
+    """Needs by phase and, where they are known, by owner, beside what is free: indented lines."""
+    units = units_of(needs)
     lines = by_phase(needs, free, units, gpus=1).splitlines()
-    if any(len(phase.device) > 1 for phase in needs.phases):  # a plan file knows the sums alone
+    if any(len(phase.device) > 1 or len(phase.host) > 1 for phase in needs.phases):  # a plan file knows the sums alone
         lines += by_owner(needs, units).splitlines()
-    why = "by the memory model, beside what is free:\n" + "\n".join(f"    {line}" for line in lines)
-    raise MemoryLimitError(f"the run needs more {named} than there is: free are {there}", why=why, fix=cure)
+    return "\n".join(f"    {line}" for line in lines)

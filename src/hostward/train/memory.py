@@ -14,7 +14,11 @@ from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, lock_limit_bytes
+from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
+from hostward.planning.needs import Budgets
+from hostward.planning.refuse import table
 from hostward.sizes import size
+from hostward.step_model import Owner
 
 from .models import named_shapes, place_in_model
 from .placing import accumulates_in_fp32, gradients_leave, share_of
@@ -79,18 +83,27 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     least_share, most_share = asked.host_share
     landing_bytes = int(least_share * least.gradient_bytes)
     leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
-    on_gpu = device.type == "cuda"
-    host = host_memory()
-    host_bytes = offloaded_bytes + landing_bytes + waiting_bytes if on_gpu else least.total_bytes + whole_bytes
-    host_bytes *= ranks.local_size
-    if host_bytes > host.available_bytes:
-        raise _too_large(least, host_bytes, "host", host.available_bytes, "shrink the model, as in model.num_layers=2")
-    if on_gpu:
+    parts = {
+        Owner.WEIGHTS.value: least.weight_bytes,
+        Owner.GATHERED.value: whole_bytes,
+        Owner.GRADIENTS.value: least.gradient_bytes,
+        Owner.STATE.value: least.state_bytes,
+    }
+    host, free_bytes = host_memory(), None
+    phase = PhaseNeeds(STEADY_STEP, {}, parts, {})
+    if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
+        there = {Owner.WEIGHTS.value: waiting_bytes, Owner.STATE.value: offloaded_bytes}
+        gone = {**there, Owner.GRADIENTS.value: leaving_bytes}
+        here = {owner: size_bytes - gone.get(owner, 0) for owner, size_bytes in parts.items()}
+        phase = PhaseNeeds(STEADY_STEP, here, {**there, Owner.GRADIENTS.value: landing_bytes}, {})
+    free = Budgets(free_bytes, host.available_bytes // ranks.local_size)
+    if phase.host_bytes * ranks.local_size > host.available_bytes:
+        fix = "shrink the model, as in model.num_layers=2"
+        raise _too_large(least, phase, free, "host", phase.host_bytes * ranks.local_size, host.available_bytes, fix)
+    if free_bytes is not None and phase.device_bytes > free_bytes:
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
-        device_bytes = least.total_bytes + whole_bytes - offloaded_bytes - leaving_bytes - waiting_bytes
-        if device_bytes > free_bytes:
-            raise _too_large(least, device_bytes, "device", free_bytes, fix)
+        raise _too_large(least, phase, free, "device", phase.device_bytes, free_bytes, fix)
     return least
 
 
@@ -104,10 +117,17 @@ def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
     return [n for n, p in places.items() if int(min(max(p, 0), layers - 1)) // each % ranks.stages == ranks.stage]
 
 
-def _too_large(least: Need, needed_bytes: int, where: str, available_bytes: int, fix: str) -> MemoryLimitError:
+def _too_large(
+    least: Need, phase: PhaseNeeds, free: Budgets, where: str, needed_bytes: int, available_bytes: int, fix: str
+) -> MemoryLimitError:
+    why = (
+        f"{least.parameters:,} parameters: weights {least.weight_bytes:,}, gradients {least.gradient_bytes:,}, "
+        f"optimizer state {least.state_bytes:,} bytes, and activations come on top"
+    )
+    if free.device_bytes is not None:
+        why = f"{why}; without these, beside what is free:\n{table(Needs((phase,)), free)}"
     return MemoryLimitError(
         f"the run needs at least {needed_bytes:,} bytes of {where} memory, and {available_bytes:,} are available",
-        why=f"{least.parameters:,} parameters: weights {least.weight_bytes:,}, gradients {least.gradient_bytes:,}, "
-        f"optimizer state {least.state_bytes:,} bytes, and activations come on top",
+        why=why,
         fix=fix,
     )
