@@ -1,5 +1,6 @@
 """Start-up: `hostward --help`, what `import hostward` adds to importing torch, and a whole `hostward plan` of a model
 for the first time, beside the imports that it cannot do without, and again. Seconds by the clock and of the processor.
+And of the planner alone, once everything is imported, for 80 layers.
 
     python benchmarks/startup.py --json benchmarks/results/DATE-startup.json
 """
@@ -36,6 +37,27 @@ COMMANDS = {
     "hostward plan, 80 layers on 8 GPUs": [*DEEP, "--gpus", "8", "--host-memory", "1TiB", "model.num_layers=80"],
 }
 
+PLANNER = """
+import time, scipy.optimize
+from hostward import recipes
+from hostward.collector import uncollected
+from hostward.hardware_profile import profile
+from hostward.overrides import apply_overrides
+from hostward.planning.answer import Question, answer, default_budgets
+from hostward.planning.assignment import Forced
+from hostward.planning.shards import required_of, sharded
+from hostward.train.kept import usual_folder
+from hostward.train.workload import recipe_workload
+config = apply_overrides(recipes.load("qwen3_8b_pretrain_config"), ["model.num_layers=80"])
+workload = sharded(recipe_workload(config, folder=usual_folder()), 8)
+question = Question(workload, profile("h200"), 8, default_budgets(profile("h200"), 8), Forced())
+with uncollected():  # as the command does
+    start = time.perf_counter()
+    answer(question, required_of(workload)).frontier.unbeaten()
+    print(time.perf_counter() - start)
+"""
+"""Prints the seconds of the planner for 80 layers on 8 GPUs."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,6 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     processor: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    planner: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(arguments.rounds + 1):
             for name, words in COMMANDS.items():
@@ -51,17 +74,21 @@ def main() -> None:
                 wall_s, processor_s = timed(words, cache)
                 times[name].append(wall_s)
                 processor[name].append(processor_s)
+            planner.append(planner_s(Path(folder, "kept")))
     # The first round fills the file cache.
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     used = {name: statistics.median(values[1:]) for name, values in processor.items()}
     for name, value in medians.items():
         print(f"{name:38} {value:6.3f} s, {used[name]:6.3f} s of the processor")
+    alone_s = statistics.median(planner[1:])
+    print(f"{'the planner alone, 80 layers on 8 GPUs':38} {alone_s:6.3f} s")
     if arguments.json:
         result = {
             "benchmark": "startup",
             "machine": describe(),
             "median_s": medians,
             "processor_s": used,
+            "planner_alone_s": alone_s,
             "rounds": arguments.rounds,
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -74,6 +101,13 @@ def timed(words: list[str], cache: Path) -> tuple[float, float]:
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, env=environment)
     wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def planner_s(cache: Path) -> float:
+    """Seconds that `PLANNER` prints, with this cache folder."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-c", PLANNER]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
 if __name__ == "__main__":

@@ -132,10 +132,13 @@ def _serve(rank: int, port: int, end: Connection) -> None:
 
 def _leave_groups() -> None:
     """The groups that cases have made, once they are many: each has three threads, of which one wakes up a hundred
-    times a second. What torch remembers of DTensors has meshes of them.
+    times a second. What torch remembers of DTensors has meshes of them, and so has what cases remember.
     """
     if len(_world.pg_map) < MOST_GROUPS:
         return
+    from sharded_cases import mesh_of
+
+    mesh_of.cache_clear()
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     for group in [known for known in _world.pg_map if known is not dist.group.WORLD]:
