@@ -34,6 +34,7 @@ from hostward.overrides import apply_overrides
 from hostward.plan import Placement, Plan
 from hostward.planner import place_fraction
 from hostward.planning.shards import sharded
+from hostward.rule_table import widened
 from hostward.train.planning import asked_of
 from hostward.train.shares import shares
 from hostward.train.workload import recipe_workload
@@ -187,7 +188,7 @@ def part(recipe: str, options: tuple[str, ...], length: int, ranks: int) -> tupl
     """Of the first rank of so many, each with a sequence of its own."""
     sizes = (f"model.seq_length={length}", f"train.global_batch_size={ranks}", "train.micro_batch_size=1")
     config = apply_overrides(recipes.load(recipe), [*options, *sizes])
-    return config, sharded(recipe_workload(config), ranks)
+    return config, sharded(recipe_workload(config), ranks, reduced_in_fp32=widened(config, ranks))
 
 
 def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choice]:
@@ -205,15 +206,20 @@ def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choic
 
 
 def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
-    """A name, and what the first rank of a run's report ran; None of a simulated device, or of an "auto" mix."""
+    """A name, and what the first rank of a run's report ran; None of a simulated device, of an "auto" mix, and of a
+    model that is divided otherwise than by rows.
+    """
     if result["memory"].get("device_peak_bytes") is None:
         return None
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)
     asked = shares(config)
-    if isinstance(asked.streamed_fraction, str):
+    ranks, of = len(result["ranks"]["ranks"]) if result.get("ranks") else 1, config.model
+    parts = of.tensor_model_parallel_size * of.pipeline_model_parallel_size * of.expert_model_parallel_size
+    by_rows = parts == 1 and config.ddp.use_distributed_optimizer
+    if isinstance(asked.streamed_fraction, str) or (ranks > 1 and not by_rows):
         return None
-    work = sharded(recipe_workload(config), len(result["ranks"]["ranks"]) if result.get("ranks") else 1)
+    work = sharded(recipe_workload(config), ranks, reduced_in_fp32=widened(config, ranks))
     plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)
     on_host = config.optimizer.gradients == "host"
     keeps = (Keep.KEEP,) * len(work.repeated)

@@ -223,7 +223,9 @@ def test_copies_of_a_model_are_weighed_with_their_own_microbatches(monkeypatch: 
     """Seen red: those of all ranks, which add up in float32 where one alone does not."""
     free_bytes(monkeypatch, 8 * GIB)
     config = configured("train.global_batch_size=2", "train.micro_batch_size=1", "ddp.use_distributed_optimizer=False")
-    found = require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2)).predicted
+    weighed = require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2))
+    assert weighed.frontier == (), "nothing of copies can be offloaded"
+    found = weighed.predicted
     alone = recipe_workload(configured("train.global_batch_size=1", "train.micro_batch_size=1"), vocab_size=257)
     choice = Choice((Placement.DEVICE,) * len(alone.inventory.buckets), (Keep.KEEP,) * len(alone.repeated))
     assert found is not None
@@ -232,6 +234,9 @@ def test_copies_of_a_model_are_weighed_with_their_own_microbatches(monkeypatch: 
     wider = require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2)).predicted
     assert wider is not None
     assert wider.device_peak_bytes > found.device_peak_bytes
+    free_bytes(monkeypatch, found.device_peak_bytes - 1)
+    with pytest.raises(MemoryLimitError, match=r"ddp\.use_distributed_optimizer=true divides"):
+        require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2))
 
 
 @pytest.mark.parametrize(

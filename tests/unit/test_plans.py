@@ -29,13 +29,13 @@ from hostward.lowering.optimizer import StepShape, lower_step
 from hostward.memory_model import STEADY_STEP, required
 from hostward.plan import Placement
 from hostward.planning.answer import Question, answer, default_budgets, verdict
-from hostward.planning.assignment import Forced, rounded_up
+from hostward.planning.assignment import LAST_STAY, Forced, rounded_up
 from hostward.planning.frontier import Candidate, Frontier
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_text import render
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import speeds_of
-from hostward.planning.time_model import predict
+from hostward.planning.time_model import least_s, predict, predict_of
 from hostward.schedule import operands
 from hostward.sizes import GIB
 
@@ -209,8 +209,9 @@ def test_no_predicted_step_is_shorter_than_what_was_known_before(
     model: str, machine: str, gpus: int, host_gib: int
 ) -> None:
     candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::5]
-    assert all(c.least_s <= c.prediction.step_s for c in candidates)
-    assert any(c.least_s > 0.98 * c.prediction.step_s for c in candidates)
+    found = [(least_s(c.costs, c.choice), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
+    assert all(least <= step_s for least, step_s in found)
+    assert sum(least > 0.9 * step_s for least, step_s in found) >= 2
 
 
 @given(budgets, st.booleans())
@@ -221,6 +222,17 @@ def test_what_is_found_by_bounds_is_the_first_of_all(asked: Budgets, several: bo
     assert of.best(asked) is min(fitting, key=lambda c: c.order, default=None)
     missing = {c.choice: sum(asked.over(c.needs).values()) for c in of.candidates}
     assert of.nearest(asked) is min(of.candidates, key=lambda c: (missing[c.choice], c.order))
+
+
+def test_the_last_layers_stay_where_there_are_several_kinds() -> None:
+    """Seen red: each kind rounded up by itself."""
+    wide = tuple(
+        replace(layer, input_bytes=replace(layer.input_bytes, linear=layer.input_bytes.linear * (1 + i % 4)))
+        for i, layer in enumerate(SMALL.layers)
+    )
+    mixed = Frontier(replace(SMALL, layers=wide), H200, required)
+    for candidate in mixed.candidates:
+        assert sum(keep in LEAVES for keep in candidate.choice.activations) <= len(SMALL.repeated) - LAST_STAY
 
 
 @given(st.integers(1, 80), st.lists(st.floats(0, 1), min_size=1, max_size=6))

@@ -39,7 +39,8 @@ HOST_MEMORY = (
         "run-refused",
         r"the run needs (?:at least [\d,]{1,40} bytes of (?:host|device)|more (?:device|host|pinned)) memory",
         "hostward refused the run before it allocated anything: it needs more memory than is free",
-        "weights, gradients, state and activations were weighed first; the lines after it say how much of which",
+        "weights, gradients and state were weighed first, and activations too unless it says 'at least'; the lines "
+        "after it say how much of which",
         "hostward plan with the same recipe and options names the smallest change that fits; --force starts where the "
         "memory model alone refused",
         "hostward's own error text",

@@ -20,7 +20,7 @@ from hostward.errors import ConfigError
 from hostward.inventory import Bucket
 from hostward.lowering.staging import FEWEST, STAGED_SHARE
 from hostward.plan import Placement
-from hostward.planner import place_fraction, summed_on_host
+from hostward.planner import place_fraction
 
 from .costs import SUM_BYTES, Costs
 from .lanes import Queue
@@ -34,6 +34,9 @@ _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
 """What leaves belongs to the first layers: it comes back last, so its copies have the most time. What keeps less on the
 device comes before what keeps more.
 """
+
+
+_STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +175,8 @@ class Programme:
         forced = sum(
             len(members) for members, k in zip(self.layer_kinds, self.kept, strict=True) if set(k) <= {*LEAVES}
         )
-        most = max(0, len(self.costs.repeated) - LAST_STAY - forced)
-        self.rows.at_most(dict.fromkeys(leaving, 1.0), most)
+        self.most_leave = max(0, len(self.costs.repeated) - LAST_STAY - forced)
+        self.rows.at_most(dict.fromkeys(leaving, 1.0), self.most_leave)
 
     # ------------------------------------------------------------------ expressions
 
@@ -210,7 +213,6 @@ class Programme:
             lambda b: (2 * b.state_bytes + 6 * b.numel) / speeds.traffic_bytes_per_s, Placement.DEVICE
         )
         after, behind, middle, staged = (self._variable() for _ in range(4))
-        self.exposed = {after: 1.0, behind: 1.0}
         duplex = speeds.h2d_bytes_per_s + speeds.d2h_bytes_per_s
         busy = speeds.slowdown[7][Queue.D2H] * duplex
         lost = (1 - speeds.slowdown[7][Queue.HOST]) / busy
@@ -342,6 +344,10 @@ class Programme:
             until = rounded_up([values[options[k]] for k in order])
             for at, position in enumerate(members):
                 keeps[position] = next((k for k, end in zip(order, until, strict=True) if at < end), order[-1])
+        # Each kind of layers was rounded by itself.
+        leave = [i for i, keep in enumerate(keeps) if keep in LEAVES and i not in self.forced.activations]
+        for i in leave[self.most_leave :]:
+            keeps[i] = _STAYING[keeps[i]]
         return Choice(tuple(placements), tuple(keeps), self.weights)
 
 
@@ -352,13 +358,6 @@ def rounded_up(counts: Sequence[float]) -> list[int]:
 
 def _weight_bytes(bucket: Bucket) -> int:
     return bucket.numel * bucket.dtype.itemsize_bytes
-
-
-def gradients_on_host(costs: Costs, choice: Choice) -> bool:
-    """Whether adding gradients up on the host frees device memory: several microbatches, and whole parameters there."""
-    if costs.workload.microbatches == 1:
-        return False
-    return bool(summed_on_host(costs.workload.inventory.buckets, choice.placements))
 
 
 def _solve(

@@ -104,7 +104,9 @@ class Costs:
     @cached_property
     def accumulation_s(self) -> float:
         """Adding one microbatch's gradients, per parameter: read it, read and write the fp32 total."""
-        return 0.0 if self.workload.microbatches == 1 else 10 / self.speeds.traffic_bytes_per_s
+        made_bytes = SUM_BYTES if self.workload.reduced_in_fp32 else self.workload.weight_dtype.itemsize_bytes
+        several = self.workload.microbatches > 1
+        return (made_bytes + 2 * SUM_BYTES) / self.speeds.traffic_bytes_per_s if several else 0.0
 
     def keep_of(self, choice: Choice) -> dict[int, Keep]:
         """By position in `layers`, for repeated layers."""

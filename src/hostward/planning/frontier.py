@@ -17,11 +17,11 @@ from itertools import groupby
 from hostward.choice import Choice, Keep
 from hostward.memory_model import LOAD, Needs
 from hostward.plan import Placement
-from hostward.planner import place_fraction
+from hostward.planner import place_fraction, summed_on_host
 from hostward.workload import Workload
 
 from .ahead import read_ahead
-from .assignment import LAST_STAY, Forced, Limits, Programme, gradients_on_host
+from .assignment import LAST_STAY, Forced, Limits, Programme
 from .costs import SUM_BYTES, Costs
 from .needs import Budgets, Required
 from .speeds import Speeds, balanced_share
@@ -39,7 +39,7 @@ _HOST_PARTS = 8
 _SAME_SHARE = 0.05
 """Shares of streamed state that differ by no more are not both tried."""
 _BOTH_AT = 2
-"""They are tried at every second fraction, and at the least ones: each candidate takes a plan 10 to 20 ms."""
+"""They are tried at every second fraction, and at the least ones: each candidate takes a plan some milliseconds."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -172,7 +172,7 @@ class Frontier:
         asked = self._forced.gradients_on_host
         if asked is not None:
             return self._weigh(choice, on_host=asked)
-        frees = gradients_on_host(self.costs, choice)
+        frees = _summed_elsewhere(self.costs, choice)
         found = self._weigh(choice, on_host=frees)
         before_bytes = found.needs.phase(LOAD).device_bytes
         if frees and before_bytes + SUM_BYTES * sum(self.costs.numels) <= self._most_bytes:
@@ -308,3 +308,10 @@ class Frontier:
 
 def _peak(candidate: Candidate) -> int:
     return candidate.needs.device_peak_bytes
+
+
+def _summed_elsewhere(costs: Costs, choice: Choice) -> bool:
+    """Whether adding gradients up on the host frees device memory: several microbatches, and whole parameters there."""
+    if costs.workload.microbatches == 1:
+        return False
+    return bool(summed_on_host(costs.workload.inventory.buckets, choice.placements))

@@ -99,8 +99,8 @@ def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
 
 
 def least_s(costs: Costs, choice: Choice) -> float:
-    """Seconds that `predict` never falls below: compute alone, and what host or link do between a step and the end of
-    the forward behind it.
+    """Seconds that `predict` never falls below, where all buckets are of the workload's layers: compute alone, and what
+    host or link do between a step and the end of the forward behind it.
     """
     units, speeds = costs.units(choice), costs.speeds
     device_s = sum(u.device_s for u in units if u.placement is Placement.DEVICE)

@@ -14,7 +14,7 @@ from hostward.lowering.staging import FEWEST
 from hostward.memory_model import Needs
 from hostward.plan import Placement
 
-from .costs import Costs, Unit
+from .costs import SUM_BYTES, Costs, Unit
 from .lanes import Program, Queue
 from .speeds import HOST_STEP_BYTES
 
@@ -146,13 +146,13 @@ class Turn:
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
                 unit = self.units[u]  # sums leave as they are, parts of sums as they come
-                as_reduced = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
-                size = unit.weight_bytes if as_reduced else unit.gradient_bytes
+                as_made = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
+                size = unit.weight_bytes if as_made else unit.gradient_bytes
                 copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
                 landing_free = self.added[-INBOXES : 1 - INBOXES]
                 downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))
                 if self.choice.gradients_on_host:
-                    added_s = 10 * self.units[u].numel / HOST_STEP_BYTES / speeds.host_parameters_per_s
+                    added_s = (size + 2 * SUM_BYTES * unit.numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
                     self.added.append(self.program.add("add", Queue.HOST, added_s, [downloads[-1]]))
             left_before.append(downloads[-1] if downloads else None)
         self.downloaded = downloads[-1:]

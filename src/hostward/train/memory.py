@@ -38,10 +38,6 @@ class Need:
     gradient_bytes: int
     state_bytes: int
 
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.gradient_bytes + self.state_bytes
-
 
 def lock_limit(device: torch.device) -> str | None:
     """What to tell at the start of this process's limit of locked pages; None: it has none, or nothing is locked."""

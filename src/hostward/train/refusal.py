@@ -48,6 +48,7 @@ from .workload import recipe_workload
 log = logging.getLogger("hostward")
 
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,11 @@ def require_fit(
     choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
-    refuse(needs, budgets, CURE)
+    copies = ranks.size > 1 and not ranks.divided
+    refuse(needs, budgets, CURE_OF_COPIES if copies else CURE)
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
-    drawn = plan is None and ranks.first  # a plan brings its own
+    drawn = plan is None and ranks.first and not copies  # a plan brings its own; nothing of copies is offloaded
     frontier = others(workload, hardware, ranks.local_size, budgets) if drawn and hardware is not None else ()
     predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size)
     asked = shares(config)
