@@ -546,6 +546,11 @@ NUMBERS = {
         "asked 200.0 MiB where 100.0 MiB of 23.7 GiB were free; torch's tensors take 3.0 GiB; torch keeps 12.0 MiB"
         " besides, in pieces; other processes have 20.0 GiB"
     ),
+    # In a container torch names itself by a number.
+    IN_PIECES.replace("this process has", "Process 41 has"): (
+        "asked 4.0 GiB where 1.0 GiB of 79.1 GiB were free; torch's tensors take 60.1 GiB; torch keeps 14.9 GiB"
+        " besides, in pieces"
+    ),
     IN_PIECES: (
         "asked 4.0 GiB where 1.0 GiB of 79.1 GiB were free; torch's tensors take 60.1 GiB; torch keeps 14.9 GiB"
         " besides, in pieces"
@@ -561,7 +566,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("line", NUMBERS)
 def test_the_numbers_of_a_message_are_told(line: str) -> None:
-    """Seen red: those of other processes left out, and bytes read with their commas."""
+    """Seen red: those of other processes left out, this one taken for another, and bytes read with their commas."""
     found = recognise([line])[0]
     assert found.numbers == NUMBERS[line]
     assert to_dict([found])["recognised"][0]["numbers"] == NUMBERS[line]

@@ -195,7 +195,22 @@ def test_hidden_offloading_says_so() -> None:
     workload = llama(batch=32)
     choice = chosen(workload, 0.25, 0.0, Keep.RECOMPUTE)
     costs = Costs(workload, H200)
-    assert "is hidden behind compute" in explain(costs, choice, predict(workload, choice, H200))[0]
+    found = predict(workload, choice, H200)
+    assert "is hidden behind compute" in explain(costs, choice, found)[0]
+    nothing = replace(found, step_s=found.compute_s + 1e-9)
+    assert explain(costs, choice, nothing) == ["all of the offloading is hidden behind compute"]
+    assert explain(costs, choice, replace(found, step_s=found.compute_s + 1e-4))[0].startswith("all but 0.10 ms of")
+
+
+def test_short_waits_are_told_in_milliseconds() -> None:
+    """Seen red: "0.00 s"."""
+    tiny = llama(layers=2, hidden=256, ffn=512, heads=4, kv_heads=4, vocab=1000, sequence=64)
+    slow = replace(H200, host_parameters_per_s=1e9)
+    choice = chosen(tiny, 1.0)
+    found = predict(tiny, choice, slow)
+    text = " ".join(explain(Costs(tiny, slow), choice, found))
+    assert "does not fit behind a" in text
+    assert "0.00 " not in text
 
 
 def test_gpus_of_one_node_share_its_memory() -> None:

@@ -165,6 +165,7 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
     if plot is not None:
         from hostward.planning.plan_picture import draw
 
+        found.frontier.widen()  # its line goes on to the right of what the device has
         draw(found, plot)
     if json_file is not None and found.chosen is not None:
         made = plan_file.plan_of(

@@ -23,7 +23,9 @@ def numbers(line: str) -> str:
         told = [f"asked {size(asked)} where {size(free)} of {size(capacity)} were free"]
         told += _told(_ALLOCATED, lowered, "torch's tensors take {}")
         told += _told(_IN_PIECES, lowered, "torch keeps {} besides, in pieces")
-        told += _told(_OF_OTHERS, lowered, "other processes have {}")
+        # In a container torch does not know its own number, and names itself as if it were another.
+        if sum(_sum(pattern, lowered) for pattern in (_ALLOCATED, _IN_PIECES, _OF_OTHERS)) <= capacity:
+            told += _told(_OF_OTHERS, lowered, "other processes have {}")
         return "; ".join(told)
     if (found := _OF_HOSTWARD.search(lowered)) is not None:
         asked, there = (int(found.group(i).replace(",", "")) for i in (1, 3))
@@ -32,8 +34,12 @@ def numbers(line: str) -> str:
 
 
 def _told(pattern: re.Pattern[str], line: str, text: str) -> list[str]:
-    total = sum(_bytes(number, unit) for number, unit in pattern.findall(line))
+    total = _sum(pattern, line)
     return [text.format(size(total))] if total else []
+
+
+def _sum(pattern: re.Pattern[str], line: str) -> int:
+    return sum(_bytes(number, unit) for number, unit in pattern.findall(line))
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -199,7 +199,7 @@ def _frontier(found: Answer, units: Units) -> str:
             ]
         )
         names.append(label(found.question.workload, candidate.choice))
-    return "\n".join(["less device memory, more time:", *_named(rows, names)])
+    return "\n".join(["device memory against time:", *_named(rows, names)])
 
 
 def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:

@@ -26,6 +26,8 @@ _HIDDEN = 0.02
 """Of a step: less than this exposed counts as hidden."""
 _TOLD = 0.05
 """Of what is exposed: lesser waits are not told."""
+_TOLD_S = 5e-6
+"""What is exposed and less is told as nothing."""
 _MOST_DOUBLINGS = 6
 _ROUNDING = 1 - 1e-9
 """Sums in another order differ."""
@@ -183,24 +185,27 @@ def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[st
 def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
     """Sentences that say what is exposed and why, and what would hide it."""
     if prediction.exposed_s < _HIDDEN * prediction.step_s:
-        exposed_s = prediction.exposed_s
-        exposed = f"{exposed_s:.2f} s" if exposed_s >= 0.005 else f"{1e3 * exposed_s:.3f} ms"
-        return [f"all but {exposed} of the offloading is hidden behind compute"]
+        rest = f"all but {_told_s(prediction.exposed_s)}" if prediction.exposed_s >= _TOLD_S else "all"
+        return [f"{rest} of the offloading is hidden behind compute"]
     said = []
     host_s = prediction.busy_s[Queue.HOST]
     if prediction.waited_s.get(_NAMES["upload"], 0.0) >= 0.5 * prediction.exposed_s:
-        said.append(f"host AdamW {host_s:.2f} s does not fit behind a {prediction.forward_s:.2f} s forward")
+        said.append(f"host AdamW {_told_s(host_s)} does not fit behind a {_told_s(prediction.forward_s)} forward")
     for queue in (Queue.D2H, Queue.H2D):
         window = prediction.forward_s + prediction.backward_s
         if prediction.busy_s[queue] > window * costs.workload.microbatches:
             said.append(
-                f"the {RESOURCES[queue]} is busy for {prediction.busy_s[queue]:.2f} s, "
-                f"forward and backward take {window * costs.workload.microbatches:.2f} s"
+                f"the {RESOURCES[queue]} is busy for {_told_s(prediction.busy_s[queue])}, "
+                f"forward and backward take {_told_s(window * costs.workload.microbatches)}"
             )
     waits = sorted(prediction.waited_s.items(), key=lambda pair: -pair[1])
-    told = [f"{seconds:.2f} s for {name}" for name, seconds in waits if seconds >= _TOLD * prediction.exposed_s]
+    told = [f"{_told_s(seconds)} for {name}" for name, seconds in waits if seconds >= _TOLD * prediction.exposed_s]
     said = ["; ".join([*said, _cure(costs, choice)])]
     return [*said, f"the GPU waits {', '.join(told)}"] if told else said
+
+
+def _told_s(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.05 else f"{1e3 * seconds:.2f} ms"
 
 
 def _cure(costs: Costs, choice: Choice) -> str:
