@@ -35,7 +35,7 @@ from hostward.plan import Placement, Plan
 from hostward.planner import place_fraction
 from hostward.planning.shards import sharded
 from hostward.rule_table import widened
-from hostward.train.planning import asked_of
+from hostward.train.planning import asked_of, other_division
 from hostward.train.shares import shares
 from hostward.train.workload import recipe_workload
 from hostward.training.workload_of import workload_of
@@ -214,10 +214,9 @@ def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
     words = [w for w in result["command"].split() if re.fullmatch(r"\w+\.\w+=\S+", w)]
     config = apply_overrides(recipes.load(result["recipe"]), words)
     asked = shares(config)
-    ranks, of = len(result["ranks"]["ranks"]) if result.get("ranks") else 1, config.model
-    parts = of.tensor_model_parallel_size * of.pipeline_model_parallel_size * of.expert_model_parallel_size
-    by_rows = parts == 1 and config.ddp.use_distributed_optimizer
-    if isinstance(asked.streamed_fraction, str) or (ranks > 1 and not by_rows):
+    ranks = len(result["ranks"]["ranks"]) if result.get("ranks") else 1
+    by_rows = ranks == 1 or (config.ddp.use_distributed_optimizer and other_division(config) is None)
+    if isinstance(asked.streamed_fraction, str) or not by_rows:
         return None
     work = sharded(recipe_workload(config), ranks, reduced_in_fp32=widened(config, ranks))
     plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)

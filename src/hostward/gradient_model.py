@@ -72,9 +72,9 @@ class Gradients:
         self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
         self._bytes_of = {p.name: p.numel * self._itemsize(p.name, p.dtype) for p in facts.parameters.values()}
         self._added_bytes = {
-            p.name: p.numel * (self._reduced_bytes(p.dtype) + (4 if self._reduced_bytes(p.dtype) < 4 else 0))
+            p.name: p.numel * (made if made == 4 else made + 4)
             for p in (facts.parameters.values() if several else ())
-            if self._stays[p.name]
+            if self._stays[p.name] and (made := self._reduced_bytes(p.dtype))
         }
         self.staying_bytes = sum(n for name, n in self._bytes_of.items() if self._stays[name])
         """Of those that stay on the device until the step."""

@@ -235,8 +235,7 @@ class StepModel:
         for moment in moments:
             own = self._at(moment)
             gradients = held[min(moment.gradients, len(held) - 1)]
-            if self._gradients.accumulate:
-                gradients += self._gradients.temporary_bytes(layer, moment.gradients)
+            gradients += self._gradients.temporary_bytes(layer, moment.gradients)
             kept, loss = (base, own) if behind else (base + own, 0.0)
             timeline.samples.append(Sample(weights, gradients, kept, loss, gathered))
 
@@ -288,7 +287,7 @@ class StepModel:
             slot_size_bytes=self._slot_bytes,
             most=self._most,
             stage_at=self._late,
-            early=not any(self._away) and not any(self._offloaded),
+            early=not any(self._away) and not self._fetched,
         ) or Settled(self._most, (self._late,) * self._most, (None,) * self._most)
         return SlotCount(settled.count, self._most, settled.stage_at, settled.unstage_at)
 

@@ -34,9 +34,8 @@ _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
 """What leaves belongs to the first layers: it comes back last, so its copies have the most time. What keeps less on the
 device comes before what keeps more.
 """
-
-
 _STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
+"""What each of them is where its tensors stay."""
 
 
 @dataclass(frozen=True, slots=True)

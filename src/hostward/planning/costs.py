@@ -73,6 +73,7 @@ class Costs:
         self.layers = tuple(self._layer(layer) for layer in workload.layers)
         self.repeated = [i for i, cost in enumerate(self.layers) if cost.layer.repeated]
         self.numels = [bucket.numel for bucket in workload.inventory.buckets]
+        self._units: dict[tuple[Placement, ...], list[Unit]] = {}
 
     def _layer(self, layer: Layer) -> LayerCost:
         workload, speeds = self.workload, self.speeds
@@ -116,12 +117,14 @@ class Costs:
     def _buckets(self) -> list[_BucketBytes]:
         return [_bucket_bytes(bucket) for bucket in self.workload.inventory.buckets]
 
-    def units(self, choice: Choice) -> list[Unit]:
-        """In order of use in forward."""
-        merge_below = sum(self.numels) / LARGEST_UNIT
-        return [self._unit(*run, choice) for run in _runs(self._buckets, choice.placements, merge_below)]
+    def units(self, choice: Choice) -> Sequence[Unit]:
+        """In order of use in forward; for all choices with the same placements the same."""
+        placements, merge_below = choice.placements, sum(self.numels) / LARGEST_UNIT
+        if placements not in self._units:
+            self._units[placements] = [self._unit(*run) for run in _runs(self._buckets, placements, merge_below)]
+        return self._units[placements]
 
-    def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes], choice: Choice) -> Unit:
+    def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
         numel = sum(b.numel for b in run)
         weights = sum(b.weight_bytes for b in run)
         state = sum(b.state_bytes for b in run)

@@ -72,18 +72,23 @@ def _besides_placements(config: Config, workload: Workload) -> Forced:
     )
 
 
-def require_by_rows(config: Config, what: str, ranks: int) -> None:
-    """Raises NotBuiltError where options divide a model in another way than plans know: each parameter by rows, among
-    all GPUs. `what` wants a plan, for so many `ranks`.
+def other_division(config: Config) -> str | None:
+    """The option that divides a model in another way than plans know, each parameter by rows among all GPUs; None where
+    none does.
     """
-    for name in _OTHER_DIVISIONS:
-        value = get_option(config, name)
-        if value > 1:
-            raise NotBuiltError(
-                f"{what} with {name}={value} is known, but not built yet",
-                why="a plan divides each parameter by rows among all GPUs",
-                fix=f"set {name}=1, or say what is to be offloaded by options, without a plan",
-            )
+    return next((name for name in _OTHER_DIVISIONS if get_option(config, name) > 1), None)
+
+
+def require_by_rows(config: Config, what: str, ranks: int) -> None:
+    """Raises NotBuiltError where options divide a model in another way than plans know. `what` wants a plan, for that
+    number of `ranks`.
+    """
+    if (name := other_division(config)) is not None:
+        raise NotBuiltError(
+            f"{what} with {name}={get_option(config, name)} is known, but not built yet",
+            why="a plan divides each parameter by rows among all GPUs",
+            fix=f"set {name}=1, or say what is to be offloaded by options, without a plan",
+        )
     if ranks > 1 and not config.ddp.use_distributed_optimizer:
         raise NotBuiltError(
             f"{what} for {ranks} GPUs with ddp.use_distributed_optimizer=false is known, but not built yet",

@@ -30,7 +30,7 @@ from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import Speeds, measured, speeds_of
 from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
-from hostward.rule_table import captured, serial, widened
+from hostward.rule_table import captured, microbatches, serial, widened
 from hostward.run_report import Estimate, FrontierPoint
 from hostward.training.mix import ShareOf
 from hostward.training.planned import layers_of
@@ -40,7 +40,7 @@ from hostward.workload import Workload
 from .kept import usual_folder
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
-from .planning import asked_of, phases_of, require_by_rows
+from .planning import asked_of, other_division, phases_of, require_by_rows
 from .ranks import Ranks
 from .shares import shares
 from .workload import recipe_workload
@@ -77,8 +77,7 @@ def require_fit(
         MemoryLimitError: it does not fit what is free on the device and on the host.
         ConfigError: the plan is of another model.
     """
-    by_rows = config.model.expert_model_parallel_size * ranks.sharing * ranks.stages == 1
-    if device.type != "cuda" or not by_rows:
+    if device.type != "cuda" or other_division(config) is not None:
         return Weighed()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     try:
@@ -90,7 +89,7 @@ def require_fit(
     if ranks.divided:
         workload = sharded(workload, ranks.size, reduced_in_fp32=in_fp32)
     else:
-        workload = replace(workload, microbatches=workload.microbatches // ranks.size, reduced_in_fp32=in_fp32)
+        workload = replace(workload, microbatches=microbatches(config, ranks.size), reduced_in_fp32=in_fp32)
     choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
