@@ -40,12 +40,12 @@ from hostward.checkpoint_plan import Value
 from hostward.checkpoint_ranks import Ranks, Stop
 from hostward.checkpoint_request import JSON
 from hostward.checkpoint_save import PLAIN, RANKS, typed_failures
-from hostward.checkpoint_saver import MODES as MODES
-from hostward.checkpoint_saver import Mode as Mode
-from hostward.checkpoint_saver import Saver as Saver
-from hostward.checkpoint_state import empty_optimizer_tensors as empty_optimizer_tensors
-from hostward.checkpoint_state import optimizer_state as optimizer_state
-from hostward.checkpoint_state import parts_of as parts_of
+from hostward.checkpoint_saver import MODES as MODES, Mode as Mode, Saver as Saver
+from hostward.checkpoint_state import (
+    empty_optimizer_tensors as empty_optimizer_tensors,
+    optimizer_state as optimizer_state,
+    parts_of as parts_of,
+)
 from hostward.checkpoint_writer import in_threads
 from hostward.errors import CheckpointError
 from hostward.names import matched

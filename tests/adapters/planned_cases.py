@@ -21,8 +21,7 @@ from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import BucketRow, Fingerprint, LayerRow, Limits, Machine, PlanFile, Predicted, plan_of
-from hostward.planning.shards import required_of
-from hostward.planning.shards import sharded as part_of
+from hostward.planning.shards import required_of, sharded as part_of
 from hostward.planning.speeds import speeds_of
 from hostward.rank_parts import first_parts
 from hostward.rule_table import widened

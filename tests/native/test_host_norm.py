@@ -8,8 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hostward.errors import ConfigError, NativeError, PlacementError
 from hostward.host import reference

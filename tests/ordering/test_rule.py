@@ -12,8 +12,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from step_turns import D, H, S, absent_sets, as_reached, in_a_row, shapes, stepped, turns_of, waits_of
 
 from hostward.errors import OrderingError

@@ -10,8 +10,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.errors import OrderingError
 from hostward.lowering import activations as lowering

@@ -10,12 +10,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.errors import OrderingError
-from hostward.lowering import optimizer as steps
-from hostward.lowering import weights as lowering
+from hostward.lowering import optimizer as steps, weights as lowering
 from hostward.lowering.optimizer import StepShape, later_uploads, lower, lower_step, upload_point, use_point
 from hostward.lowering.weights import WEIGHT, WeightsShape, lower_weights
 from hostward.ordering import races, repeated, same_order

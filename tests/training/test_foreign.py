@@ -22,8 +22,7 @@ from foreign_cases import (
     simulated,
     train,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hostward.engine.backend import Lane, Tier
 from hostward.engine.simulated import Order, SimulatedBackend

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from optimizer_cases import Model, adamw, assert_equal, backend, mlp, mlp_loss, set_gradients, snapshot
 
 import hostward

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from optimizer_cases import (
     DTYPES,
     FRACTIONS,

@@ -37,9 +37,7 @@ from hostward.inventory import state_bytes_per_element
 from hostward.lowering.optimizer import StepShape
 from hostward.plan import Placement
 from hostward.schedule import Lane
-from hostward.training import binding
-from hostward.training import optimizer as building
-from hostward.training import step as issuing
+from hostward.training import binding, optimizer as building, step as issuing
 from hostward.training.slots import Slots
 
 STEPS = 4

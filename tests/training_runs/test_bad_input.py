@@ -11,8 +11,7 @@ import pytest
 import torch
 from cli_runs import SMALL, offloaded, read_json, run_process, start_process
 from conftest import Cli
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 FRACTION = "optimizer.optimizer_offload_fraction"
 

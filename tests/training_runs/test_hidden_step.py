@@ -11,8 +11,7 @@ import pytest
 import torch
 from cli_runs import SMALL, different, offloaded, saved
 from conftest import Cli
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward import recipes
 from hostward.config import Config

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from fake_driver import STREAMS, FakeDriver, streams
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.engine.commands import Command, CommandBatch, CommandList, DriverTable, KernelLaunch, Streams, Verb
 from hostward.errors import DeviceError

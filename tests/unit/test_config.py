@@ -8,8 +8,7 @@ import math
 import string
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from hostward import recipes
 from hostward.config import NAMESPACES, Config, OptionInfo, from_dict, get_option, options, to_dict

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_backend import SECOND_OF, STREAM_OF, TURNED, FakeBackend, TwoTables, launch_of
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
 from hostward.engine.commands import Command, NativeCall, Verb

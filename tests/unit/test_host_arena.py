@@ -11,8 +11,7 @@ import gc
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.engine.backend import Event, Tier
 from hostward.engine.host_arena import Block, HostArena

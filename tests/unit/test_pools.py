@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hostward.engine import pools
 from hostward.engine.pools import HUGE_PAGE_BYTES, host_slab, host_slabs, numa_node_of

@@ -6,8 +6,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rule_cases import COMBINATION_CASES, SFT, TINY
 
 from hostward import recipes

@@ -7,8 +7,7 @@ waits and of unknown ones taken out; `points` out of order; `without_wait` that 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.errors import ConfigError
 from hostward.schedule import Kind, Lane, Op, Schedule, operands

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend

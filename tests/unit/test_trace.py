@@ -22,8 +22,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hostward.engine.trace import Span, SpanKind, Summary, Trace, from_chrome, union_s
 from hostward.errors import ConfigError

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from hostward import checkpoint
-from hostward import checkpoint_files as files
+from hostward import checkpoint, checkpoint_files as files
 from hostward.checkpoint_state import MODEL, OPTIMIZER
 from hostward.config import from_dict
 from hostward.convert import to_torch_adamw
