@@ -92,9 +92,10 @@ def train(
     microbatches: int = 2,
     dtype: torch.dtype = torch.bfloat16,
     between: Callable[[Net, hostward.AdamW], object] | None = None,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Everything after some steps. `between` is called after each step."""
-    model, optimizer = make(mix, dtype)
+    model, optimizer = make(mix, dtype, **options)
     norms = []
     for step in range(steps):
         for i in range(microbatches):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -161,13 +160,11 @@ def test_a_step_returns_before_the_device_is_done(no_host_waits: Callable[[], Ab
     train(streamed, steps=3)
     set_gradients(streamed[0], 3)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
     done = torch.cuda.Event()
-    start_s = time.perf_counter()
     with no_host_waits():
+        torch.cuda._sleep(4_000_000_000)
         streamed[1].step()
     done.record()
-    assert time.perf_counter() - start_s < 0.5
     assert not done.query()
     states.wait()
 

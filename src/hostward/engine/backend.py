@@ -23,47 +23,19 @@ from hostward.schedule import Lane
 from .across import Across
 from .operands import (
     ALL_ZERO as ALL_ZERO,
-)
-from .operands import (
     CHUNK_ELEMENTS as CHUNK_ELEMENTS,
-)
-from .operands import (
     DTYPES as DTYPES,
-)
-from .operands import (
     TORCH_DTYPES as TORCH_DTYPES,
-)
-from .operands import (
     AdamWOperands as AdamWOperands,
-)
-from .operands import (
     BoundRange as BoundRange,
-)
-from .operands import (
     Buffer as Buffer,
-)
-from .operands import (
     Clipping as Clipping,
-)
-from .operands import (
     Constants as Constants,
-)
-from .operands import (
     Hyper as Hyper,
-)
-from .operands import (
     Partials as Partials,
-)
-from .operands import (
     Scalars as Scalars,
-)
-from .operands import (
     Tier as Tier,
-)
-from .operands import (
     chunks_of as chunks_of,
-)
-from .operands import (
     empty_buffer as empty_buffer,
 )
 
@@ -335,6 +307,10 @@ class Backend(ABC):
     def compute_key(self) -> int:
         """Tells the caller's current compute stream from others."""
         return 0
+
+    def follow_compute(self) -> int:
+        """Make the caller's current stream the compute lane, behind the one that was; returns `compute_key`."""
+        return self.compute_key()
 
     def capturing(self) -> bool:
         """Whether what is issued now would become part of a CUDA graph."""

@@ -343,11 +343,11 @@ class CudaBackend(Backend):
 
     # ---------------------------------------------------------------- for works
 
-    def follow_compute(self) -> None:
-        """Make the stream that is current now the compute lane, behind the one that was."""
-        handle = torch._C._cuda_getCurrentRawStream(self._ordinal)
+    def follow_compute(self) -> int:
+        handle: int = torch._C._cuda_getCurrentRawStream(self._ordinal)
         if not self._compute.is_at(handle):
             self._compute.go_to(handle, capturing=self.capturing())
+        return handle
 
     @contextlib.contextmanager
     def current(self, lane: Lane) -> Iterator[None]:

@@ -216,6 +216,7 @@ class StepIssuer(TakenGradients):
         """Step every range whose gradient was taken. `clipping` is this step's."""
         if not self.turning:
             self._begin()
+        self.forward_is_here()
         self._before_step()
         self._bindings.set_constants(groups)
         for name in ("max_norm", "inv_scale", "found_inf", "overflow_out"):
@@ -263,6 +264,7 @@ class StepIssuer(TakenGradients):
 
     def use(self, layer: str) -> None:
         """The caller is about to use a layer's weights: the compute lane waits for them, and for nothing else."""
+        self._backend.follow_compute()  # they may have been waited for on another stream
         self._unreported.discard(layer)
         if layer in self.pending:
             self._use([layer])

@@ -46,6 +46,9 @@ class TakenGradients(FetchedWeights):
         self._nothing = torch.empty(0, device="cpu")
         self._holding: set[int] = set()
         """Buckets with gradients that are on the device, of this turn or of the one before."""
+        self._taken_on: dict[str, int] = {}
+        """By parameter: the stream that was current when its gradient was taken."""
+        self._streams: dict[int, torch.Stream | None] = {}
         self._sources: list[list[tuple[str, slice | None]]] = [[("", None)] * len(s.bucket.ranges) for s in states]
         """By bucket and range: the parameter, and which elements of it."""
         for name, parts in self._parts.items():
@@ -70,6 +73,10 @@ class TakenGradients(FetchedWeights):
         """
         if not self.turning:
             self._begin()
+        # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
+        key = self._taken_on[name] = self._backend.follow_compute()
+        if key not in self._streams:
+            self._streams[key] = self._backend.caller_stream()
         self._held[name] = gradient
         self._take_parts(gradient, self._parts[name], last=last)
 
@@ -222,10 +229,23 @@ class TakenGradients(FetchedWeights):
 
     def _drop(self, buckets: Iterable[int]) -> None:
         """Forget gradients that the compute lane may overwrite from here on."""
-        nothing, held = self._nothing, self._held
-        for b in self._holding.intersection(buckets):
+        nothing, held, dropped = self._nothing, self._held, self._holding.intersection(buckets)
+        if len(self._streams) > 1:
+            self._let_overwrite(dropped)
+        for b in dropped:
             self._holding.remove(b)
             for buffer in self._gradients[b]:
                 buffer.data = nothing
             for name in self._of_bucket[b]:
                 held.pop(name, None)
+
+    def _let_overwrite(self, buckets: Iterable[int]) -> None:
+        """The allocator gives the memory of gradients back to the stream on which they were made: what comes there from
+        here on comes behind the compute lane, which has waited for their readers.
+        """
+        here = self._backend.compute_key()
+        taken_on = {self._taken_on.pop(name, here) for b in buckets for name in self._of_bucket[b]}
+        if others := [stream for key in taken_on - {here} if (stream := self._streams[key]) is not None]:
+            behind = self._backend.mark("offload/gradient/gone", Lane.COMPUTE).issue()
+            for stream in others:
+                self._backend.hold(stream, [behind])
