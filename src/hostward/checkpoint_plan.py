@@ -54,14 +54,14 @@ class PiecePlanner(DefaultSavePlanner):
             index = MetadataIndex(item.index.fqn, at)
             yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 
-    def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
-        """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `room`
-        if they come from a source.
+    def read(self, item: WriteItem, room: torch.Tensor | None, place: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `place` or
+        `room` if they come from a source (`Source.read`).
         """
         offsets, sizes = self._box(item)
         value = self._values[item.index.fqn]
         if isinstance(value, Source):
-            return value.read(offsets, sizes, room)
+            return value.read(offsets, sizes, room, place)
         local = local_of(value).detach()
         box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
         piece = local[box].cpu()
@@ -79,6 +79,11 @@ class PiecePlanner(DefaultSavePlanner):
     def live(self, item: WriteItem) -> bool:
         """Whether it is read from where training goes on."""
         return isinstance(self._values[item.index.fqn], Source)
+
+    def on_host(self, item: WriteItem) -> bool:
+        """Whether it is a source's, all of which lies on the host."""
+        value = self._values[item.index.fqn]
+        return isinstance(value, Source) and value.on_host()
 
 
 def item_bytes(item: WriteItem) -> int:

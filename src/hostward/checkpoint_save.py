@@ -33,6 +33,7 @@ from hostward.checkpoint_ranks import Ranks, Stop, StoppedError
 from hostward.checkpoint_writer import PieceWriter, in_threads, shared_out
 from hostward.engine.backend import Backend, Tier
 from hostward.errors import CheckpointError, HostwardError
+from hostward.save_buffers import copier_count
 from hostward.training.sources import Source, array
 
 PLAIN = "plain.json"
@@ -100,15 +101,19 @@ class Copies:
         self._there = {index: threading.Event() for index in places}
 
     def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
-        """Copy all of them, on a thread for each of these rooms."""
+        """Copy all of them, on a thread for each of these rooms, or on more where none is needed."""
+        if all(map(self._planner.on_host, self._items)):
+            rooms = [None] * max(len(rooms), copier_count())
         shares = shared_out(self._items, len(rooms))
         in_threads([partial(self._make, *each) for each in zip(shares, rooms, strict=True)], self._stop)
 
     def _make(self, items: Sequence[WriteItem], room: torch.Tensor | None) -> None:
         for item in items:
             self._stop.check()
-            piece = self._planner.read(item, room)
-            array(self._places[item.index], np.uint8)[:] = array(piece.view(-1).view(torch.uint8), np.uint8)
+            place = self._places[item.index]
+            piece = self._planner.read(item, room, place)
+            if piece.data_ptr() != place.data_ptr():
+                array(place, np.uint8)[:] = array(piece.view(-1).view(torch.uint8), np.uint8)
             self._there[item.index].set()
 
     def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:

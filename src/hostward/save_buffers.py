@@ -9,6 +9,14 @@ PIECE_BYTES = 32 * 1024 * 1024
 MOST_WRITERS = 4
 """Threads that write, each into a file of its own: checksums take a thread more time than a disk its bytes."""
 
+MOST_COPIERS = 8
+"""Threads that copy state which lies on the host for a snapshot: the next step waits for them."""
+
+
+def copier_count() -> int:
+    """Threads that copy for a snapshot on this machine."""
+    return min(MOST_COPIERS, len(os.sched_getaffinity(0)))
+
 
 def writer_count() -> int:
     """Threads that write a checkpoint on this machine."""

@@ -190,7 +190,7 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
     read: Callable[..., torch.Tensor] = PiecePlanner.read
     written: list[bool] = []
 
-    def last_one_waits(planner: PiecePlanner, item: Any, room: torch.Tensor | None) -> torch.Tensor:
+    def last_one_waits(planner: PiecePlanner, item: Any, *places: torch.Tensor | None) -> torch.Tensor:
         live = [each for each in planner.plan.items if planner.live(each)]
         if item.index == live[-1].index:
             until_s = time.monotonic() + 20
@@ -199,7 +199,7 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
                     break
                 time.sleep(0.001)
             written.append(begun)
-        return read(planner, item, room)
+        return read(planner, item, *places)
 
     monkeypatch.setattr(PiecePlanner, "read", last_one_waits)
     expected = snapshot(model, optimizer)

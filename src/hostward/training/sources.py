@@ -85,18 +85,27 @@ class Source:
         """Whether some of it has to be copied to be read."""
         return len(self.stretches) > 1 or not all(s.lies_here() for s in self.stretches)
 
-    def read(self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None) -> torch.Tensor:
+    def on_host(self) -> bool:
+        """Whether all of it lies there, in one piece or in several."""
+        return all(s.data.device.type == "cpu" for s in self.stretches)
+
+    def read(
+        self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A box of it that is one run of its elements, on the host: in place where it lies there in one piece, else in
-        `room`, uint8, which holds twice the box.
+        `place`, uint8, which holds the box, if all of it is on the host, else in `room`, uint8, which holds twice the
+        box.
         """
         start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
         stop = start + math.prod(sizes)
         found = [s for s in self.stretches if s.start < stop and start < s.stop]
         if len(found) == 1 and found[0].lies_here():
             return found[0].data[start - found[0].start : stop - found[0].start].view(tuple(sizes))
+        nbytes = (stop - start) * self.dtype.itemsize
+        if place is not None and self.on_host():
+            room = place
         if room is None:
             raise ValueError("a box that does not lie on the host in one piece needs room")
-        nbytes = (stop - start) * self.dtype.itemsize
         into = room[:nbytes].view(self.dtype)
         for stretch in found:
             first, last = max(start, stretch.start), min(stop, stretch.stop)
