@@ -16,9 +16,10 @@ makes up a row by plus signs (`offload:7+elementwise`, `offload:10+last:14`):
     act, norms:M   of these, activations alone; norms in the first M layers alone
     offload:N      the first N layers' saved tensors leave (offload2:N: with double buffering)
     save_on_cpu    torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
+    torchtune, trl OffloadActivations of these around the whole forward, but for the head; they need --peers
 
-With --peers FOLDER other libraries' ways follow (peers.py); theirs is a whole step, with AdamW on the GPU, and each has
-a base of its own.
+With --peers FOLDER other libraries' programs may follow (peers.py); theirs is a whole step, with AdamW on the GPU, and
+each has a base of its own.
 
 `gradient_bits` is a sum over the bits of all gradients of the first iteration: rows with the same number have, as far
 as it can tell, the same gradients. That iteration alone runs with deterministic algorithms. The models are those of
@@ -50,11 +51,13 @@ from machine import describe
 
 GIB = 1 << 30
 BATCHES = 4
-_PART = re.compile(r"keep|checkpoint|elementwise|act|save_on_cpu|(block|last|norms|offload2?):\d+|layers:\d+-\d+")
+_PART = re.compile(
+    r"keep|checkpoint|elementwise|act|save_on_cpu|torchtune|trl|(block|last|norms|offload2?):\d+|layers:\d+-\d+"
+)
 _COUNTED = {"block": "first", "last": "last", "norms": "norms"}
 _ROWS = (
     "keep, checkpoint, block:M, last:M, layers:A-B, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
-    "or several with +"
+    "torchtune, trl, or several with +"
 )
 
 
@@ -65,6 +68,8 @@ class Row:
     offloaded: int = 0
     double_buffering: bool = False
     save_on_cpu: bool = False
+    torchtune: bool = False
+    trl: bool = False
     elementwise: bool = False
     act: bool = False
     norms: int = 0
@@ -72,6 +77,10 @@ class Row:
     first: int = 0
     last: int = 0
     between: tuple[int, int] = (0, 0)
+
+    def by_others(self) -> bool:
+        """Whether other libraries take what layers save."""
+        return self.save_on_cpu or self.torchtune or self.trl
 
     def recomputed(self, layers: int) -> dict[str, int]:
         """What is recomputed within layers, and in how many; none of it in the last, checkpointed ones."""
@@ -120,6 +129,8 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         run = hostward.attach(
             model, activations=how if row.offloaded else None, recompute=row.recomputed(len(layers)) or None
         )
+    other = "torchtune" if row.torchtune else "trl" if row.trl else None
+    peer = None if other is None else peers.activation_offloading(arguments.peers, other, model)
     generator = torch.Generator().manual_seed(SEED + 1)
     size = (arguments.tokens // arguments.seq, arguments.seq)
     vocab = SHAPES[arguments.model].vocab
@@ -128,8 +139,8 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     def iterate(number: int) -> torch.Tensor:
         for weight in model.parameters():
             weight.grad = None
-        save = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-        with save if row.save_on_cpu else contextlib.nullcontext():
+        save = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda") if row.save_on_cpu else peer
+        with save or contextlib.nullcontext():
             loss = loss_of(model, batches[number % BATCHES], SHAPES[arguments.model].loss_chunk)
         loss.backward()
         return loss.detach()
@@ -177,11 +188,11 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     }
     if run is not None:
         report = run.report()
-        steps = arguments.warmup + arguments.steps
+        iterations = arguments.warmup + 2 * arguments.steps + 1
         found |= {
-            "offloaded_bytes": report.offloaded_bytes // steps,
-            "held_bytes": report.held_bytes // steps,
-            "on_demand_bytes": report.on_demand_bytes // steps,
+            "offloaded_bytes": report.offloaded_bytes // iterations,
+            "held_bytes": report.held_bytes // iterations,
+            "on_demand_bytes": report.on_demand_bytes // iterations,
             "host_bytes": report.host_bytes,
             "report": report.explain(),
         }
@@ -192,8 +203,9 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
 def child(arguments: argparse.Namespace, text: str, limit_s: float) -> dict[str, Any]:
     """The same in a process of its own."""
     command = [sys.executable, __file__, "--one", text]
-    for name in ("model", "tokens", "seq", "warmup", "steps", "device"):
-        command += [f"--{name}", str(getattr(arguments, name))]
+    for name in ("model", "tokens", "seq", "warmup", "steps", "device", "peers"):
+        if getattr(arguments, name) is not None:
+            command += [f"--{name}", str(getattr(arguments, name))]
     try:
         done = subprocess.run(
             command,
@@ -240,7 +252,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: smoke test only")
     parser.add_argument("--row-limit-s", type=float, default=240.0)
     parser.add_argument("--peers", type=Path, help="folder with the peers' measuring programs")
-    parser.add_argument("--peer-modes", default="activations", help="see peers.py")
+    parser.add_argument("--peer-modes", default="", help="their programs: see peers.py")
     parser.add_argument("--time-limit-s", type=float, default=3600.0, help="rows that would end later are skipped")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
@@ -253,8 +265,10 @@ def main() -> None:
     names = arguments.rows.split(",")
     try:
         for name in names:
-            row_of(name)
-        modes = peers.checked_names(arguments.peer_modes) if arguments.peers is not None else []
+            row = row_of(name)
+            if (row.torchtune or row.trl) and arguments.peers is None:
+                raise ValueError(f"row {name} needs --peers")
+        modes = peers.checked_names(arguments.peer_modes) if arguments.peer_modes else []
     except ValueError as error:
         parser.error(str(error))
     ends = time.monotonic() + arguments.time_limit_s

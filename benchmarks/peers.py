@@ -13,6 +13,7 @@ the mode's own base, the same dtypes on the GPU and the same clipping; DeepSpeed
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,8 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from machine import describe
@@ -106,6 +109,26 @@ def measure(folder: Path, names: Sequence[str], job: Job, seconds_left: Callable
         rows.append(row)
         print(f"  peer {name}: {row['status']} {row.get('ms', row.get('why'))}", file=sys.stderr, flush=True)
     return rows
+
+
+def activation_offloading(folder: Path, name: str, model: Any) -> AbstractContextManager[object]:
+    """torchtune's or TRL's offloading, to be entered around each forward of this model in this process, with the
+    options that measure_native.py has for them. As both do themselves, the head keeps what it saves.
+    """
+    sys.path.insert(0, str((folder / "peer_site").resolve()))
+    spec = importlib.util.spec_from_file_location("measure_native", folder / "measure_native.py")
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{folder} has no measure_native.py")
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    options = SimpleNamespace(device="cuda", max_fwd_stash=5, min_offload_size=1024)
+    if name == "torchtune":
+        context, keeps = native.torchtune_context(options, use_streams=True)
+    else:
+        context, keeps = native.trl_context(options, model)
+    native.exempt_head(model, keeps)
+    found: AbstractContextManager[object] = context
+    return found
 
 
 def compare(rows: Sequence[dict[str, Any]], torch_s: Mapping[int, float]) -> None:
