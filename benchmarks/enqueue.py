@@ -143,8 +143,11 @@ class OffDevice(CudaBackend):
     def memory_of(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def follow_compute(self) -> None:
-        pass
+    def follow_compute(self) -> int:
+        return 0
+
+    def caller_stream(self) -> None:
+        return None
 
     def _host_blocks(self, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool) -> list[torch.Tensor]:
         return [torch.zeros(size, dtype=dtype) for size in sizes]

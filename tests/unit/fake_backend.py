@@ -71,8 +71,8 @@ class FakeBackend:
         if self.meter is not None:
             self.fake.records += self.timings.begin(self.turn)
 
-    def follow_compute(self) -> None:
-        pass
+    def follow_compute(self) -> int:
+        return 0
 
     def capturing(self) -> bool:
         return self.in_capture
