@@ -94,6 +94,19 @@ def test_several_numbers_of_gpus_are_a_line_each(cli: Cli, tmp_path: Path) -> No
     assert "--json or --plot, which are of one plan" in refused.err
 
 
+def test_a_number_of_gpus_among_which_the_step_cannot_be_divided_leaves_the_other_lines(cli: Cli) -> None:
+    both = cli("plan", *TINY, "--hardware", "h200", "--gpus", "2,1").out
+    found = cli("plan", *TINY, "--hardware", "h200", "--gpus", "3,2,2,1,5")
+    assert found.code == 1
+    assert found.out.startswith(both.rstrip())
+    three, five = found.out.splitlines()[-2:]
+    assert three.startswith("3 GPUs: a step of 4 sequences in microbatches of 2 cannot be divided among 3 GPUs; train.")
+    assert five.startswith("5 GPUs: ")
+    none = cli("plan", *TINY, "--gpus", "3,5")
+    assert (none.code, none.out) == (2, "")
+    assert "cannot be divided among" in none.err
+
+
 def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:
     found = cli("plan", *TINY)
     assert "MiB per GPU" in found.out
@@ -163,6 +176,7 @@ def test_a_run_that_saves_must_fit_while_it_saves(cli: Cli, tmp_path: Path) -> N
     with_save = cli("plan", *TINY, *asked, *limit, f"checkpoint.save={tmp_path / 'saved'}")
     assert with_save.code == 1
     assert "It does not fit." in with_save.out
+    assert "not counted" not in with_save.out
     assert "--host-memory" in with_save.out
 
 
@@ -273,6 +287,7 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--hardware", "h2000"], ["neither a file nor a shipped profile", "h200"]),
         (["--hardware", "none.json"], ["none.json cannot be read"]),
         (["--config", "none"], ["none"]),
+        (["--config", "misspelt"], ["knows no model type 'qwen3_mo'", "did you mean 'qwen3_moe'?"]),
         (["--config", "none", "--recipe", "x"], ["--config goes with neither"]),
         (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),
         (["--place", "nothing*=host"], ["nothing has a name like nothing*"]),
@@ -289,8 +304,12 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["optimizer.optimizer_offload_fraction=2"], ["optimizer_offload_fraction"]),
     ],
 )
-def test_bad_input_ends_with_2(cli: Cli, words: list[str], texts: list[str]) -> None:
+def test_bad_input_ends_with_2(
+    cli: Cli, words: list[str], texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     small = [] if words[0] in ("--config", "--recipe", "diff", "dif") else TINY
+    Path("misspelt").write_text('{"model_type": "qwen3_mo"}')
     found = cli("plan", *words) if words[0].startswith("dif") else cli("plan", *small, *words)
     assert found.code == 2, found.out
     assert "Traceback" not in found.err

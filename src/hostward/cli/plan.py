@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hostward.collector import uncollected
-from hostward.errors import ConfigError, UnknownNameError
+from hostward.errors import ConfigError, HostwardError, UnknownNameError
 
 from .output import require_replaceable, require_writable
 from .recipe import DEFAULT_RECIPE, configured
@@ -51,7 +52,7 @@ HardwareName = Annotated[
 Gpus = Annotated[
     str,
     typer.Option(
-        "--gpus", metavar="N[,N...]", help="GPUs that share parameters, gradients and state; of several, a line each."
+        "--gpus", metavar="N[,N...]", help="GPUs of a machine that share all state; of several numbers, a line each."
     ),
 ]
 Place = Annotated[
@@ -135,24 +136,42 @@ def plan(
         forced = forced_by_hand(workload, forced, chosen)
         return Question(workload, machine, count, replace(budgets, phases=phases), forced)
 
-    answers = [_answer(asked(count), plot, json_file) for count in counts]
-    typer.echo(compared(answers) if len(answers) > 1 else render(answers[0]), nl=False)
+    answers, undivided = _answers(counts, asked, plot, json_file)
+    typer.echo(compared(answers, undivided) if len(counts) > 1 else render(answers[0]), nl=False)
     if hardware is None:
         others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
         typer.echo(
             f"\nrates are those of the shipped profile {DEFAULT_PROFILE}; "
             f"--hardware takes {others}, or a file of `hostward bench machine`"
         )
-    if any(found.chosen is None for found in answers):
+    if undivided or any(found.chosen is None for found in answers):
         raise typer.Exit(1)
 
 
 def _counts(text: str) -> list[int]:
-    """The numbers of `--gpus`."""
+    """The numbers of `--gpus`, each once."""
     words = text.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) for word in words):
         raise ConfigError(f"--gpus {text} is no number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each")
-    return [int(word) for word in words]
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _answers(
+    counts: list[int], asked: Callable[[int], Question], plot: Path | None, json_file: Path | None
+) -> tuple[list[Answer], dict[int, HostwardError]]:
+    """For these numbers of GPUs; and those among which the step cannot be divided, unless these are all."""
+    from hostward.planning.shards import UndividedError
+
+    answers: list[Answer] = []
+    undivided: dict[int, HostwardError] = {}
+    for count in counts:
+        try:
+            answers.append(_answer(asked(count), plot, json_file))
+        except UndividedError as error:
+            if count == counts[-1] and not answers:
+                raise
+            undivided[count] = error
+    return answers, undivided
 
 
 def _answer(question: Question, plot: Path | None, json_file: Path | None) -> Answer:

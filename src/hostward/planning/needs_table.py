@@ -56,19 +56,19 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
-    """A row for each phase and one for the limits; below, which phases exceed them and are not counted.
+    """A row for each phase and one for the limits; below, where training fits, which phases exceed them uncounted.
 
     Args:
         gpus: of the node, each with these needs.
     """
     rows = [[f"{units.memory} per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
-    outside = []
+    outside, fits = [], not budgets.over(needs)
     for phase in needs.phases:
         sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
         sizes += [phase.host_bytes * gpus] if gpus > 1 else []
         rows.append([phase.name, *(units.size(size) for size in sizes)])
         over = replace(budgets, phases=(phase.name,)).over(needs)
-        if over and phase.name not in budgets.phases:
+        if fits and over and phase.name not in budgets.phases:
             kinds = f"{' and '.join(over)} memory than the limit"
             outside.append(f"{phase.name} takes more {kinds}, which is not counted: {_NOT_COUNTED[phase.name]}")
     limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from hostward.choice import Choice, Keep
+from hostward.errors import HostwardError
 from hostward.plan import Placement
 from hostward.run_report import FrontierPoint
 from hostward.workload import Workload
@@ -15,6 +16,8 @@ from .answer import Answer, offloads, verdict
 from .frontier import Candidate
 from .needs_table import Units, by_owner, by_phase, columns, units_of
 
+_APART = 0.005
+"""The share of a step's time that a row of the table of choices saves at least."""
 _KEEPS = {
     Keep.KEEP: "keep",
     Keep.OFFLOAD: "offload",
@@ -187,7 +190,7 @@ def _frontier(found: Answer, units: Units) -> str:
     memory, seconds = units.memory, units.time
     rows = [["", f"device {memory}", f"host {memory}", f"step {seconds}", f"exposed {seconds}"]]
     names = ["choice"]
-    for candidate in _unbeaten(found):
+    for candidate in _apart(found):
         needs, prediction = candidate.needs, candidate.prediction
         rows.append(
             [
@@ -202,6 +205,16 @@ def _frontier(found: Answer, units: Units) -> str:
     return "\n".join(["device memory against time:", *_named(rows, names)])
 
 
+def _apart(found: Answer) -> list[Candidate]:
+    """Of the unbeaten those that one would tell from the one before, and the chosen one."""
+    shown: list[Candidate] = []
+    for candidate in _unbeaten(found):
+        enough = (1 - _APART) * shown[-1].prediction.step_s if shown else float("inf")
+        if candidate is found.chosen or candidate.prediction.step_s < enough:
+            shown.append(candidate)
+    return shown
+
+
 def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     """Lines of a table of numbers, each with words behind it."""
     lines = columns(rows).split("\n")
@@ -209,8 +222,8 @@ def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     return [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
 
 
-def compared(answers: Sequence[Answer]) -> str:
-    """Answers for several numbers of GPUs, a line for each."""
+def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] | None = None) -> str:
+    """Answers for several numbers of GPUs, a line for each; below, those among which the step cannot be divided."""
     first = answers[0]
     units = units_of(first.shown.needs, first.shown.prediction.step_s)
     rows = [["GPUs", f"device {units.memory}", f"host {units.memory}, node", f"step {units.time}", "tokens/s"]]
@@ -232,4 +245,5 @@ def compared(answers: Sequence[Answer]) -> str:
     recipe, hardware = first.question.workload.name, first.question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     title = f"{recipe} on {gpu} (hardware {hardware.name}); what GPUs exchange is not timed"
-    return "\n".join([title, "", *_named(rows, names)]) + "\n"
+    refused = [f"{gpus} GPUs: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
+    return "\n".join([title, "", *_named(rows, names), *refused]) + "\n"

@@ -15,6 +15,10 @@ from hostward.workload import Layer, Workload
 from .needs import Required
 
 
+class UndividedError(ConfigError):
+    """A step has not as many microbatches as would do for each GPU to have some."""
+
+
 def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False) -> Workload:
     """The first rank's part, which is the largest: of every parameter its rows, and a `ranks`-th of the microbatches of
     a step. `reduced_in_fp32`: gradients are, which of 16-bit weights takes more than their own dtype.
@@ -25,7 +29,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False) ->
         return workload
     if workload.microbatches % ranks:
         sequences = workload.microbatches * workload.microbatch_sequences
-        raise ConfigError(
+        raise UndividedError(
             f"a step of {sequences} sequences in microbatches of {workload.microbatch_sequences} cannot be divided "
             f"among {ranks} GPUs",
             fix=f"train.global_batch_size={ranks * workload.microbatch_sequences}, or another multiple of it",

@@ -32,6 +32,7 @@ from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
 from hostward.rule_table import captured, microbatches, serial, widened
 from hostward.run_report import Estimate, FrontierPoint
+from hostward.sizes import gib
 from hostward.training.mix import ShareOf
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
@@ -48,6 +49,7 @@ from .workload import recipe_workload
 log = logging.getLogger("hostward")
 
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+CURE_OF_PLANS = "hostward plan --device-memory {device} --json FILE makes one for what is free; --force starts anyway"
 CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
 
 
@@ -94,7 +96,8 @@ def require_fit(
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     copies = ranks.size > 1 and not ranks.divided
-    refuse(needs, budgets, CURE_OF_COPIES if copies else CURE)
+    cure = CURE if plan is None else CURE_OF_PLANS.format(device=f"{gib(free_bytes)}GiB")
+    refuse(needs, budgets, CURE_OF_COPIES if copies else cure)
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first and not copies  # a plan brings its own; nothing of copies is offloaded

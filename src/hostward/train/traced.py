@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
@@ -36,6 +38,13 @@ def traced_file(
     """Of the configuration that `file` holds. Raises ModelError where it is none of a causal language model."""
     fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
     given = dict(content)
+    if (kind := str(given["model_type"])) not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
+        raise ModelError(
+            f"{file} describes no model",
+            why=f"transformers {transformers.__version__} knows no model type {kind!r}",
+            fix=f"did you mean {near[0]!r}? Else {fix}" if near else fix,
+        )
     try:
         described: Any = AutoConfig.for_model(given.pop("model_type"), **given)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
