@@ -46,6 +46,8 @@ from machine import describe
 
 GIB = 1 << 30
 _FINE, _NEAR = 8000, 0.05
+_ENOUGH = 2500
+"""Shares that are tried before one that is off by the smallest bucket will do."""
 _OFF = 0.001
 """Shares of all parameters may differ by so much: which one was chosen is known in whole buckets alone."""
 
@@ -107,10 +109,11 @@ def streamed_like(work: Workload, fraction: float, asked: float | str, streamed:
 
     middle = streamed / (fraction * work.inventory.numel)
     best: tuple[int, Plan] | None = None
+    least = min(b.numel for b in buckets)
     for k in range(_FINE):  # from the middle outwards
         made = plan(middle + _NEAR * (k // 2 + k % 2) * (1 - 2 * (k % 2)) / (_FINE // 2))
         best = made if best is None or made[0] < best[0] else best
-        if best[0] == 0:
+        if best[0] == 0 or (k > _ENOUGH and best[0] <= least):
             break
     if best is None or best[0] > _OFF * work.inventory.numel:
         raise ValueError(f"no share streams {streamed} parameters")
