@@ -27,6 +27,11 @@ IN_PIECES = (
     "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the "
     "allocated memory 60.12 GiB is allocated by PyTorch, and 14.90 GiB is reserved by PyTorch but unallocated."
 )
+OLDER = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.20 GiB total capacity; 60.00 GiB already "
+    "allocated; 1.00 GiB free; 70.00 GiB reserved in total by PyTorch)"
+)
+"""As torch had it before 2.1."""
 ELASTIC_KILLED = "torch.distributed.elastic.multiprocessing.api: failed (exitcode: -9) local_rank: 3 (pid: 4711)"
 
 # (failure, log, the line that shows it)
@@ -554,6 +559,17 @@ NUMBERS = {
     IN_PIECES: (
         "asked 4.0 GiB where 1.0 GiB of 79.1 GiB were free; torch's tensors take 60.1 GiB; torch keeps 14.9 GiB"
         " besides, in pieces"
+    ),
+    IN_PIECES.replace("capacity", "capacty"): (  # as torch 2.1 has it
+        "asked 4.0 GiB where 1.0 GiB of 79.1 GiB were free; torch's tensors take 60.1 GiB; torch keeps 14.9 GiB"
+        " besides, in pieces"
+    ),
+    OLDER: (
+        "asked 2.0 GiB where 1.0 GiB of 79.2 GiB were free; torch's tensors take 60.0 GiB; torch keeps 10.0 GiB"
+        " besides, in pieces; other processes, and what torch does not count, have 8.2 GiB"
+    ),
+    OLDER.replace("70.00 GiB", "77.50 GiB").replace("60.00 GiB", "77.50 GiB"): (
+        "asked 2.0 GiB where 1.0 GiB of 79.2 GiB were free; torch's tensors take 77.5 GiB"
     ),
     "error: exp_avg: 68,719,476,736 bytes of host memory asked, 21,632,086,016 available": (
         "64.0 GiB of host memory asked, 20.1 GiB there: 43.9 GiB too few"

@@ -8,11 +8,18 @@ from hostward.sizes import GIB, KIB, MIB, size
 
 _UNITS = {"bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|kib|mib|gib)"
-_OF_TORCH = re.compile(rf"tried to allocate {_SIZE}\..*? total capacity of {_SIZE} of which {_SIZE} is free")
+# Torch 2.1 wrote "capacty".
+_OF_TORCH = re.compile(rf"tried to allocate {_SIZE}\..*? total capaci?ty of {_SIZE} of which {_SIZE} is free")
+_OF_OLDER_TORCH = re.compile(
+    rf"tried to allocate {_SIZE} \(gpu \d+; {_SIZE} total capacity; {_SIZE} already allocated; {_SIZE} free; "
+    rf"{_SIZE} reserved in total by pytorch\)"
+)
 _OF_OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by pytorch")
 _IN_PIECES = re.compile(rf"{_SIZE} is reserved by pytorch but unallocated")
 _OF_HOSTWARD = re.compile(r"([\d,]+) bytes of (host|device) memory(?: asked)?, (?:and )?([\d,]+) (?:are )?available")
+_CONTEXT_BYTES = GIB
+"""Of a process on the GPU besides what torch allocates, at most."""
 
 
 def numbers(line: str) -> str:
@@ -26,6 +33,15 @@ def numbers(line: str) -> str:
         # In a container torch does not know its own number, and names itself as if it were another.
         if sum(_sum(pattern, lowered) for pattern in (_ALLOCATED, _IN_PIECES, _OF_OTHERS)) <= capacity:
             told += _told(_OF_OTHERS, lowered, "other processes have {}")
+        return "; ".join(told)
+    if (found := _OF_OLDER_TORCH.search(lowered)) is not None:
+        asked, capacity, taken, free, reserved = (_bytes(*found.group(i, i + 1)) for i in range(1, 10, 2))
+        told = [f"asked {size(asked)} where {size(free)} of {size(capacity)} were free"]
+        told.append(f"torch's tensors take {size(taken)}")
+        if reserved > taken:
+            told.append(f"torch keeps {size(reserved - taken)} besides, in pieces")
+        if (others := capacity - free - reserved) > _CONTEXT_BYTES:
+            told.append(f"other processes, and what torch does not count, have {size(others)}")
         return "; ".join(told)
     if (found := _OF_HOSTWARD.search(lowered)) is not None:
         asked, there = (int(found.group(i).replace(",", "")) for i in (1, 3))
