@@ -55,6 +55,7 @@ _PART = re.compile(
     r"keep|checkpoint|elementwise|act|save_on_cpu|torchtune|trl|(block|last|norms|offload2?):\d+|layers:\d+-\d+"
 )
 _COUNTED = {"block": "first", "last": "last", "norms": "norms"}
+_OTHERS = ("save_on_cpu", "torchtune", "trl")
 _ROWS = (
     "keep, checkpoint, block:M, last:M, layers:A-B, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
     "torchtune, trl, or several with +"
@@ -111,6 +112,8 @@ def row_of(text: str) -> Row:
             found[_COUNTED[kind]] = int(count)
         elif kind != "keep":
             found[kind] = True
+    if sum(found.get(name, False) for name in _OTHERS) > 1:
+        raise ValueError(f"{text!r} has more than one of {', '.join(_OTHERS)}")
     return Row(**found)
 
 

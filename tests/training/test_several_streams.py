@@ -3,8 +3,9 @@
 What a device makes of it is tested on one (`tests/gpu/test_several_streams.py`); here, that the compute lane goes where
 each gradient is taken and each layer used, and that memory does not go back to a stream that has not waited.
 
-Seen red with: the lane left where it was when a gradient is taken, or when a layer that has arrived is used again;
-gradients dropped without holding the streams on which they were made.
+Seen red with: the lane left where it was when a gradient is taken; a layer that has arrived not waited for on another
+stream; gradients dropped without holding the streams on which they were made, with those
+of a weight's first bucket alone, or with those of the microbatch before.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from optimizer_cases import adamw
 import hostward
 from hostward.engine.backend import Event
 from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 
 WIDTH, DEPTH = 8, 6
 MIXES = {"host": 0.0, "streamed": 1.0}
@@ -98,8 +100,8 @@ def _entering(backend: Streams, stream: int) -> Callable[[torch.Tensor], None]:
     return lambda _: setattr(backend, "stream", stream)
 
 
-def backward(model: Towers, optimizer: hostward.AdamW, backend: Streams) -> None:
-    with optimizer.accumulate(last=True):
+def backward(model: Towers, optimizer: hostward.AdamW, backend: Streams, *, last: bool = True) -> None:
+    with optimizer.accumulate(last=last):
         model(torch.ones(2, WIDTH)).sum().backward()
     backend.stream = 0
 
@@ -125,35 +127,67 @@ def test_h12_streams_wait_before_they_may_overwrite_gradients_that_were_taken_on
     assert {stream for stream, _ in backend.held} == {1, 2}
 
 
-def test_h12_gradients_of_streamed_state_are_dropped_when_their_layer_is_used() -> None:
-    model, optimizer, backend = made("streamed")
-    backward(model, optimizer, backend)
-    optimizer.step()
-    optimizer.zero_grad()
-    backend.held.clear()
-    model(torch.ones(2, WIDTH))
-    assert set(backend.held) == {(2, 1)}  # layers arrive on the first tower's stream
-
-
 @pytest.mark.parametrize("mix", MIXES)
 def test_t36_a_layer_that_arrived_on_one_stream_is_waited_for_on_the_other(mix: str) -> None:
     model, optimizer, backend = made(mix)
     backward(model, optimizer, backend)
     optimizer.step()
     optimizer.zero_grad()
-    lanes = []
-    model.shared.register_forward_pre_hook(lambda *_: lanes.append(backend.lane))
+    backend.held.clear()
     model(torch.ones(2, WIDTH))
+    # Layers arrive, and gradients of streamed state go, on the first tower's stream; what both use was taken there.
+    dropped = DEPTH if mix == "streamed" else 0
+    assert [stream for stream, _ in backend.held] == [2] * (DEPTH + 1 + dropped)
+    backend.held.clear()
     model(torch.ones(2, WIDTH))
-    assert lanes == [1, 2, 1, 2]
+    assert not backend.held
+
+
+def test_h12_each_bucket_of_a_weight_is_waited_for() -> None:
+    """Its memory is free when the last of them has left."""
+    backend = Streams()
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)))
+    for stream, layer in enumerate(model, 1):
+        layer.weight.register_post_accumulate_grad_hook(_entering(backend, stream))
+    optimizer = adamw(model, backend=backend, offload_fraction=1.0, streamed_fraction=0.0)
+    assert len(optimizer.plan.buckets) >= 2 * (GRADIENTS_IN_FLIGHT + 1)
+    with optimizer.accumulate(last=True):
+        model(torch.ones(1, 1024)).sum().backward()
+    # The first layer's buckets release those of the second that are in flight, one after the other.
+    assert backend.held == [(2, 1)] * GRADIENTS_IN_FLIGHT
+
+
+def test_h17_memory_that_another_stream_made_is_waited_for_there() -> None:
+    """As with HSDP, whose gradients are memory of the stream that reduces and scatters, and come on a later one."""
+    model, optimizer, backend = made("host")
+    optimizer._issuer.made_on(3)  # type: ignore[arg-type]
+    backward(model, optimizer, backend)
+    assert {stream for stream, _ in backend.held} == {2, 3}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_h12_each_microbatch_that_is_summed_on_the_host_is_waited_for(swapped: bool) -> None:
+    backend, now = Streams(), {"stream": 1}
+    model = Towers(backend)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: setattr(backend, "stream", now["stream"]))
+    optimizer = adamw(model, backend=backend, offload_fraction=1.0, streamed_fraction=0.0, gradients="host")
+    backward(model, optimizer, backend, last=False)
+    now["stream"] = 2 if swapped else 1
+    backward(model, optimizer, backend)
+    assert {stream for stream, _ in backend.held} == ({1} if swapped else set())
+    backend.held.clear()
+    optimizer.step()
+    assert {stream for stream, _ in backend.held} == {2 if swapped else 1}
 
 
 def test_one_stream_is_never_held() -> None:
     backend = Streams()
-    model = Towers(backend)
-    optimizer = adamw(model, backend=backend, offload_fraction=1.0, streamed_fraction=0.0)
-    for _ in range(2):
-        backward(model, optimizer, backend)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    optimizer = adamw(model, backend=backend, offload_fraction=1.0, streamed_fraction=0.5)
+    for _ in range(3):
+        with optimizer.accumulate(last=True):
+            model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert not backend.held

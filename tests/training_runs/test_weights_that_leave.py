@@ -33,13 +33,13 @@ from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate
 from hostward.planning.needs import Budgets
 from hostward.planning.speeds import measured, speeds_of
-from hostward.sizes import GIB
+from hostward.sizes import GIB, MIB
 from hostward.train import loop
 from hostward.train.memory import require_memory
 from hostward.train.models import build_model
 from hostward.train.parts import Held
 from hostward.train.ranks import Ranks
-from hostward.train.refusal import Weighed, require_fit
+from hostward.train.refusal import Weighed, cure_of_plan, require_fit
 from hostward.train.waiting import waiting_weights
 from hostward.train.workload import recipe_workload
 from hostward.training.away import is_away
@@ -106,6 +106,14 @@ def test_drawn_weights_have_the_bits_of_a_run_on_the_device(
     assert different(saved(tmp_path / "away")[0], saved(tmp_path / "plain")[0]) == []
     assert min(before_optimizer[0].values()) > 0
     require_two_layers_away(before_optimizer[1])
+
+
+def test_a_plan_that_is_refused_says_how_to_make_one_for_what_is_free() -> None:
+    free = Budgets(device_bytes=3 * MIB + 5, host_bytes=5 * MIB // 2)
+    asked = "hostward plan with the same options and"
+    one, four = cure_of_plan(free, Ranks()), cure_of_plan(free, Ranks(size=8, local_size=4))
+    assert one == f"{asked} --device-memory 3MiB --host-memory 2MiB --json FILE; --force starts anyway"
+    assert four == f"{asked} --gpus 8 --device-memory 3MiB --host-memory 10MiB --json FILE; --force starts anyway"
 
 
 def test_weights_of_a_folder_have_the_same_bits(

@@ -42,8 +42,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a sharded tensor that this rank has: the very tensor, with its version counter."""
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -195,8 +194,8 @@ class Listener(Protocol):
     def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
         """They are about to be whole, for what the current stream does next."""
 
-    def before_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Gradients of these are about to be written to `.grad`, or added to what is there."""
+    def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
+        """Gradients of these, memory of this stream, are about to be written to `.grad`, or added to what is there."""
 
 
 class Groups:
@@ -358,7 +357,8 @@ class _BeforeReduce(_Told):
         partly = isinstance(group.mesh_info, DDPMeshInfo) and not group.all_reduce_grads
         if group.reduce_grads and not partly:
             unused_too = getattr(group, "reduce_scatter_unused_params", False)
-            listener.before_gradients(_parameters(p for p in group.fsdp_params if _has_gradient(p, unused_too)))
+            found = [p for p in group.fsdp_params if _has_gradient(p, unused_too)]
+            listener.before_gradients(_parameters(found), group.comm_ctx.reduce_scatter_stream)
 
 
 def _parameters(fsdp_params: Iterable[Any]) -> list[torch.Tensor]:

@@ -92,7 +92,8 @@ def plan(
 ) -> None:
     """Say what a run would take: bytes by phase, where everything goes, seconds per step, and what less memory costs.
 
-    Exit code 1 if it does not fit, with the smallest change that would. `hostward plan diff A B` compares two plans.
+    Exit code 1 if it does not fit, with the smallest change that would, or a step cannot be divided among --gpus.
+    `hostward plan diff A B` compares two plans.
     """
     if words and words[0] == "diff":
         _diff(words[1:])

@@ -32,7 +32,7 @@ from hostward.planning.time_model import predict
 from hostward.rank_parts import first_parts
 from hostward.rule_table import captured, microbatches, serial, widened
 from hostward.run_report import Estimate, FrontierPoint
-from hostward.sizes import gib
+from hostward.sizes import MIB
 from hostward.training.mix import ShareOf
 from hostward.training.planned import layers_of
 from hostward.training.workload_of import inventory_of
@@ -49,7 +49,6 @@ from .workload import recipe_workload
 log = logging.getLogger("hostward")
 
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
-CURE_OF_PLANS = "hostward plan --device-memory {device} --json FILE makes one for what is free; --force starts anyway"
 CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
 
 
@@ -96,8 +95,7 @@ def require_fit(
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     copies = ranks.size > 1 and not ranks.divided
-    cure = CURE if plan is None else CURE_OF_PLANS.format(device=f"{gib(free_bytes)}GiB")
-    refuse(needs, budgets, CURE_OF_COPIES if copies else cure)
+    refuse(needs, budgets, CURE_OF_COPIES if copies else CURE if plan is None else cure_of_plan(budgets, ranks))
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first and not copies  # a plan brings its own; nothing of copies is offloaded
@@ -112,6 +110,15 @@ def require_fit(
         return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
 
     return Weighed(predicted, frontier, mix_of)
+
+
+def cure_of_plan(free: Budgets, ranks: Ranks) -> str:
+    """How to make another one, for what is free on each GPU and on the node."""
+    words = [f"--gpus {ranks.size}"] if ranks.size > 1 else []
+    for name, size_bytes in (("device", free.device_bytes), ("host", free.host_bytes)):
+        if size_bytes is not None:
+            words.append(f"--{name}-memory {size_bytes * (ranks.local_size if name == 'host' else 1) // MIB}MiB")
+    return f"hostward plan with the same options and {' '.join(words)} --json FILE; --force starts anyway"
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:

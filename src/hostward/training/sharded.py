@@ -210,7 +210,8 @@ class Sharded:
         for layer in self._layers_of(parameters):
             self._issuer.use(layer)
 
-    def before_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
+        self._issuer.made_on(made_on)
         for p in parameters:
             if id(p) in self._names:
                 self._handover.before(self._names[id(p)])

@@ -87,6 +87,8 @@ class StepIssuer(TakenGradients):
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
         self._unreported: set[str] = set()
+        self._waited: dict[str, set[int]] = {}
+        """By layer: the streams that have waited for its weights since the last step."""
         """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._lower()
         self._reset()
@@ -263,15 +265,19 @@ class StepIssuer(TakenGradients):
             self._lower()
 
     def use(self, layer: str) -> None:
-        """The caller is about to use a layer's weights: the compute lane waits for them, and for nothing else."""
-        self._backend.follow_compute()  # they may have been waited for on another stream
+        """The caller is about to use a layer's weights: its stream waits for them, and for nothing else."""
         self._unreported.discard(layer)
         if layer in self.pending:
             self._use([layer])
+        elif (key := self._backend.compute_key()) not in self._waited.get(layer, (key,)):
+            self._waited[layer].add(key)
+            if (stream := self._backend.caller_stream()) is not None:
+                self.hold(layer, stream)
 
     def forward_is_here(self) -> None:
-        """The caller's forward and backward run on the stream that is current. Staging takes memory of theirs, also
-        where gradients come on another one.
+        """The caller's forward and backward run on the stream that is current, or begin there: under FSDP2 that of
+        forward, else, as far as is known, that of `step`. Staging takes memory of theirs, also where gradients come on
+        another one.
         """
         self._slots.stream = self._backend.caller_stream()
 
@@ -291,7 +297,9 @@ class StepIssuer(TakenGradients):
             self._slots.sample_use(layer)
         self._upload(layers)
         self._issue_point(*map(use_point, layers))
+        key = self._backend.compute_key()
         for layer in layers:
+            self._waited[layer] = {key}
             self._upload_behind(layer)
         self.pending.difference_update(layers)
         self._drop(b for layer in layers for b in self._streamed_of.get(layer, ()))

@@ -46,9 +46,10 @@ class TakenGradients(FetchedWeights):
         self._nothing = torch.empty(0, device="cpu")
         self._holding: set[int] = set()
         """Buckets with gradients that are on the device, of this turn or of the one before."""
-        self._taken_on: dict[str, int] = {}
-        """By parameter: the stream that was current when its gradient was taken."""
+        self._taken_on: list[set[int]] = [set() for _ in states]
+        """By bucket: the streams that were current when gradients in it were taken."""
         self._streams: dict[int, torch.Stream | None] = {}
+        self._makers: set[torch.Stream] = set()
         self._sources: list[list[tuple[str, slice | None]]] = [[("", None)] * len(s.bucket.ranges) for s in states]
         """By bucket and range: the parameter, and which elements of it."""
         for name, parts in self._parts.items():
@@ -74,11 +75,13 @@ class TakenGradients(FetchedWeights):
         if not self.turning:
             self._begin()
         # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
-        key = self._taken_on[name] = self._backend.follow_compute()
+        key = self._backend.follow_compute()
         if key not in self._streams:
             self._streams[key] = self._backend.caller_stream()
         self._held[name] = gradient
         self._take_parts(gradient, self._parts[name], last=last)
+        for b, *_ in self._parts[name]:
+            self._taken_on[b].add(key)
 
     def _take_parts(
         self, gradient: torch.Tensor, parts: Iterable[tuple[int, int, slice | None]], *, last: bool
@@ -230,8 +233,7 @@ class TakenGradients(FetchedWeights):
     def _drop(self, buckets: Iterable[int]) -> None:
         """Forget gradients that the compute lane may overwrite from here on."""
         nothing, held, dropped = self._nothing, self._held, self._holding.intersection(buckets)
-        if len(self._streams) > 1:
-            self._let_overwrite(dropped)
+        self._let_overwrite(dropped)
         for b in dropped:
             self._holding.remove(b)
             for buffer in self._gradients[b]:
@@ -239,13 +241,25 @@ class TakenGradients(FetchedWeights):
             for name in self._of_bucket[b]:
                 held.pop(name, None)
 
+    def made_on(self, stream: torch.Stream) -> None:
+        """Gradients that are taken from here on may be memory of this stream, whichever their hooks run on."""
+        self._makers.add(stream)
+
     def _let_overwrite(self, buckets: Iterable[int]) -> None:
-        """The allocator gives the memory of gradients back to the stream on which they were made: what comes there from
-        here on comes behind the compute lane, which has waited for their readers.
+        """The allocator gives the memory of gradients back to the streams on which they were made: what comes there
+        from here on comes behind the compute lane, which has waited for their readers.
         """
-        here = self._backend.compute_key()
-        taken_on = {self._taken_on.pop(name, here) for b in buckets for name in self._of_bucket[b]}
-        if others := [stream for key in taken_on - {here} if (stream := self._streams[key]) is not None]:
+        taken_on: set[int] = set()
+        for b in buckets:
+            taken_on |= self._taken_on[b]
+            self._taken_on[b].clear()
+        if not taken_on:
+            return
+        apart = taken_on - {self._backend.compute_key()}
+        others = {stream for key in apart if (stream := self._streams[key]) is not None}
+        if self._makers:
+            others |= self._makers - {self._backend.caller_stream()}
+        if others:
             behind = self._backend.mark("offload/gradient/gone", Lane.COMPUTE).issue()
             for stream in others:
                 self._backend.hold(stream, [behind])
