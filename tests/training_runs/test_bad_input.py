@@ -281,3 +281,13 @@ def test_all_words_that_cannot_be_taken_are_told_at_once(cli: Cli) -> None:
 def test_null_is_a_tokenizer_type(cli: Cli) -> None:
     outcome = cli("train", "dataset.format=mock", "tokenizer.tokenizer_type=null", "train.train_iters=0")
     assert "not a value" not in outcome.err
+
+
+def test_a_run_that_is_refused_leaves_no_folder_that_was_not_there(cli: Cli, tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.mkdir()
+    for folder in (new, old):
+        found = cli("train", *SMALL, f"dataset.path={tmp_path / 'nothing'}", "--run-dir", folder)
+        assert found.code == 2
+        assert "nothing" in found.err
+    assert (new.exists(), old.exists()) == (False, True)

@@ -107,6 +107,14 @@ def test_a_number_of_gpus_among_which_the_step_cannot_be_divided_leaves_the_othe
     assert "cannot be divided among" in none.err
 
 
+def test_a_plan_by_hand_that_training_refuses_says_so(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = cli("plan", *TINY, "--keep", "*=offload", "--json", path)
+    assert (found.code, path.exists()) == (0, True)
+    assert f"hostward train --plan refuses {path}: the plan lets everything of the last layer leave" in found.err
+    assert cli("plan", *TINY, "--keep", "*=recompute", "--json", path).err == ""
+
+
 def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:
     found = cli("plan", *TINY)
     assert "MiB per GPU" in found.out

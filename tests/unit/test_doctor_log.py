@@ -568,6 +568,10 @@ NUMBERS = {
         "asked 2.0 GiB where 1.0 GiB of 79.2 GiB were free; torch's tensors take 60.0 GiB; torch keeps 10.0 GiB"
         " besides, in pieces; other processes, and what torch does not count, have 8.2 GiB"
     ),
+    OLDER.replace("GiB reserved in total by PyTorch", "GiB cached"): (
+        "asked 2.0 GiB where 1.0 GiB of 79.2 GiB were free; torch's tensors take 60.0 GiB; torch keeps 10.0 GiB"
+        " besides, in pieces; other processes, and what torch does not count, have 8.2 GiB"
+    ),
     OLDER.replace("70.00 GiB", "77.50 GiB").replace("60.00 GiB", "77.50 GiB"): (
         "asked 2.0 GiB where 1.0 GiB of 79.2 GiB were free; torch's tensors take 77.5 GiB"
     ),

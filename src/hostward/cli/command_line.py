@@ -25,6 +25,7 @@ from . import checkpoint, machine, plan, progress, ranks, report_command, run_fi
 from .output import (
     circumstances,
     command_words,
+    gone_if_refused,
     print_tables,
     require_folder,
     require_replaceable,
@@ -107,13 +108,13 @@ def train(
     # Of logits that are gathered: nothing is done to them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
-    if first_rank:
-        if run_dir is not None:
+    with gone_if_refused(run_dir if first_rank else None):
+        if first_rank and run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
-        if tensorboard_dir is not None:
+        if first_rank and tensorboard_dir is not None:
             scalars.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
-    run = loop.prepare(recipe, config, plan=planned, force=force)
+        run = loop.prepare(recipe, config, plan=planned, force=force)
     over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,19 @@ def require_folder(told: str, folder: Path) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(f"{told} cannot be written", why=why, fix="name another folder") from error
+
+
+@contextmanager
+def gone_if_refused(folder: Path | None) -> Iterator[None]:
+    """A folder that the body makes, and leaves empty, goes again where the body fails."""
+    is_new = folder is not None and not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if folder is not None and is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def print_tables(tables: Sequence[Any]) -> None:

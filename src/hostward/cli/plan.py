@@ -139,6 +139,8 @@ def plan(
 
     answers, undivided = _answers(counts, asked, plot, json_file)
     typer.echo(compared(answers, undivided) if len(counts) > 1 else render(answers[0]), nl=False)
+    if json_file is not None and (place or keep or weights is not None):
+        _tell_refused(json_file)
     if hardware is None:
         others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
         typer.echo(
@@ -200,6 +202,18 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
     elif json_file is not None:
         typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
     return found
+
+
+def _tell_refused(file: Path) -> None:
+    """What was chosen by hand may be more than training carries out."""
+    from hostward.planning import plan_file
+    from hostward.training.planned import layers_of
+
+    if file.exists():
+        try:
+            layers_of(plan_file.load(file))
+        except ConfigError as error:
+            typer.echo(f"hostward train --plan refuses {file}: {error.what}", err=True)
 
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:

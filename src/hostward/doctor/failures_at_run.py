@@ -11,7 +11,8 @@ _KILLED = (
     r"|oom[-_ ]?kill|out of memory: killed process|^\s{0,8}killed\s{0,8}$"
 )
 _PINNING = r"pin_memory|cudahostalloc|cudahostregister|cumemhostregister|hostallocator|pinned|page.?lock"
-_CUDA_OOM = r"cuda out of memory"
+_CUDA_OOM = r"(?:cuda|hip) out of memory"
+_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
 _PLAIN_OOM = r"cuda error: out of memory|cudaerrormemoryallocation"
 _LESS = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 
@@ -182,7 +183,7 @@ DEVICE_MEMORY = (
         _CUDA_OOM + r".* [1-9]\d*\.\d+ gib is reserved by pytorch but unallocated",
         "the GPU ran out of memory that is in one piece",
         "the message says how much the allocator has that is free, in pieces too small for what was asked",
-        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        f"where they and what is free are together as much as was asked, {_SEGMENTS}; else {_LESS}",
         f"{GUIDE}; deepspeedai/DeepSpeed#6666",
     ),
     Failure(
@@ -190,7 +191,7 @@ DEVICE_MEMORY = (
         _CUDA_OOM,
         "the GPU ran out of memory",
         "weights, gradients, state and activations together do not fit",
-        f"{_LESS}; against fragmentation PYTORCH_ALLOC_CONF=expandable_segments:True",
+        f"{_LESS}; against fragmentation {_SEGMENTS}",
         f"{GUIDE}; deepspeedai/DeepSpeed#6666",
         GENERAL,
     ),

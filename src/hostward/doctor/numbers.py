@@ -12,7 +12,7 @@ _SIZE = r"(\d+(?:\.\d+)?) (bytes|kib|mib|gib)"
 _OF_TORCH = re.compile(rf"tried to allocate {_SIZE}\..*? total capaci?ty of {_SIZE} of which {_SIZE} is free")
 _OF_OLDER_TORCH = re.compile(
     rf"tried to allocate {_SIZE} \(gpu \d+; {_SIZE} total capacity; {_SIZE} already allocated; {_SIZE} free; "
-    rf"{_SIZE} reserved in total by pytorch\)"
+    rf"{_SIZE} (?:reserved in total by pytorch|cached)\)"
 )
 _OF_OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by pytorch")

@@ -175,7 +175,7 @@ def _predictions(report: RunReport) -> Iterator[str]:
     yield "<h2>Predicted against measured</h2>"
     predicted, measured = report.predicted, report.measured
     if predicted is None:
-        yield "<p>There is no prediction: the run was not planned before it began.</p>"
+        yield "<p>There is no prediction: it is made for runs on a GPU, before they begin.</p>"
     guess = predicted or Estimate(None, None, None, None, None)
     pairs = {
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),

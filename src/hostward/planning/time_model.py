@@ -217,12 +217,12 @@ def _cure(costs: Costs, choice: Choice) -> str:
         if _is_hidden(costs, choice, sequences):
             break
     else:
-        return f"even {_tokens(workload, sequences)} would not hide it"
+        return f"even {_tokens(workload, sequences)} would not hide it, memory aside"
     low, high = sequences // 2, sequences
     while high - low > max(1, high // 8):
         middle = (low + high) // 2
         low, high = (low, middle) if _is_hidden(costs, choice, middle) else (middle, high)
-    return f"{_tokens(workload, high)} would hide it"
+    return f"{_tokens(workload, high)} would hide it, memory aside"
 
 
 def _is_hidden(costs: Costs, choice: Choice, sequences: int) -> bool:
@@ -231,7 +231,8 @@ def _is_hidden(costs: Costs, choice: Choice, sequences: int) -> bool:
 
 
 def _tokens(workload: Workload, sequences: int) -> str:
-    """Of a step with so many sequences in a microbatch."""
+    """Of a step with so many sequences in a microbatch, and as many microbatches as there are."""
+    among = f"in {workload.microbatches} microbatches" if workload.microbatches > 1 else "in one microbatch"
     tokens = sequences * workload.microbatches * workload.sequence_tokens
     count = f"{tokens / 1024:.0f} K" if tokens >= 1024 else str(tokens)
-    return f"{count} tokens per step{' and GPU' if workload.ranks > 1 else ''}"
+    return f"{count} tokens per step{' and GPU' if workload.ranks > 1 else ''} {among}"
