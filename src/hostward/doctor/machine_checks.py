@@ -55,7 +55,7 @@ def threads(facts: Facts) -> list[Finding]:
             Finding(
                 WARNING,
                 f"the host step gets {number} thread{'s' * (number > 1)}",
-                f"{granted}, less {LAUNCH_THREADS_PER_RANK} for Python and autograd; a GPU wants 8 or more",
+                f"{granted}, less {LAUNCH_THREADS_PER_RANK} for Python and autograd, or 1; a GPU wants 8 or more",
                 "give the process more CPUs (docker --cpus, Slurm --cpus-per-task), offload less, or stream "
                 "(optimizer.offload_mix=auto)",
             )
