@@ -107,6 +107,18 @@ def test_a_number_of_gpus_among_which_the_step_cannot_be_divided_leaves_the_othe
     assert "cannot be divided among" in none.err
 
 
+def test_what_fits_if_nothing_is_chosen_for_the_planner_says_so(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert cli("plan", *TINY, "--place", "*=device", "--json", path).code == 0
+    less = ["--device-memory", f"{plan_file.load(path).predicted.device_peak_bytes - 1}B"]
+    words = "the planner's own choice: no --place"
+    assert cli("plan", *TINY, *less).code == 0
+    found = cli("plan", *TINY, "--place", "*=device", "--keep", "*=keep", *less)
+    assert (found.code, words in found.out) == (1, True)
+    nothing = cli("plan", *TINY, "--place", "*=device", "--device-memory", "1MiB")
+    assert (nothing.code, words in nothing.out) == (1, False)
+
+
 def test_a_plan_by_hand_that_training_refuses_says_so(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     found = cli("plan", *TINY, "--keep", "*=offload", "--json", path)

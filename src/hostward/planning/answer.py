@@ -125,7 +125,9 @@ def verdict(found: Answer) -> str:
 
 
 def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
-    """The smallest raise of one budget that would make it fit, and the largest microbatch that does."""
+    """The smallest raise of one budget that would make it fit, whether the planner would make it fit if nothing were
+    chosen for it, and the largest microbatch that does.
+    """
     found = []
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
         others = _without(question.budgets, name)
@@ -135,6 +137,10 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
             found.append(f"{option} {-(-min(needs) * scale // (GIB // 10)) / 10:.1f}GiB")
     if _fits_unpinned(question, frontier, required):
         found.append("--no-pin")
+    if question.forced != Forced():
+        free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
+        if free.best(question.budgets) is not None:
+            found.append("the planner's own choice: no --place, --keep, --weights, and no options that say what leaves")
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
     while sequences > 1:
