@@ -143,6 +143,9 @@ class OffDevice(CudaBackend):
     def memory_of(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def compute_key(self) -> int:
+        return 0
+
     def follow_compute(self) -> int:
         return 0
 

@@ -111,6 +111,7 @@ def load_all(folder: str, ranks: int, mix: str) -> dict[str, dict[str, str]]:
     loaded over what the one before has left.
     """
     found: dict[str, dict[str, str]] = {}
+    group_of(ranks)  # by all ranks
     if dist.get_rank() >= ranks:
         return found
     model, optimizer = made(ranks, mix)

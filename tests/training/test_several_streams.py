@@ -1,7 +1,7 @@
 """T36 and H7: hooks of one backward that run on several streams, with a fake that says which one is current.
 
-What a device makes of it is tested on one (`tests/gpu/test_several_streams.py`); here, that the compute lane goes where
-each gradient is taken and each layer used, and that memory does not go back to a stream that has not waited.
+What a device makes of it is tested on one (`tests/gpu/test_streams_on_device.py`). Here: the compute lane goes where
+each gradient is taken, each stream waits for a layer that it uses, and no stream gets memory back before it has waited.
 
 Seen red with: the lane left where it was when a gradient is taken; a layer that has arrived not waited for on another
 stream; gradients dropped without holding the streams on which they were made, with those
