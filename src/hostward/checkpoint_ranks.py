@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
@@ -64,12 +64,31 @@ class Stop:
 
 
 class _Step(Generic[T]):
-    """A step on a thread of its own."""
+    """A step on a thread of its own.
+
+    Never on the main one, which alone Python interrupts: between a file's last piece and its end, torch's zip writer
+    takes an interrupt for nothing else than a reason to abort the process.
+    """
 
     def __init__(self, body: Callable[[], T]) -> None:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="hostward checkpoint step")
-        self._future = pool.submit(body)
-        pool.shutdown(wait=False)
+        self._body = body
+        self._future: Future[T] = Future()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="hostward checkpoint step").start()
+
+    def _run(self) -> None:
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self._future.set_result(self._body())
+        except BaseException as error:  # noqa: BLE001 - `value` raises it
+            self._future.set_exception(error)
+
+    def end(self) -> None:
+        """Return when it is over; what has not begun does not. `start` may have been interrupted anywhere."""
+        if not self._future.cancel():
+            wait([self._future])
 
     def wait(self, limit_s: float | None = None) -> int:
         wait([self._future], limit_s)
@@ -136,16 +155,17 @@ class Ranks:
             CheckpointError, MemoryLimitError: a rank failed; the same on all of them. On a rank that was interrupted:
                 what interrupted it.
         """
-        if self._gloo is None:
-            return [body()]
         step = _Step(body)
         try:
+            step.start()
+            if self._gloo is None:
+                return [step.value]
             self._until_done(what, step, arriving)
             return [cast(T, value) for value in self._exchange(what, step.value)]
         except BaseException as error:
             stop.ask()
-            step.wait()
-            if not isinstance(error, HostwardError):
+            step.end()
+            if self._gloo is not None and not isinstance(error, HostwardError):
                 self._say_failed(error)
             raise
 

@@ -281,6 +281,7 @@ class Save:
             if any(own is not None for own in owns):
                 (folder / RANKS).write_bytes(json.dumps(owns, separators=(",", ":")).encode())
             files.seal(folder, request.iteration, records)
+            self.stop.check()
             return files.publish(request.directory, folder, request.iteration)
 
     def _tidy(self, final: Path | None) -> None:
@@ -293,7 +294,7 @@ class Save:
 
 @contextmanager
 def typed_failures(what: str) -> Iterator[None]:
-    """Bring out what torch's zip writer wraps: Ctrl-C, a full disk."""
+    """Bring out what torch's zip writer wraps, as a full disk."""
     try:
         yield
     except (RuntimeError, OSError, ValueError, AssertionError) as failure:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ EVENTS = {
     "fcntl.flock",
 }
 INTERRUPTED = 130
+INTERRUPTED_FILES = {"checkpoint_ranks.py", "checkpoint_save.py", "checkpoint_writer.py", "serialization.py"}
+"""Ours, and the one of torch.save."""
 RANDOM_POINTS = 10
 SEED = 20240607
 
@@ -75,16 +78,20 @@ def leftovers(directory: Path) -> list[str]:
 
 def run_child(body: Callable[[], object], during: Callable[[int], None] = lambda pid: None) -> int:
     """Fork, run `body`, and return the exit status: 0, INTERRUPTED, or minus the signal that ended the child."""
+    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
             body()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # whoever is interrupted now raises here
             status = 0
         except KeyboardInterrupt:
             status = INTERRUPTED
         finally:
             os._exit(status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
     during(pid)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -124,6 +131,36 @@ def die_at_each_event(base: Path, iteration: int, act: Callable[[], None]) -> No
         status = run_child(body)
         (directory / "status").write_text(str(status))
         if status == 0:
+            return
+
+
+def interrupt_each_line(base: Path) -> None:
+    """In `base/N`: save iteration 1, then save iteration 2 in a child that is interrupted at the N-th line, call or
+    return that its main thread comes to in a file whose name is in INTERRUPTED_FILES, until one ends otherwise.
+    """
+    for number in range(1, 10_000):
+        directory = base / f"{number:04d}"
+        save(directory, 1, value=1)
+
+        def body(number: int = number, directory: Path = directory) -> None:
+            seen = 0
+
+            def trace(frame: FrameType, event: str, argument: object) -> Any:
+                nonlocal seen
+                if Path(frame.f_code.co_filename).name in INTERRUPTED_FILES:
+                    seen += 1
+                    if seen == number:
+                        sys.settrace(None)
+                        raise KeyboardInterrupt
+                return trace
+
+            sys.settrace(trace)
+            save(directory, 2, value=2)
+            sys.settrace(None)
+
+        status = run_child(body)
+        (directory / "status").write_text(str(status))
+        if status != INTERRUPTED:
             return
 
 
@@ -173,6 +210,7 @@ def main(disk: Path, memory: Path) -> None:
     die_at_each_event(memory / "kill-same", 1, kill_self)
     die_at_each_event(memory / "interrupt-new", 2, interrupt)
     die_at_each_event(memory / "interrupt-same", 1, interrupt)
+    interrupt_each_line(memory / "interrupt-line")
     die_at_random_times(disk / "kill-time", signal.SIGKILL)
     die_at_random_times(disk / "interrupt-time", signal.SIGINT)
     measure_memory(disk / "memory")
@@ -242,6 +280,15 @@ def test_t54_a_save_that_dies_at_a_random_time_leaves_a_whole_checkpoint(
     outcomes = [check_after_death(folder, {"iter_0000001", "iter_0000002"}) for folder in folders]
     assert {status for status, _ in outcomes} <= {expected, 0}
     assert (expected, 1) in outcomes, "no save died half-way: the times are off"
+
+
+def test_t54_a_save_that_is_interrupted_at_any_line_ends_and_leaves_a_whole_checkpoint(
+    deaths: dict[str, Path],
+) -> None:
+    folders = sorted(deaths["interrupt-line"].iterdir())
+    outcomes = [check_after_death(folder, {"iter_0000001", "iter_0000002"}) for folder in folders]
+    assert [status for status, _ in outcomes] == [INTERRUPTED] * (len(folders) - 1) + [0]
+    assert {value for _, value in outcomes} == {1, 2}
 
 
 def test_an_interrupt_right_behind_the_making_of_the_folder_leaves_none(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cli_runs import SMALL, offloaded, read_json, start_process, wait_for
 from conftest import Cli
-from test_interrupts import LOITER
+from test_interrupts import loitering
 
 from hostward.cli import run_files
 from hostward.cli.output import require_writable
@@ -145,7 +145,7 @@ def test_a_signal_leaves_a_report(
 ) -> None:
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     # 7 buckets make 7 host steps per iteration: this is in the fourth.
-    process = start_process(["-c", LOITER.format(module="engine.simulated", name="adamw_step", call=24), *words])
+    process = start_process(["-c", loitering("engine.simulated", "adamw_step", call=24), *words])
     try:
         wait_for(process, "LOITERING")
         process.send_signal(number)
@@ -165,7 +165,7 @@ def test_a_signal_leaves_a_report(
 def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Path) -> None:
     program = "import hostward.cli.run_files as files; files.INTERVAL_S, files._SHARE = 0.0, 1e9\n"
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
-    program += LOITER.format(module="engine.simulated", name="adamw_step", call=24)
+    program += loitering("engine.simulated", "adamw_step", call=24)
     (tmp_path / TRACE_FILE).write_text("of an earlier run")
     process = start_process(["-c", program, *words])
     try:
