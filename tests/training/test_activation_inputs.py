@@ -1,16 +1,26 @@
 """What several layers are given and save, such as an encoder's output or a position bias: copied once, then kept.
 
-Seen red: copies in every layer; a tensor that one call is given twice, or an inner layer by an outer one, that stays.
+And what a layer's checkpoint is given otherwise than by position, which it holds and nobody sees (H43).
+
+Seen red: copies in every layer; a tensor that one call is given twice, or an inner layer by an outer one, that stays;
+a report that knows nothing of what a checkpoint holds.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from activation_cases import FEW, left_over, loss_of, offloading, same
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hostward.engine.simulated import Order
 
@@ -105,3 +115,135 @@ def test_what_goes_from_layer_to_layer_leaves() -> None:
                 model(x).sum().backward()
                 assert run.report().offloaded_bytes > 0
                 assert AGAIN not in run.report().kept_bytes
+
+
+class Gated(torch.nn.Module):
+    """x times a gate that each layer gets for itself, by position, by keyword or in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Linear(16, 16)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor | list[torch.Tensor] | None = None,
+        *,
+        by_name: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = gate[0] if isinstance(gate, list) else gate if by_name is None else by_name
+        assert given is not None
+        out: torch.Tensor = torch.tanh(self.weight(x)) * given
+        return out
+
+
+class NewLayer(GradientCheckpointingLayer):
+    """The checkpoint is within the module's call, as in transformers from 5.20 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Gated()
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class OldLayer(Gated):
+    """Around it, as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+
+
+CHECKPOINTED: dict[str, Callable[[], torch.nn.Module]] = {
+    "transformers": NewLayer,
+    "older transformers": OldLayer,
+    "torch's wrapper": lambda: checkpoint_wrapper(Gated()),
+}
+WAYS: dict[str, Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "argument": lambda layer, x, gate: layer(x, gate),
+    "keyword": lambda layer, x, gate: layer(x, by_name=gate),
+    "list": lambda layer, x, gate: layer(x, [gate]),
+}
+HELD = "a checkpoint holds it that was not given it by position"
+
+
+class GatedLayers(torch.nn.Module):
+    def __init__(self, layer: str, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(CHECKPOINTED[layer]() for _ in range(4))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = WAYS[self.way](layer, x, torch.sigmoid(x))
+        return x
+
+
+def gradients_of_layers(model: torch.nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 8 * 16).view(8, 16).requires_grad_()
+    model(x * 1).sum().backward()
+    return [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layer", CHECKPOINTED)
+def test_h43_what_a_checkpoint_holds_unseen_is_named(layer: str, way: str) -> None:
+    expected = gradients_of_layers(GatedLayers(layer, way))
+    each = 3 * 8 * 16 * 4  # layers but the last, batch, hidden, bytes
+    for order in (Order(), *FEW):
+        model = GatedLayers(layer, way)
+        with offloading(model, order, layers=list(model.layers)) as run:
+            assert same(gradients_of_layers(model), expected), order
+            report = run.report()
+        if way == "argument":
+            assert (report.offloaded_bytes, report.kept_bytes.get(HELD)) == (2 * each, None)
+        else:
+            assert (report.offloaded_bytes, report.kept_bytes[HELD]) == (each, each)
+            assert f"stays, because {HELD}: {each:,} bytes" in report.explain()
+        assert same(gradients_of_layers(model), expected)  # detached
+
+
+def test_h43_what_stays_for_another_reason_is_not_counted_again() -> None:
+    """Also saved by position; with modules, of which the layer is none; without a gradient."""
+    cases: list[tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = [
+        ({}, lambda x: x),
+        ({"modules": ["inner.weight"]}, torch.sigmoid),
+        ({}, lambda x: x.detach().sigmoid()),
+    ]
+    for how, gate in cases:
+        x = torch.ones(8, 16, requires_grad=True) * 1
+        model = GatedLayers("transformers", "keyword")
+        with offloading(model, Order(), layers=list(model.layers), **how) as run:
+            model.layers[0](x, by_name=gate(x)).sum().backward()
+            assert HELD not in run.report().kept_bytes
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_of_checkpointed_layers_call_the_plain_checkpoint(how: Callable[[Any], Any]) -> None:
+    model = GatedLayers("transformers", "keyword")
+    expected = gradients_of_layers(model)
+    with offloading(model, Order(), layers=list(model.layers)) as run:
+        other = how(model)
+        assert isinstance(other.layers[0]._gradient_checkpointing_func, functools.partial)
+        assert same(gradients_of_layers(other), expected)
+        assert run.report().kept_bytes == {}
+    assert isinstance(model.layers[0]._gradient_checkpointing_func, functools.partial)
+
+
+def test_a_checkpoint_that_was_set_anew_stays() -> None:
+    model = GatedLayers("transformers", "keyword")
+    anew = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    with offloading(model, Order(), layers=list(model.layers)):
+        model.layers[0]._gradient_checkpointing_func = anew
+    assert model.layers[0]._gradient_checkpointing_func is anew

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,37 +228,56 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 class _Checkpointing:
-    """A transformers layer whose `__call__` puts a checkpoint around the module and its hooks: what the checkpoint
-    saves itself, the layer's inputs, is saved before the hooks run. So the visit begins around the checkpoint.
+    """The call with which a layer puts a checkpoint around what it does, replaced on the instance.
+
+    Older transformers' layers put it around the module and its hooks: what the checkpoint saves itself, the layer's
+    inputs, is saved before the hooks run, so the visit begins here. Whoever calls: a checkpoint saves the tensors that
+    it is given by position. What else it is given it holds, and no hook sees that (H43).
+
+    A copy or pickle of the layer has the plain call.
     """
 
+    _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+    """Of transformers' layers, and of torch's `checkpoint_wrapper`."""
+
     def __init__(self, visits: Visits, number: int, layer: torch.nn.Module) -> None:
-        self._layer = weakref.ref(layer)
-        self._before: Any = None
-        if type(layer).__call__ is torch.nn.Module.__call__:
-            return
-        function = layer.__dict__.get("_gradient_checkpointing_func")
-        if function is None:
-            return
-        self._before = function
-        this = weakref.ref(visits)
+        self._visits, self._number, self._layer = weakref.ref(visits), number, weakref.ref(layer)
+        self._outside = type(layer).__call__ is not torch.nn.Module.__call__
+        self._attribute = next((name for name in self._ATTRIBUTES if name in layer.__dict__), None)
+        if self._attribute is not None:
+            self._function: Callable[..., Any] = layer.__dict__[self._attribute]
+            setattr(layer, self._attribute, self)
 
-        @functools.wraps(function)
-        def around(*args: Any, **kwargs: Any) -> Any:
-            alive = this()
-            if alive is None:
-                return function(*args, **kwargs)
-            alive.enter(number, (args[1:], kwargs))
-            output = None
-            try:
-                output = function(*args, **kwargs)
-            finally:
-                alive.leave(number, output)
-            return output
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._function,)
 
-        layer._gradient_checkpointing_func = around  # type: ignore[assignment]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        visits = self._visits()
+        if visits is None or (torch.compiler.is_compiling() and not self._outside):
+            return self._function(*args, **kwargs)
+        if self._outside:
+            visits.enter(self._number, (args[1:], kwargs))
+        output = None
+        try:
+            output = self._function(*args, **kwargs)
+            visits.held(self._number, _not_by_position(args, kwargs))
+        finally:
+            if self._outside:
+                visits.leave(self._number, output)
+        return output
 
     def undo(self) -> None:
         layer = self._layer()
-        if layer is not None and self._before is not None:
-            layer._gradient_checkpointing_func = self._before
+        if layer is not None and self._attribute is not None and layer.__dict__.get(self._attribute) is self:
+            setattr(layer, self._attribute, self._function)
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _not_by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Of the arguments of a checkpoint, its function first, those in which it does not look for tensors."""
+    function, *inputs = args
+    bound = [function.args, function.keywords] if isinstance(function, functools.partial) else []
+    return [*bound, kwargs, *(value for value in inputs if not isinstance(value, torch.Tensor))]

@@ -20,7 +20,7 @@ from hostward.engine.host_arena import Block, HostArena
 from hostward.errors import ModelError
 
 if TYPE_CHECKING:
-    from .visits import Visit
+    from .visit import Visit
 
 
 class Why(StrEnum):
@@ -36,6 +36,7 @@ class Why(StrEnum):
     SMALL = "it is small"
     KIND = "it is no plain tensor on the device"
     STREAM = "it was made on another stream"
+    HELD = "a checkpoint holds it that was not given it by position"
 
 
 @dataclass(slots=True, eq=False)

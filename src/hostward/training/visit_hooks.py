@@ -12,7 +12,8 @@ import torch.utils.checkpoint
 from torch._compile import _disable_dynamo
 
 if TYPE_CHECKING:
-    from .visits import Visit, Visits
+    from .visit import Visit
+    from .visits import Visits
     from .weight_offload import OffloadedWeights
 
 

@@ -7,7 +7,6 @@ what comes next, so that it is there in time; that a tensor comes back at all, a
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from .given import Given, tensors_of
 from .in_flight import InFlight
 from .movement import Movement
 from .saved_tensors import Group, Handle, Kept, Sorter, Span, Why, bytes_of, span_of
+from .visit import Stack, Visit
 from .visit_hooks import Back, Enter, Leave, Mark, Unmark, call, inside_checkpoint
 
 if TYPE_CHECKING:
@@ -34,40 +34,6 @@ log = logging.getLogger("hostward")
 _GROUP_BYTES = 256 * 1024 * 1024
 """Copies start when that much has been saved, not only at the end of the layer. Small groups take long to issue."""
 _autograd = torch._C._autograd
-
-
-class Visit:
-    """One call of a layer, and the groups that left in it (alive as long as handles on them are)."""
-
-    __slots__ = (
-        "__weakref__", "before", "begun", "capture", "groups", "installed", "layer", "number", "open", "released",
-        "shared", "stream",
-    )  # fmt: skip
-
-    def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why], capture: int) -> None:
-        self.layer = layer
-        self.capture = capture
-        self.number = number
-        self.before = None if before is None else weakref.ref(before)
-        self.shared = shared
-        self.open: Group | None = None
-        self.groups: list[weakref.ref[Group]] = []
-        self.released = self.begun = False
-        self.stream = 0
-        self.installed = False
-        """Our hooks are on for what autograd saves."""
-
-    def alive(self) -> list[Group]:
-        return [group for ref in self.groups if (group := ref()) is not None]
-
-
-class _Stack(threading.local):
-    """Visits that are on in this thread, innermost last; None where nothing is saved, or not for us."""
-
-    def __init__(self) -> None:
-        self.visits: list[tuple[int, Visit | None]] = []
-        self.marks: list[tuple[torch.nn.Module, bool]] = []
-        """Marked modules that run now, innermost last, and whether what they save leaves."""
 
 
 class Visits:
@@ -114,7 +80,7 @@ class Visits:
         self._hooked = offloaded if weights is None else max(offloaded, weights.count)
         self._window = window
         self._ahead = ahead
-        self._stack = _Stack()
+        self._stack = Stack()
         self._given = Given()
         self._alone = Alone()
         self._active: dict[int, list[tuple[Span, weakref.ref[Group]]]] = {}
@@ -286,6 +252,16 @@ class Visits:
                 self._active[key] = kept
             else:
                 self._active.pop(key, None)
+
+    def held(self, layer: int, values: object) -> None:
+        """A layer has called a checkpoint that was given these in a way in which it holds tensors, and saves none."""
+        visit = self._stack.visits[-1][1] if self._stack.visits else None
+        if visit is None or visit.layer != layer or not visit.installed or layer >= self._offloaded or self._marked:
+            return
+        for tensor in {id(tensor): tensor for tensor in tensors_of(values)}.values():
+            saved = tensor.untyped_storage()._cdata in self._active
+            if not saved and self._sorter.why_kept(tensor, visit.shared) is None:
+                self._sorter.keep(tensor, Why.HELD)
 
     # ---------------------------------------------------------------- what autograd saves
 
