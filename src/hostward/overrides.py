@@ -7,14 +7,18 @@ interpolations and YAML-mangled text; the checks here come first and let none of
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostward.config import NAMESPACES, Config, OptionInfo, options
 from hostward.errors import ConfigError, UnknownNameError
 from hostward.option_fields import nearest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
@@ -88,10 +92,19 @@ def _apply(config: Config, word: str) -> None:
     value = parse_value(info, text)
     if isinstance(value, (bool, int, float)):
         # The structured type has the last word on what is stored: a value that slipped through cannot change its type.
-        typed = OmegaConf.structured(NAMESPACES[info.namespace])
+        typed = _structured(info.namespace)
         OmegaConf.update(typed, info.name, value)
         value = typed[info.name]
     setattr(getattr(config, info.namespace), info.name, value)
+
+
+@functools.cache
+def _structured(namespace: str) -> DictConfig:
+    """For the types of a namespace's options; what it holds is of earlier words. Making one takes long."""
+    from omegaconf import OmegaConf
+
+    made: DictConfig = OmegaConf.structured(NAMESPACES[namespace])
+    return made
 
 
 def split_word(word: str) -> tuple[OptionInfo, str]:

@@ -97,6 +97,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _DRAWS and args[0].is_meta:
             options = {key: value for key, value in (kwargs or {}).items() if key != "generator"}
             self._draws.note(name, args[0], args[1:], options)
+            return args[0]  # there is nothing to fill
         return func(*args, **(kwargs or {}))
 
 

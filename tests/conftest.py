@@ -1,4 +1,4 @@
-"""Tensors here are tiny: a second thread of torch only waits for the first."""
+"""Tensors here are tiny: a second thread of torch only waits for the first, and takes its core from another test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
