@@ -98,6 +98,28 @@ def test_what_is_predicted_of_a_run(small: Workload) -> None:
     made = plan(small, choice)
     edited = replace(made, predicted=replace(made.predicted, step_s=7.0))
     assert estimate(small, choice, needs, edited, hardware).step_s == 7.0
+    longer = workload("model.seq_length=48")  # which the plan is not for
+    assert (
+        estimate(longer, choice, needs, edited, hardware).step_s == predict(longer, choice, speeds_of(hardware)).step_s
+    )
+    assert estimate(longer, choice, needs, edited, None).step_s is None
+
+
+def test_a_plan_for_a_step_of_other_sizes_is_carried_out_and_it_is_said(
+    train: Cli, small: Workload, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan_file.save(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))), path := tmp_path / "plan.json")
+    sizes = (small.sequence_tokens, small.microbatch_sequences, small.microbatches)
+    same = [f"model.seq_length={sizes[0]}", f"train.micro_batch_size={sizes[1]}"]
+    same += [f"train.global_batch_size={sizes[1] * sizes[2]}"]
+    train(BF16, "train.train_iters=1", *same, "--plan", path)
+    assert "the plan is for" not in caplog.text
+    more = [f"model.seq_length={2 * sizes[0]}", f"train.global_batch_size={3 * sizes[1] * sizes[2]}"]
+    train(BF16, "train.train_iters=1", *same, *more, "--plan", path)
+    assert (
+        f"the plan is for sequences of {sizes[0]} tokens (here {2 * sizes[0]}), {sizes[2]} microbatches" in caplog.text
+    )
+    assert "sequences in a microbatch" not in caplog.text
 
 
 def mixed(of: Workload, keeps: tuple[Keep, ...], weights: frozenset[str] = frozenset()) -> Choice:

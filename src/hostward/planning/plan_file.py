@@ -45,6 +45,15 @@ class Fingerprint:
     microbatches: int
     ranks: int
 
+    def other_sizes(self, sequence_tokens: int, microbatch_sequences: int, microbatches: int) -> str:
+        """How a step of these sizes differs from that of the plan, for people; "" where it does not."""
+        pairs = (
+            ("sequences of {:,} tokens", self.sequence_tokens, sequence_tokens),
+            ("{:,} sequences in a microbatch", self.microbatch_sequences, microbatch_sequences),
+            ("{:,} microbatches in a step", self.microbatches, microbatches),
+        )
+        return ", ".join(f"{words.format(ours)} (here {theirs:,})" for words, ours, theirs in pairs if ours != theirs)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -135,11 +135,12 @@ def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) 
 def estimate(
     workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None, gpus: int = 1
 ) -> Estimate:
-    """What is predicted of a run on so many GPUs of a machine; its seconds are unknown without a plan and without a
-    profile of the GPU.
+    """What is predicted of a run on so many GPUs of a machine; its seconds are unknown without a plan of this workload
+    and without a profile of the GPU.
     """
     step_s = exposed_s = None
-    if plan is not None:
+    sizes = workload.sequence_tokens, workload.microbatch_sequences, workload.microbatches
+    if plan is not None and not plan.workload.other_sizes(*sizes):
         step_s, exposed_s = plan.predicted.step_s, plan.predicted.exposed_s
     elif hardware is not None:
         found = predict(workload, choice, speeds_of(hardware, gpus))
@@ -149,10 +150,17 @@ def estimate(
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: Ranks) -> None:
     """Raises ConfigError if the plan's buckets are not those of the model, divided among `ranks`, or if it cannot be
-    carried out; NotBuiltError if that is not built.
+    carried out; NotBuiltError if that is not built. A plan for a step of other sizes is carried out, and it is said.
     """
     require_by_rows(config, "--plan", ranks.size)
     plan.require_ranks(ranks.size)
+    sizes = config.model.seq_length, config.train.micro_batch_size, microbatches(config, ranks.size)
+    if ranks.first and (others := plan.workload.other_sizes(*sizes)):
+        log.warning(
+            "the plan is for %s: another may be faster here, or need less memory, and its seconds are not this run's; "
+            "hostward plan with the options of this run makes one",
+            others,
+        )
     split_master = not config.optimizer.use_torch_optimizer_for_cpu_offload
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
     whole = inventory_of(model, split_master=split_master)
