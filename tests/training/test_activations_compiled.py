@@ -6,10 +6,13 @@ Seen red: hooks that a model which was compiled before does not call; hooks that
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from activation_cases import FEW, Images, left_over, loss_of, offloading, same, transformer
 
 # The compiler looks at .grad of everything, and warns of what it does itself.
@@ -63,6 +66,31 @@ def test_t43_h47_compiled(how: str, called_before: bool) -> None:
             assert left_over(run) == 0
         assert report.offloaded_bytes == report.reloaded_bytes > 0
         assert report.freed_bytes > 0.9 * report.offloaded_bytes
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+def test_t43_layers_compiled_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference has a hook of its own: kernels may depend on where the graph breaks."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+
+    def run(*, attached: bool) -> tuple[list[torch.Tensor], int]:
+        torch.compiler.reset()
+        model = compiled(transformer("Llama"), "per layer", "inductor")
+        if not attached:
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+            return gradients(model), 0
+        with offloading(model, FEW[1]) as run:
+            found = gradients(model)
+            assert left_over(run) == 0
+            report = run.report()
+        assert report.offloaded_bytes == report.reloaded_bytes
+        return found, report.offloaded_bytes
+
+    found, offloaded = run(attached=True)
+    assert offloaded > 0
+    assert same(found, run(attached=False)[0])
 
 
 def test_t43_a_compiled_network_of_another_kind() -> None:

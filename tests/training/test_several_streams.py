@@ -5,7 +5,8 @@ each gradient is taken, each stream waits for a layer that it uses, and no strea
 
 Seen red with: the lane left where it was when a gradient is taken; a layer that has arrived not waited for on another
 stream; gradients dropped without holding the streams on which they were made, with those
-of a weight's first bucket alone, or with those of the microbatch before.
+of a weight's first bucket alone, or with those of the microbatch before; those of a gradient that came back from the
+host, or was taken at the step, forgotten; slots given back to a stream that has not waited.
 """
 
 from __future__ import annotations
@@ -179,6 +180,79 @@ def test_h12_each_microbatch_that_is_summed_on_the_host_is_waited_for(swapped: b
     backend.held.clear()
     optimizer.step()
     assert {stream for stream, _ in backend.held} == {2 if swapped else 1}
+
+
+def test_h12_a_gradient_that_came_back_is_memory_of_where_it_came_back() -> None:
+    """Two rounds of backward before one step: the second is about to add on one stream, and hands over on another."""
+    backend = Streams()
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)))
+    for layer in model:
+        layer.weight.register_hook(_entering(backend, 2))
+        layer.weight.register_post_accumulate_grad_hook(_entering(backend, 1))
+    optimizer = adamw(model, backend=backend, offload_fraction=1.0, streamed_fraction=0.0)
+    for expected in (set(), {2}):
+        with optimizer.accumulate(last=True):
+            model(torch.ones(1, 1024)).sum().backward()
+        assert {stream for stream, _ in backend.held} == expected
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_h12_gradients_that_are_taken_at_the_step_are_waited_for_where_they_were_made(mix: str) -> None:
+    model, optimizer, backend = made(mix)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    backend.stream = 0
+    assert not backend.held
+    optimizer.step()
+    if mix == "streamed":
+        backend.held.clear()  # they are dropped where forward uses the layers
+        with backend.on(3):
+            optimizer.arrive()
+    assert {stream for stream, _ in backend.held} == ({0, 1, 2} if mix == "streamed" else {1, 2})
+
+
+def test_h12_slots_go_back_to_the_stream_that_they_came_from() -> None:
+    """Forward, in which they go back, need not be on the stream of the step."""
+    backend = Streams()
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    optimizer = adamw(model, backend=backend, offload_fraction=1.0, streamed_fraction=1.0)
+    for _ in range(2):
+        with backend.on(1), optimizer.accumulate(last=True):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()  # here slots are taken, or it says where
+        optimizer.zero_grad()
+    backend.held.clear()
+    assert optimizer._issuer._slots.held
+    with backend.on(1):
+        model(torch.ones(2, WIDTH))
+    assert not optimizer._issuer._slots.held
+    assert backend.held == [(0, 1)]
+
+
+def test_arrive_is_of_the_current_stream_also_where_nothing_is_pending() -> None:
+    model, optimizer, backend = made("host")
+    backward(model, optimizer, backend)
+    optimizer.step()
+    with backend.on(1):
+        optimizer.arrive()
+    assert backend.lane == 1
+    with backend.on(3):
+        optimizer.arrive()
+    assert backend.lane == 3
+
+
+def test_h12_activations_go_back_to_the_stream_that_made_them() -> None:
+    backend = Streams()
+    layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    how = hostward.Activations(min_bytes=64)
+    with hostward.attach(layers, activations=how, layers=list(layers), backend=backend) as run:
+        x = torch.ones(4, WIDTH, requires_grad=True) * 1
+        for layer, stream in zip(layers, (1, 2, 2, 2), strict=True):
+            with backend.on(stream):
+                x = torch.tanh(layer(x))
+        assert run.report().offloaded_bytes > 0
+        # What the first layer has saved goes where the second begins, and what the others have on their own stream.
+        assert [stream for stream, _ in backend.held] == [1]
+        x.sum().backward()
 
 
 def test_one_stream_is_never_held() -> None:

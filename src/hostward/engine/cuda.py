@@ -313,6 +313,7 @@ class CudaBackend(Backend):
         event_synchronize(self.handle_of(event))
 
     def synchronise(self) -> None:
+        self.follow_compute()  # the lane may be on another stream than the caller
         for stream in (*self._lanes.all(), torch.cuda.current_stream(self.device)):
             stream.synchronize()
         for kept in self._kept:

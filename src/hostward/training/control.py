@@ -122,6 +122,8 @@ class Control(torch.optim.Optimizer):
         before deepcopy, an average of weights kept by hand, or the replay of a CUDA graph on another stream.
         """
         self._issuer.use_all()
+        if not self.backend.capturing():
+            self.backend.follow_compute()  # what has arrived before was waited for on another stream, maybe
 
     @property
     def grad_norm(self) -> float:

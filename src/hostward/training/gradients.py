@@ -73,6 +73,11 @@ class Taker(Protocol):
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
 
+    def made(self, name: str) -> None:
+        """Backward has made a gradient of this parameter, or added to it, on the stream that is current; it stays in
+        `.grad` for now.
+        """
+
     def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
         """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
 
@@ -178,8 +183,12 @@ class Handover:
         t = self._by_name[name]
         self.captured = _capturing(t.parameter)
         self._taker.require_used(t.name)
-        if (self.armed or name in self.summed) and not self.captured and t.parameter.numel():
+        if self.captured or not t.parameter.numel():
+            return
+        if self.armed or name in self.summed:
             self.hand_over(t, last=self.armed)
+        else:
+            self._taker.made(name)
 
     def hand_over(self, t: Tracked, *, last: bool = True) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""

@@ -96,6 +96,7 @@ class Movement:
     def offload(self, name: str, group: Group) -> None:
         """Copy a group to the host: all of it has been written, by what the compute lane holds now."""
         self.collect()
+        group.stream = self._backend.caller_stream()
         spans = group.spans
         start = 0
         for span in spans:
@@ -113,7 +114,9 @@ class Movement:
         self.offloaded += group.nbytes
 
     def release(self, groups: Iterable[Group]) -> None:
-        """The compute lane waits for the copies; then the device memory may go to somebody else."""
+        """The compute lane waits for the copies; then the device memory may go to somebody else. It goes back to the
+        streams that made what was copied, which wait as well.
+        """
         groups = [g for g in groups if g.offloaded is not None and not g.released]
         if groups:
             here = self._backend.capture()
@@ -136,7 +139,10 @@ class Movement:
                     gone.append(Buffer(Tier.DEVICE, data, _OWNER))
                 else:
                     self.held += span.nbytes
-        self._backend.retire(gone, VISIT["release"].lane, waits=waits).issue()
+        behind = self._backend.retire(gone, VISIT["release"].lane, waits=waits).issue()
+        stream = self._backend.caller_stream()
+        for other in {g.stream for g in groups if not g.capture and g.stream is not None and g.stream != stream}:
+            self._backend.hold(other, [behind])
         for buffer in gone:
             buffer.data = buffer.data.new_empty(0)
 

@@ -84,6 +84,8 @@ class Group:
     """In which it left. It holds no graph."""
     capture: int = 0
     """The capture of a CUDA graph in which it left; 0: none."""
+    stream: torch.Stream | None = None
+    """That of its visit, whose memory it is."""
     spans: list[Span] = field(default_factory=list)
     nbytes: int = 0
     arena: HostArena | None = None

@@ -105,6 +105,8 @@ class Slots:
         self.transient = True
         self._held: dict[int, Buffer] = {}
         """Memory of slots, by slot."""
+        self._taken_from: dict[int, torch.Stream | None] = {}
+        """Whose memory that is, by slot."""
         self._gauge = gauge
         self._spans: list[Span] = []
         self._profiled = gauge is None or not self._streamed
@@ -156,6 +158,7 @@ class Slots:
                 except MemoryLimitError:
                     self.give_back(taken)
                     raise
+                self._taken_from[slot] = self._backend.caller_stream() if self.stream is None else self.stream
                 taken.append(slot)
         for (slot, layout), views in self._views.items():
             if slot < count:  # the others too: an interrupt may have come between memory and views
@@ -163,12 +166,19 @@ class Slots:
                     self._backend.refill(view, data)
 
     def give_back(self, slots: Collection[int]) -> None:
-        """Return the memory of these, behind what the compute lane has waited for."""
-        nothing = torch.empty(0, device="cpu")
+        """Return the memory of these, behind what the compute lane has waited for. It goes back to the stream that it
+        was taken from, which waits for that as well: it need not be the one that is current now.
+        """
+        nothing, backend = torch.empty(0, device="cpu"), self._backend
+        here, taken_from = backend.caller_stream(), [self._taken_from.pop(slot, None) for slot in slots]
+        if others := {stream for stream in taken_from if stream is not None and stream != here}:
+            behind = backend.mark("offload/slots/gone", Lane.COMPUTE).issue()
+            for stream in others:
+                backend.hold(stream, [behind])
         for (slot, _), views in self._views.items():
             for view in views if slot in slots else ():
                 view.data = nothing
-        self._backend.free([self._held.pop(slot) for slot in slots])
+        backend.free([self._held.pop(slot) for slot in slots])
 
     # ---------------------------------------------------------------- when
 

@@ -87,9 +87,9 @@ class StepIssuer(TakenGradients):
         self.pending: set[str] = set()
         """Layers whose weights have not been waited for since the last step."""
         self._unreported: set[str] = set()
+        """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._waited: dict[str, set[int]] = {}
         """By layer: the streams that have waited for its weights since the last step."""
-        """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._lower()
         self._reset()
         # What is pending writes to memory that this object holds.
@@ -134,6 +134,7 @@ class StepIssuer(TakenGradients):
         self._reported: set[int] = set()
         self._in_flight: deque[int] = deque()
         self._staged = 0
+        self._made_at: dict[str, set[int]] = {}
         self._totals.reset()
 
     def forget_step_bound(self) -> None:

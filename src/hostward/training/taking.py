@@ -40,6 +40,8 @@ class TakenGradients(FetchedWeights):
     _in_flight: deque[int]
     _staged: int
     """Slots that have been taken, and filled, for this turn's step."""
+    _made_at: dict[str, set[int]]
+    """By parameter: the streams on which backward has made its gradient, as long as that is not taken."""
 
     def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
@@ -47,8 +49,9 @@ class TakenGradients(FetchedWeights):
         self._holding: set[int] = set()
         """Buckets with gradients that are on the device, of this turn or of the one before."""
         self._taken_on: list[set[int]] = [set() for _ in states]
-        """By bucket: the streams that were current when gradients in it were taken."""
+        """By bucket: the streams whose memory gradients in it may be."""
         self._streams: dict[int, torch.Stream | None] = {}
+        """By their keys."""
         self._makers: set[torch.Stream] = set()
         self._sources: list[list[tuple[str, slice | None]]] = [[("", None)] * len(s.bucket.ranges) for s in states]
         """By bucket and range: the parameter, and which elements of it."""
@@ -75,13 +78,26 @@ class TakenGradients(FetchedWeights):
         if not self.turning:
             self._begin()
         # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
-        key = self._backend.follow_compute()
-        if key not in self._streams:
-            self._streams[key] = self._backend.caller_stream()
+        self._backend.follow_compute()
         self._held[name] = gradient
         self._take_parts(gradient, self._parts[name], last=last)
+        self._note_streams(name)
+
+    def made(self, name: str) -> None:
+        """Backward has made a parameter's gradient, or added to it, on the stream that is current."""
+        self._made_at.setdefault(name, set()).add(self._here())
+
+    def _note_streams(self, name: str) -> None:
+        """The gradient of a parameter is taken; it may be memory of the stream that is current."""
+        keys = self._made_at.pop(name, set()) | {self._here()}
         for b, *_ in self._parts[name]:
-            self._taken_on[b].add(key)
+            self._taken_on[b] |= keys
+
+    def _here(self) -> int:
+        key = self._backend.compute_key()
+        if key not in self._streams:
+            self._streams[key] = self._backend.caller_stream()
+        return key
 
     def _take_parts(
         self, gradient: torch.Tensor, parts: Iterable[tuple[int, int, slice | None]], *, last: bool
@@ -120,6 +136,8 @@ class TakenGradients(FetchedWeights):
             self._fresh[b].update(self._chosen[b])
             whole.append(b)
         self._holding.update(whole)
+        for name in gradients:
+            self._note_streams(name)
         dtypes = {gradient.dtype for gradient in gradients.values()}
         for b in whole:
             if len(dtypes) > 1:
@@ -154,6 +172,7 @@ class TakenGradients(FetchedWeights):
         if held is None:
             dtype = next(self._states[b].gradients[i].data.dtype for b, i, _ in parts if self._states[b].gradients)
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
+            self._note_streams(name)  # its memory is of this stream, and it may be taken on another one
             for b, i, span in parts:
                 target = held if span is None else held[span]
                 if self._gradients[b][i].data.numel():
