@@ -73,10 +73,8 @@ class Taker(Protocol):
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
 
-    def made(self, name: str) -> None:
-        """Backward has made a gradient of this parameter, or added to it, on the stream that is current; it stays in
-        `.grad` for now.
-        """
+    def made(self) -> None:
+        """Backward has made a gradient, or added to one, on the stream that is current. It stays in `.grad` for now."""
 
     def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
         """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
@@ -188,7 +186,7 @@ class Handover:
         if self.armed or name in self.summed:
             self.hand_over(t, last=self.armed)
         else:
-            self._taker.made(name)
+            self._taker.made()
 
     def hand_over(self, t: Tracked, *, last: bool = True) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""

@@ -134,7 +134,7 @@ class StepIssuer(TakenGradients):
         self._reported: set[int] = set()
         self._in_flight: deque[int] = deque()
         self._staged = 0
-        self._made_at: dict[str, set[int]] = {}
+        self._made_on: set[int] = set()
         self._totals.reset()
 
     def forget_step_bound(self) -> None:

@@ -40,8 +40,8 @@ class TakenGradients(FetchedWeights):
     _in_flight: deque[int]
     _staged: int
     """Slots that have been taken, and filled, for this turn's step."""
-    _made_at: dict[str, set[int]]
-    """By parameter: the streams on which backward has made its gradient, as long as that is not taken."""
+    _made_on: set[int]
+    """Streams on which backward has made gradients that were not taken at once."""
 
     def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
@@ -81,17 +81,18 @@ class TakenGradients(FetchedWeights):
         self._backend.follow_compute()
         self._held[name] = gradient
         self._take_parts(gradient, self._parts[name], last=last)
-        self._note_streams(name)
+        self._note_streams(b for b, *_ in self._parts[name])
 
-    def made(self, name: str) -> None:
-        """Backward has made a parameter's gradient, or added to it, on the stream that is current."""
-        self._made_at.setdefault(name, set()).add(self._here())
+    def made(self) -> None:
+        """Backward has made a gradient, or added to one, on the stream that is current; it is taken later."""
+        self._made_on.add(self._here())
 
-    def _note_streams(self, name: str) -> None:
-        """The gradient of a parameter is taken; it may be memory of the stream that is current."""
-        keys = self._made_at.pop(name, set()) | {self._here()}
-        for b, *_ in self._parts[name]:
-            self._taken_on[b] |= keys
+    def _note_streams(self, buckets: Iterable[int]) -> None:
+        """Gradients in these are taken: memory of the stream that is current, or of those on which they were made."""
+        here = self._here()
+        for b in buckets:
+            self._taken_on[b].add(here)
+            self._taken_on[b] |= self._made_on
 
     def _here(self) -> int:
         key = self._backend.compute_key()
@@ -136,8 +137,7 @@ class TakenGradients(FetchedWeights):
             self._fresh[b].update(self._chosen[b])
             whole.append(b)
         self._holding.update(whole)
-        for name in gradients:
-            self._note_streams(name)
+        self._note_streams(whole)
         dtypes = {gradient.dtype for gradient in gradients.values()}
         for b in whole:
             if len(dtypes) > 1:
@@ -149,7 +149,9 @@ class TakenGradients(FetchedWeights):
         if len(whole) < len(self._of_bucket):
             done = set(whole)
             for name, gradient in gradients.items():
-                self._take_parts(gradient, [p for p in self._parts[name] if p[0] not in done], last=True)
+                parts = [p for p in self._parts[name] if p[0] not in done]
+                self._note_streams(b for b, *_ in parts)
+                self._take_parts(gradient, parts, last=True)
 
     def flush(self, name: str | None = None, *, last: bool = False) -> None:
         """Let gradients that wait for others of their bucket be added to the totals: that of one parameter, because it
@@ -172,7 +174,7 @@ class TakenGradients(FetchedWeights):
         if held is None:
             dtype = next(self._states[b].gradients[i].data.dtype for b, i, _ in parts if self._states[b].gradients)
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-            self._note_streams(name)  # its memory is of this stream, and it may be taken on another one
+            self._note_streams(b for b, *_ in parts)  # its memory is of here, and it may be taken on another stream
             for b, i, span in parts:
                 target = held if span is None else held[span]
                 if self._gradients[b][i].data.numel():

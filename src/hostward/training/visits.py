@@ -259,8 +259,8 @@ class Visits:
         if visit is None or visit.layer != layer or not visit.installed or layer >= self._offloaded or self._marked:
             return
         for tensor in {id(tensor): tensor for tensor in tensors_of(values)}.values():
-            saved = tensor.untyped_storage()._cdata in self._active
-            if not saved and self._sorter.why_kept(tensor, visit.shared) is None:
+            leaves = self._sorter.why_kept(tensor, visit.shared) is None
+            if leaves and tensor.untyped_storage()._cdata not in self._active:
                 self._sorter.keep(tensor, Why.HELD)
 
     # ---------------------------------------------------------------- what autograd saves
