@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import Backend
+from hostward.engine import cuda_work
+from hostward.engine.backend import Backend, Event
 from hostward.engine.cuda import CudaBackend
-from hostward.engine.cuda_work import CudaWork
+from hostward.engine.cuda_work import CudaWork, KernelWork, ListedWork
 from hostward.schedule import Lane
 from hostward.training.state import same_bits
 
@@ -129,18 +131,33 @@ def reference(steps: int = 20, microbatches: int = 2) -> dict[str, torch.Tensor]
     return train(None, steps=steps, microbatches=microbatches)
 
 
-def slow(lanes: list[Lane], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation issued on these lanes comes behind a sleeping kernel, from here on, and is enqueued alone."""
-    prepare = CudaWork.prepare
+def slow(lanes: list[Lane], monkeypatch: pytest.MonkeyPatch) -> Counter[Lane]:
+    """Every operation issued on these lanes comes behind a sleeping kernel, from now on, and is enqueued alone. Returns
+    how many have.
+    """
+    slept: Counter[Lane] = Counter()
+    enqueue, launch = cuda_work.enqueue, KernelWork.issue
 
-    def behind_a_sleep(self: CudaWork) -> None:
-        if self.lane in lanes:
-            if self.lane is Lane.COMPUTE:
-                torch.cuda._sleep(SLEEP_CYCLES // 10)
-            else:
-                with torch.cuda.stream(self._backend._side[self.lane]):
-                    torch.cuda._sleep(SLEEP_CYCLES)
-        prepare(self)
+    def sleep(work: CudaWork) -> None:
+        if work.lane not in lanes:
+            return
+        slept[work.lane] += 1
+        if work.lane is Lane.COMPUTE:
+            torch.cuda._sleep(SLEEP_CYCLES // 10)
+        else:
+            with torch.cuda.stream(work._backend._side[work.lane]):
+                torch.cuda._sleep(SLEEP_CYCLES)
 
-    monkeypatch.setattr(CudaWork, "prepare", behind_a_sleep)
+    def enqueue_behind(backend: CudaBackend, works: Sequence[ListedWork], *rest: Any) -> None:
+        for work in works:
+            sleep(work)
+        enqueue(backend, works, *rest)
+
+    def launch_behind(self: KernelWork) -> Event:
+        sleep(self)
+        return launch(self)
+
+    monkeypatch.setattr(cuda_work, "enqueue", enqueue_behind)
+    monkeypatch.setattr(KernelWork, "issue", launch_behind)
     monkeypatch.setattr(CudaBackend, "batch", Backend.batch)
+    return slept

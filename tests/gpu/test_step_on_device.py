@@ -192,7 +192,7 @@ def test_h12_gradients_and_slots_are_not_reused_too_early(reference: tuple[torch
     assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 
 
-@pytest.mark.parametrize("mix", ["host", "mixed"])
+@pytest.mark.parametrize("mix", ["host", "streamed", "mixed"])
 def test_h2_a_model_trained_on_a_side_stream(reference: tuple[torch.dtype, Any], mix: str) -> None:
     dtype, (expected, _) = reference
     model, optimizer = make(dtype, **MIXES[mix])

@@ -75,6 +75,8 @@ def memory_of(device: torch.device, stream: torch.Stream | None) -> Iterator[Non
     if not isinstance(stream, torch.cuda.Stream) or stream == here:
         yield
         return
-    here.wait_stream(stream)  # its operations may still use what the allocator hands out
     with torch.cuda.stream(stream):
         yield
+    # Behind: its operations may still use what the allocator has handed out, and with deterministic algorithms torch
+    # enqueues another there that fills it.
+    here.wait_stream(stream)
