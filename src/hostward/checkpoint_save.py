@@ -101,11 +101,15 @@ class Copies:
         self._there = {index: threading.Event() for index in places}
 
     def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
-        """Copy all of them, on a thread for each of these rooms, or on more where none is needed."""
-        if all(map(self._planner.on_host, self._items)):
-            rooms = [None] * max(len(rooms), copier_count())
-        shares = shared_out(self._items, len(rooms))
-        in_threads([partial(self._make, *each) for each in zip(shares, rooms, strict=True)], self._stop)
+        """Copy all of them: what lies on the device through these rooms, a thread for each, and at the same time what
+        lies on the host, which needs none, on as many threads as that is worth.
+        """
+        on_host = [item for item in self._items if self._planner.on_host(item)]
+        through = [item for item in self._items if not self._planner.on_host(item)]
+        shares: list[tuple[list[WriteItem], torch.Tensor | None]]
+        shares = [(share, None) for share in shared_out(on_host, copier_count())]
+        shares += zip(shared_out(through, len(rooms)), rooms, strict=True)
+        in_threads([partial(self._make, *share) for share in shares if share[0]], self._stop)
 
     def _make(self, items: Sequence[WriteItem], room: torch.Tensor | None) -> None:
         for item in items:

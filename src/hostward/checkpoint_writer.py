@@ -89,8 +89,8 @@ def shared_out(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
 
 def in_threads(bodies: Sequence[Callable[[], T]], stop: Stop) -> list[T]:
     """What they return, each run on a thread of its own; raises what the first that failed raised."""
-    if len(bodies) == 1:
-        return [bodies[0]()]
+    if len(bodies) <= 1:
+        return [body() for body in bodies]
     errors: list[BaseException] = []
 
     def ended(future: futures.Future[T]) -> None:

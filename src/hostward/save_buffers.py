@@ -9,8 +9,10 @@ PIECE_BYTES = 32 * 1024 * 1024
 MOST_WRITERS = 4
 """Threads that write, each into a file of its own: checksums take a thread more time than a disk its bytes."""
 
-MOST_COPIERS = 8
-"""Threads that copy state which lies on the host for a snapshot: the next step waits for them."""
+MOST_COPIERS = 16
+"""Threads that copy state which lies on the host for a snapshot: a core alone is far from what the memory gives. The
+next step waits for them, and nothing else wants the cores then.
+"""
 
 
 def copier_count() -> int:

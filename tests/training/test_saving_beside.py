@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from hostward.errors import CheckpointError, MemoryLimitError
 
 MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
 ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
+COPIERS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -209,6 +211,41 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
     saver.close()
     assert written == [True]
     assert_equal(saved_state(path, torch.float32), expected)
+
+
+def test_what_lies_on_the_host_is_copied_beside_what_comes_from_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On threads of their own: weights of streamed buckets come through the few rooms that are page-locked."""
+    model, optimizer = make("mixed", torch.bfloat16)
+    step(model, optimizer, 0)
+    saver = checkpoint.Saver(tmp_path, mode="snapshot")
+    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    met: dict[int, set[bool]] = {}
+    all_at_once = threading.Barrier(COPIERS + 1)
+
+    def meets(
+        planner: PiecePlanner, item: Any, room: torch.Tensor | None, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if place is not None:  # it is copied
+            thread = threading.get_ident()
+            if thread not in met:
+                met[thread] = set()
+                all_at_once.wait(20)
+            met[thread].add(room is not None)
+        return read(planner, item, room, place)
+
+    expected = snapshot(model, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr("hostward.checkpoint_save.copier_count", lambda: COPIERS)
+        patched.setattr("hostward.checkpoint_saver.writer_count", lambda: 1)
+        patched.setattr(PiecePlanner, "on_host", lambda _, item: "exp_avg" in item.index.fqn)
+        patched.setattr(PiecePlanner, "read", meets)
+        begin(saver, model, optimizer)
+        path = saver.finish()
+    saver.close()
+    assert sorted(met.values(), key=sorted) == [{False}] * COPIERS + [{True}]
+    assert_equal(saved_state(path, torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
