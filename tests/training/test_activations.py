@@ -35,7 +35,7 @@ from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, ModelError, OrderingError
 from hostward.lowering.activations import VISIT
 from hostward.schedule import Lane
-from hostward.training import movement
+from hostward.training import movement, visits
 from hostward.training.layers import find_layers
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
@@ -89,6 +89,26 @@ def test_inputs_of_checkpointed_layers_leave(name: str, reentrant: bool) -> None
         # The model's forward holds the first layer's input until it returns.
         assert report.held_bytes == inputs // 3
         assert report.freed_bytes == inputs - inputs // 3
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize(("most", "early"), [(None, True), (1, False)])
+def test_the_input_of_a_checkpointed_layer_leaves_while_the_layer_runs(
+    most: int | None, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next layer waits for the copy. Under a bound on copies it would wait for that of the layer before instead."""
+    monkeypatch.setattr(visits, "_FIRST_GROUP_BYTES", 4096)
+    model = NETWORKS["Llama"]()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    copied: list[int] = []
+    with offloading(model, max_in_flight=most) as run:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.mlp.register_forward_pre_hook(  # type: ignore[union-attr]
+                lambda *_: copied.append(run.backend.ledger.copied_bytes[Lane.D2H])
+            )
+        loss_of(model, 0).backward()
+    input_bytes = 2 * 24 * 64 * 2
+    assert copied[:4] == [(i + early) * input_bytes for i in range(3)] + [3 * input_bytes]
 
 
 class OldStyle(torch.nn.Module):
