@@ -97,7 +97,7 @@ def test_the_input_of_a_checkpointed_layer_leaves_while_the_layer_runs(
     most: int | None, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next layer waits for the copy. Under a bound on copies it would wait for that of the layer before instead."""
-    monkeypatch.setattr(visits, "_FIRST_GROUP_BYTES", 4096)
+    monkeypatch.setattr(visits, "FIRST_GROUP_BYTES", 4096)
     model = NETWORKS["Llama"]()
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     copied: list[int] = []

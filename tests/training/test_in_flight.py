@@ -15,7 +15,7 @@ from hostward.training import visits
 
 @pytest.fixture(params=[4096, 1 << 30], ids=["several groups in a layer", "one group a layer"])
 def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(visits, "_GROUP_BYTES", request.param)
+    monkeypatch.setattr(visits, "GROUP_BYTES", request.param)
     found: int = request.param
     return found
 

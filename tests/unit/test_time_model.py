@@ -164,6 +164,15 @@ def test_recomputation_costs_a_forward_of_the_layer() -> None:
     assert again.step_s - kept.step_s == pytest.approx(layers)
 
 
+@pytest.mark.parametrize(("sequences", "waits"), [(8, False), (1, True)])
+def test_inputs_of_checkpointed_layers_leave_while_these_run(sequences: int, waits: bool) -> None:
+    """If they are worth a copy of their own: 128 MiB are, 16 MiB are not."""
+    workload = replace(llama(sequence=4096), microbatch_sequences=sequences)
+    choice = with_keeps(workload, (Keep.RECOMPUTE_OFFLOAD, 23), (Keep.RECOMPUTE, 1))
+    found = predict(workload, choice, H200)
+    assert ("activations on their way to the host" in found.waited_s) is waits
+
+
 def test_weights_on_the_host_come_twice() -> None:
     workload = llama(layers=6, hidden=4096, ffn=16384)
     names = frozenset(layer.name for layer in workload.repeated[:4])

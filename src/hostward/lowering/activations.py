@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from hostward.ordering import repeated, require_ordered
 from hostward.schedule import Kind, Lane, Op, Schedule
+from hostward.sizes import MIB
 
 VISIT = {
     "made": Op("made", Kind.JOIN, Lane.COMPUTE, "leave"),
@@ -32,6 +33,13 @@ VISIT = {
     "drop": Op("drop", Kind.RETIRE, Lane.COMPUTE, "drop", None, (), ("reloaded",)),
 }
 """The operations of one visit, without its number. What the engine issues and waits for is taken from here."""
+
+GROUP_BYTES = 256 * MIB
+"""Copies start when that much has been saved, not only at the end of the layer. Small groups take long to issue."""
+FIRST_GROUP_BYTES = 32 * MIB
+"""That of a layer's first group: what a checkpointed layer keeps is its input alone, and the next layer would wait for
+all of a copy that starts when the layer has run. Shorter copies take less time than another group takes to issue.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hostward.choice import LEAVES, Choice, Keep
+from hostward.lowering.activations import FIRST_GROUP_BYTES
 from hostward.lowering.optimizer import INBOXES
 from hostward.lowering.staging import FEWEST
 from hostward.memory_model import Needs
@@ -89,12 +90,18 @@ class Turn:
             if cost.layer.repeated:
                 before = self.costs.repeated.index(i) - self.window
                 waits += [self.offloads.get(self.costs.repeated[before])] if before >= 0 else []
+            before_it = self.compute
             self.compute = self.program.add(f"forward/{cost.layer.name}", Queue.COMPUTE, cost.forward_s, waits)
             if i in self.leaving:
                 speeds = self.costs.speeds
                 size = cost.held_bytes(self.keep[i])
+                # An input is there before the layer runs, and leaves then if it is worth a group of its own.
+                at_once = self.keep[i] is Keep.RECOMPUTE_OFFLOAD and size >= FIRST_GROUP_BYTES
                 self.offloads[i] = self.program.add(
-                    "offload", Queue.D2H, speeds.copy_s(size, speeds.d2h_bytes_per_s), [self.compute]
+                    "offload",
+                    Queue.D2H,
+                    speeds.copy_s(size, speeds.d2h_bytes_per_s),
+                    [before_it if at_once else self.compute],
                 )
 
     def _fetch(self, i: int) -> int | None:

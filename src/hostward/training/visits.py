@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
+from hostward.lowering.activations import FIRST_GROUP_BYTES, GROUP_BYTES
 
 from .alone import Alone
 from .compiled import forget_compiled
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hostward")
 
-_GROUP_BYTES = 256 * 1024 * 1024
-"""Copies start when that much has been saved, not only at the end of the layer. Small groups take long to issue."""
-_FIRST_GROUP_BYTES = 32 * 1024 * 1024
-"""That of a layer's first group: what a checkpointed layer keeps is its input alone, and the next layer would wait for
-all of a copy that starts when the layer has run. Shorter copies take less time than another group takes to issue.
-"""
 _autograd = torch._C._autograd
 
 
@@ -92,7 +87,7 @@ class Visits:
         self._unreleased: deque[Visit] = deque()
         self._in_flight = InFlight(in_flight, self._release_groups)
         # Under a bound the first group of a layer would wait for the last of the layer before.
-        self._first_group_bytes = _GROUP_BYTES if in_flight is not None else min(_FIRST_GROUP_BYTES, _GROUP_BYTES)
+        self._first_group_bytes = GROUP_BYTES if in_flight is not None else min(FIRST_GROUP_BYTES, GROUP_BYTES)
         self._last: weakref.ref[Visit] | None = None
         self._numbers = 0
         self._warned = False
@@ -302,7 +297,7 @@ class Visits:
         group.add(span)
         self._active.setdefault(key, []).append((span, weakref.ref(group)))
         handle = Handle(group, span, tensor)
-        if group.nbytes >= (_GROUP_BYTES if visit.groups else self._first_group_bytes):
+        if group.nbytes >= (GROUP_BYTES if visit.groups else self._first_group_bytes):
             self._send(visit)
         return handle
 
