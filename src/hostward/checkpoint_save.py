@@ -33,7 +33,6 @@ from hostward.checkpoint_ranks import Ranks, Stop, StoppedError
 from hostward.checkpoint_writer import PieceWriter, in_threads, shared_out
 from hostward.engine.backend import Backend, Tier
 from hostward.errors import CheckpointError, HostwardError
-from hostward.save_buffers import copier_count
 from hostward.training.sources import Source, array
 
 PLAIN = "plain.json"
@@ -78,14 +77,19 @@ class Snapshot:
         for item in filter(planner.live, items):
             places[item.index] = self._buffer.data[end : end + item_bytes(item)]
             end += -(-item_bytes(item) // _ALIGNED) * _ALIGNED
-        return Copies(planner, [item for item in items if item.index in places], places, stop)
+        copied = [item for item in items if item.index in places]
+        return Copies(planner, copied, places, stop, threads=self._backend.threads)
 
     def free(self) -> None:
         self._backend.free([self._buffer])
 
 
 class Copies:
-    """Items of one save as they are copied, and read from their copies by other threads, each once it is there."""
+    """Items of one save as they are copied, and read from their copies by other threads, each once it is there.
+
+    Args:
+        threads: for what lies on the host: those of the host's step, which waits for the copies.
+    """
 
     def __init__(
         self,
@@ -93,8 +97,11 @@ class Copies:
         items: Sequence[WriteItem],
         places: Mapping[MetadataIndex, torch.Tensor],
         stop: Stop,
+        *,
+        threads: int,
     ) -> None:
         self._planner = planner
+        self._threads = threads
         self._items = items
         self._places = places
         self._stop = stop
@@ -102,12 +109,12 @@ class Copies:
 
     def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
         """Copy all of them: what lies on the device through these rooms, a thread for each, and at the same time what
-        lies on the host, which needs none, on as many threads as that is worth.
+        lies on the host, which needs none: a core alone is far from what the memory gives.
         """
         on_host = [item for item in self._items if self._planner.on_host(item)]
         through = [item for item in self._items if not self._planner.on_host(item)]
         shares: list[tuple[list[WriteItem], torch.Tensor | None]]
-        shares = [(share, None) for share in shared_out(on_host, copier_count())]
+        shares = [(share, None) for share in shared_out(on_host, self._threads)]
         shares += zip(shared_out(through, len(rooms)), rooms, strict=True)
         in_threads([partial(self._make, *share) for share in shares if share[0]], self._stop)
 

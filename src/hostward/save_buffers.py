@@ -9,16 +9,6 @@ PIECE_BYTES = 32 * 1024 * 1024
 MOST_WRITERS = 4
 """Threads that write, each into a file of its own: checksums take a thread more time than a disk its bytes."""
 
-MOST_COPIERS = 16
-"""Threads that copy state which lies on the host for a snapshot: a core alone is far from what the memory gives. The
-next step waits for them, and nothing else wants the cores then.
-"""
-
-
-def copier_count() -> int:
-    """Threads that copy for a snapshot on this machine."""
-    return min(MOST_COPIERS, len(os.sched_getaffinity(0)))
-
 
 def writer_count() -> int:
     """Threads that write a checkpoint on this machine."""

@@ -237,7 +237,7 @@ def test_what_lies_on_the_host_is_copied_beside_what_comes_from_the_device(
 
     expected = snapshot(model, optimizer)
     with monkeypatch.context() as patched:
-        patched.setattr("hostward.checkpoint_save.copier_count", lambda: COPIERS)
+        patched.setattr(optimizer.backend, "threads", COPIERS)
         patched.setattr("hostward.checkpoint_saver.writer_count", lambda: 1)
         patched.setattr(PiecePlanner, "on_host", lambda _, item: "exp_avg" in item.index.fqn)
         patched.setattr(PiecePlanner, "read", meets)

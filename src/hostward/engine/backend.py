@@ -122,6 +122,8 @@ class Backend(ABC):
 
     device: torch.device
     ledger: Ledger
+    threads: int
+    """Of the host's step."""
     meter: Meter | None = None
     """Where works report when they ran; None: nobody looks."""
 
