@@ -165,6 +165,8 @@ def test_t15_hdo_h6_the_share_is_met_to_within_one_bucket_and_printed(fraction: 
         f"  group 0: {len(tensors)} tensors, {numel:,} parameters; betas (0.9, 0.95), eps 1e-08, lr 0.01, weight_decay "
         in told
     )
+    assert "max_grad_norm" not in told
+    assert "\n  max_grad_norm 0.5\n)" in repr(adamw(Model(torch.bfloat16), max_grad_norm=0.5))
     assert len(told) < 500
 
 

@@ -304,7 +304,17 @@ def test_a_folder_without_a_checkpoint_is_refused(refused: Cli, tmp_path: Path, 
         folder.write_text("no folder")
     outcome = refused(f"checkpoint.load={folder}")
     assert str(folder) in outcome.err
-    assert ("cannot read checkpoints" if kind == "file" else "holds no complete checkpoint") in outcome.err
+    words = {
+        "missing": "there is no such folder",
+        "empty": "no save into it was ever finished",
+        "file": "cannot read checkpoints",
+    }
+    assert words[kind] in outcome.err
+
+
+def test_a_checkpoint_within_a_folder_of_them_is_told_which_folder(cli: Cli, text: Path, checkpointed: Path) -> None:
+    outcome = refuse_after_building(cli, text, f"checkpoint.load={checkpoint.latest(checkpointed)}")
+    assert f"name checkpoint.load={checkpointed}," in outcome.err
 
 
 def test_plain_values_are_json(checkpointed: Path) -> None:

@@ -150,7 +150,10 @@ def test_a_plan_of_another_model_is_refused() -> None:
     for use in (lambda: PLAN.choice(other), lambda: PLAN.placements(other.inventory.buckets)):
         with pytest.raises(ConfigError, match="of another model: llama, ") as caught:
             use()
-        assert "buckets, the model has" in caught.value.why
+    assert "buckets, the model has" in caught.value.why
+    with pytest.raises(ConfigError) as caught:
+        PLAN.choice(other)
+    assert caught.value.why == "it has 4 layers, the model has 5"
 
 
 def test_a_plan_of_the_same_sizes_with_other_types_is_refused() -> None:
@@ -228,6 +231,8 @@ def test_a_line_says_what_the_second_plan_gains_and_loses() -> None:
     assert plan_file.summary(after, before).endswith("a step 0.5 s shorter (-20.0%)")
     same = "predicted of the second plan: as much device memory, as much host memory, a step as long"
     assert plan_file.summary(PLAN, PLAN) == same
+    edited = replace(PLAN, layers=PLAN.layers[::-1])
+    assert "from before it was edited" in plan_file.summary(PLAN, edited)
 
 
 def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:

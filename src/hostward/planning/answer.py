@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hostward.choice import LEAVES, Choice
 from hostward.hardware_profile import Hardware
-from hostward.sizes import GIB, gib, size
+from hostward.sizes import GIB, MIB, gib, size
 from hostward.workload import Workload
 
 from .assignment import Forced
@@ -133,8 +133,8 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         others = _without(question.budgets, name)
         needs = [needed(c.needs, others.phases)[name] for c in frontier.candidates if not others.over(c.needs)]
         if needs:
-            scale = 1 if name == "device" else question.gpus
-            found.append(f"{option} {-(-min(needs) * scale // (GIB // 10)) / 10:.1f}GiB")
+            least = min(needs) * (1 if name == "device" else question.gpus)
+            found.append(f"{option} {-(-least // MIB)}MiB" if least < GIB else f"{option} {_tenths(least):.1f}GiB")
     if _fits_unpinned(question, frontier, required):
         found.append("--no-pin")
     if question.forced != Forced():
@@ -156,6 +156,11 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
         found.append(short)
     return found
+
+
+def _tenths(nbytes: int) -> float:
+    """In GiB, rounded up."""
+    return -(-nbytes // (GIB // 10)) / 10
 
 
 def _fits_unpinned(question: Question, frontier: Frontier, required: Required) -> bool:

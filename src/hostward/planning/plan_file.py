@@ -193,9 +193,8 @@ class PlanFile:
     def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
         ours = [(row.bucket, row.numel) for row in self.buckets]
         theirs = [(bucket.name, bucket.numel) for bucket in buckets]
-        why = _first_difference("bucket", ours, theirs)
-        if not why and layers is not None:
-            why = _first_difference("layer", [row.layer for row in self.layers], list(layers))
+        of_layers = "" if layers is None else _first_difference("layer", [r.layer for r in self.layers], list(layers))
+        why = of_layers or _first_difference("bucket", ours, theirs)
         if why:
             raise self._of_another_model(why)
 
@@ -366,6 +365,8 @@ def _shares(held: Counter[Placement]) -> str:
 
 def summary(a: PlanFile, b: PlanFile) -> str:
     """What the second gains and loses, in a line."""
+    if a.predicted == b.predicted and a != b:
+        return "both hold the same predictions: those of the second plan are from before it was edited"
     changes = []
     for name, what in (("device_peak_bytes", "device memory"), ("host_bytes", "host memory")):
         more = getattr(b.predicted, name) - getattr(a.predicted, name)

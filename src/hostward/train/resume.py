@@ -309,10 +309,15 @@ def checkpoint_to_load(config: Config) -> Path | None:
         log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
         return None
     if found is None:
+        why, folder = "no save into it was ever finished", "a folder that checkpoint.save wrote"
+        if not directory.is_dir():
+            why = "there is no such folder"
+        elif checkpoint.latest(directory.parent) is not None:
+            why, folder = "it is within a folder of checkpoints", f"checkpoint.load={directory.parent}"
         raise CheckpointError(
             f"checkpoint.load={directory} holds no complete checkpoint",
-            why="the folder is missing, empty, or the first save into it was never finished",
-            fix="name a folder that checkpoint.save wrote (the one above iter_NNNNNNN), or leave checkpoint.load out",
+            why=why,
+            fix=f"name {folder}, or leave checkpoint.load out",
         )
     return found
 

@@ -178,7 +178,8 @@ def render(verdict: Verdict) -> list[Table]:
 def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[tuple[Outcome, Outcome]]:
     bases: dict[int, Outcome] = {}
     pairs = []
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        log.info("case %d of %d: %s", number, len(cases), case.name)
         base = bases.get(case.microbatches)
         if base is None:
             base = bases[case.microbatches] = _train(recipe, without_offloading(case.config), None)

@@ -27,6 +27,8 @@ def described(optimizer: Any) -> str:
         numel = sum(parameter.numel() for parameter in group["params"])
         settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in ("params", "param_names"))
         lines.append(f"  group {number}: {len(group['params'])} tensors, {numel:,} parameters; {settings}")
+    if optimizer.max_grad_norm:
+        lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
     return "\n".join([*lines, ")", optimizer.plan.explain()])
 
 

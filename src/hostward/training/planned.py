@@ -72,7 +72,7 @@ def _first(yes: Sequence[bool], what: str) -> int:
         raise ConfigError(
             f"in the plan, {what} in layer {max(i for i, y in enumerate(yes) if y)}, but not in all before it",
             why="hostward.attach counts layers from the first",
-            fix="edit the plan so that these are the first layers",
+            fix="edit the plan so that these are the first layers, and something of the last one stays",
         )
     return count
 
