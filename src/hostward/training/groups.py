@@ -131,7 +131,8 @@ def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) ->
 def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
     """Whether `gradients` asks for sums on the host. Raises ConfigError."""
     if value not in ("device", "host"):
-        raise ConfigError(f'gradients must be "device" or "host", got {value!r}')
+        fix = '"host" adds those of several microbatches up there, "device" leaves them where they are made'
+        raise ConfigError(f'gradients must be "device" or "host", got {value!r}', fix=fix)
     if value == "device":
         return False
     if not overlap:
