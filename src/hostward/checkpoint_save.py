@@ -38,6 +38,8 @@ from hostward.training.sources import Source, array
 PLAIN = "plain.json"
 RANKS = "ranks.json"
 _ALIGNED = 64
+_MOST_COPIERS = 16
+"""More share what memory gives, and take the interpreter from the thread that trains."""
 _LOOK_S = 0.1
 """Between two looks of a thread that waits for a copy, at whether the save has been given up."""
 
@@ -88,7 +90,7 @@ class Copies:
     """Items of one save as they are copied, and read from their copies by other threads, each once it is there.
 
     Args:
-        threads: for what lies on the host: those of the host's step, which waits for the copies.
+        threads: most of them for what lies on the host: as many as the host's step has, which waits for the copies.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Copies:
         on_host = [item for item in self._items if self._planner.on_host(item)]
         through = [item for item in self._items if not self._planner.on_host(item)]
         shares: list[tuple[list[WriteItem], torch.Tensor | None]]
-        shares = [(share, None) for share in shared_out(on_host, self._threads)]
+        shares = [(share, None) for share in shared_out(on_host, min(self._threads, _MOST_COPIERS))]
         shares += zip(shared_out(through, len(rooms)), rooms, strict=True)
         in_threads([partial(self._make, *share) for share in shares if share[0]], self._stop)
 

@@ -123,7 +123,7 @@ class Backend(ABC):
     device: torch.device
     ledger: Ledger
     threads: int
-    """Of the host's step."""
+    """So many step on the host."""
     meter: Meter | None = None
     """Where works report when they ran; None: nobody looks."""
 

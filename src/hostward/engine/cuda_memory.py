@@ -75,8 +75,10 @@ def memory_of(device: torch.device, stream: torch.Stream | None) -> Iterator[Non
     if not isinstance(stream, torch.cuda.Stream) or stream == here:
         yield
         return
-    with torch.cuda.stream(stream):
-        yield
-    # Behind: its operations may still use what the allocator has handed out, and with deterministic algorithms torch
-    # enqueues another there that fills it.
-    here.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        # Behind: its operations may still use what the allocator has handed out, and with deterministic algorithms
+        # torch enqueues another there that fills it.
+        here.wait_stream(stream)

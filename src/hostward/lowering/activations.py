@@ -10,6 +10,8 @@ backward.
     unpack/v  arrive/v
     drop/v    drop/v  (the last that used it has run)
 
+What one visit saves may leave in several groups, the earlier ones while the layer runs: each has all of these.
+
 Visits of one forward are numbered in order of their calls. Each carries its own events and its own host memory, so
 microbatches may interleave in any way. `prior` of `offload/v` is whatever used v's host memory before.
 """
@@ -38,7 +40,8 @@ GROUP_BYTES = 256 * MIB
 """Copies start when that much has been saved, not only at the end of the layer. Small groups take long to issue."""
 FIRST_GROUP_BYTES = 32 * MIB
 """That of a layer's first group: what a checkpointed layer keeps is its input alone, and the next layer would wait for
-all of a copy that starts when the layer has run. Shorter copies take less time than another group takes to issue.
+all of a copy that starts when the layer has run. (Reentrant checkpoints save it only then.) What is smaller is copied
+in little time, and another group takes some to issue: where the line is best has not been measured.
 """
 
 

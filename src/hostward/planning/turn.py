@@ -95,13 +95,13 @@ class Turn:
             if i in self.leaving:
                 speeds = self.costs.speeds
                 size = cost.held_bytes(self.keep[i])
-                # An input is there before the layer runs, and leaves then if it is worth a group of its own.
+                # An input is there when the layer begins, and leaves then if it is worth a group of its own.
                 at_once = self.keep[i] is Keep.RECOMPUTE_OFFLOAD and size >= FIRST_GROUP_BYTES
                 self.offloads[i] = self.program.add(
                     "offload",
                     Queue.D2H,
                     speeds.copy_s(size, speeds.d2h_bytes_per_s),
-                    [before_it if at_once else self.compute],
+                    [before_it, *waits] if at_once else [self.compute],
                 )
 
     def _fetch(self, i: int) -> int | None:
