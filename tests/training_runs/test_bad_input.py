@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_t17_unknown_and_impossible_options(refused: Cli, words: list[str], text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_what_options_alone_tell_is_refused_before_torch_is_imported(command: str) -> None:
+    """That takes seconds."""
+    words = [command, "optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.5"]
+    code = f"import sys; sys.modules['torch'] = None; from hostward.cli import main; sys.exit(main({words}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "must be in [0.0, 1.0], not 1.5" in done.stderr
+
+
 def test_t17_a_device_that_is_not_there(refused: Cli) -> None:
     outcome = refused("train.device=cuda")
     assert "train.device=cuda, and no CUDA device is there" in outcome.err

@@ -33,7 +33,7 @@ from .output import (
     write_json,
     write_report,
 )
-from .recipe import DEFAULT_RECIPE, configured
+from .recipe import DEFAULT_RECIPE, checked
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -91,7 +91,7 @@ def train(
     force: Annotated[bool, typer.Option("--force", help="Start even if it does not fit by the memory model.")] = False,
 ) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
-    config = configured(recipe, overrides)
+    config = checked(recipe, overrides)
     require_writable("--json", json_file)
     require_replaceable("--trace", trace_file)
     if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
@@ -185,7 +185,7 @@ def verify(
     all streamed. Options are combined with each other. Under torchrun each rank compares its own part, and all end with
     one verdict.
     """
-    config = configured(recipe, overrides)
+    config = checked(recipe, overrides)
     require_writable("--json", json_file)
     _seed_environment(True)
     from hostward.train import verify as verification

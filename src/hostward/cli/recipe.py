@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,3 +18,15 @@ def configured(recipe: str, overrides: Sequence[str] | None) -> Config:
     from hostward.overrides import apply_overrides
 
     return apply_overrides(recipes.load(recipe), overrides or [])
+
+
+def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
+    """As `configured`, and refused here if the options alone say that nothing will come of it: to import what trains
+    takes seconds. Several processes are counted there first.
+    """
+    from hostward.rules import check
+
+    config = configured(recipe, overrides)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        check(config, world_size=1)
+    return config
