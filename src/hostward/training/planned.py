@@ -52,9 +52,9 @@ def layers_of(plan: PlanFile) -> PlannedLayers:
     keeps = [Keep(row.activations) for row in plan.layers]
     away = [row.weights == "host" for row in plan.layers]
     found = PlannedLayers(
-        _first([k in LEAVES for k in keeps], "activations leave"),
-        _first(away, "weights leave"),
-        _first([k in ELEMENTWISE for k in keeps], "norms and activations are recomputed"),
+        _first(plan, [k in LEAVES for k in keeps], "activations leave"),
+        _first(plan, away, "weights leave"),
+        _first(plan, [k in ELEMENTWISE for k in keeps], "norms and activations are recomputed"),
         frozenset(i for i, k in enumerate(keeps) if k in RECOMPUTED),
     )
     if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
@@ -66,11 +66,12 @@ def layers_of(plan: PlanFile) -> PlannedLayers:
     return found
 
 
-def _first(yes: Sequence[bool], what: str) -> int:
+def _first(plan: PlanFile, yes: Sequence[bool], what: str) -> int:
     count = sum(yes)
     if not all(yes[:count]):
+        last, gap = max(i for i, y in enumerate(yes) if y), yes.index(False)
         raise ConfigError(
-            f"in the plan, {what} in layer {max(i for i, y in enumerate(yes) if y)}, but not in all before it",
+            f"in the plan, {what} in layers[{last}], {plan.layers[last].layer}, but not in layers[{gap}] before it",
             why="hostward.attach counts layers from the first",
             fix="edit the plan so that these are the first layers, and something of the last one stays",
         )
