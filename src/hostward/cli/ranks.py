@@ -14,6 +14,11 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def alone() -> bool:
+    """Whether this process was started as the only one."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def prefix() -> str:
     """What lines of other ranks than the first begin with."""
     return "" if is_first() else f"rank {os.environ.get('RANK')}: "

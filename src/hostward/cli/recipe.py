@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from . import ranks
 
 if TYPE_CHECKING:
     from hostward.config import Config
@@ -27,6 +28,6 @@ def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
     from hostward.rules import check
 
     config = configured(recipe, overrides)
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if ranks.alone():
         check(config, world_size=1)
     return config

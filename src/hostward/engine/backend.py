@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -277,6 +277,17 @@ class Backend(ABC):
     @abstractmethod
     def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
         """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane."""
+
+    def let_overwrite(self, what: str, streams: Iterable[torch.Stream | None]) -> None:
+        """Memory that these streams made is given up, and goes back to them: each but the current one waits for what
+        the compute lane, which has waited for its readers, holds now.
+        """
+        here = self.caller_stream()
+        others = {stream for stream in streams if stream is not None and stream != here}
+        if others:
+            behind = self.mark(f"offload/{what}/gone", Lane.COMPUTE).issue()
+            for stream in others:
+                self.hold(stream, [behind])
 
     def batch(self, works: Sequence[Work]) -> Batch:
         """These works to be issued together; each also alone."""

@@ -139,10 +139,8 @@ class Movement:
                     gone.append(Buffer(Tier.DEVICE, data, _OWNER))
                 else:
                     self.held += span.nbytes
-        behind = self._backend.retire(gone, VISIT["release"].lane, waits=waits).issue()
-        stream = self._backend.caller_stream()
-        for other in {g.stream for g in groups if not g.capture and g.stream is not None and g.stream != stream}:
-            self._backend.hold(other, [behind])
+        self._backend.retire(gone, VISIT["release"].lane, waits=waits).issue()
+        self._backend.let_overwrite("activations", [g.stream for g in groups if not g.capture])
         for buffer in gone:
             buffer.data = buffer.data.new_empty(0)
 

@@ -169,16 +169,12 @@ class Slots:
         """Return the memory of these, behind what the compute lane has waited for. It goes back to the stream that it
         was taken from, which waits for that as well: it need not be the one that is current now.
         """
-        nothing, backend = torch.empty(0, device="cpu"), self._backend
-        here, taken_from = backend.caller_stream(), [self._taken_from.pop(slot, None) for slot in slots]
-        if others := {stream for stream in taken_from if stream is not None and stream != here}:
-            behind = backend.mark("offload/slots/gone", Lane.COMPUTE).issue()
-            for stream in others:
-                backend.hold(stream, [behind])
+        nothing = torch.empty(0, device="cpu")
+        self._backend.let_overwrite("slots", [self._taken_from.pop(slot, None) for slot in slots])
         for (slot, _), views in self._views.items():
             for view in views if slot in slots else ():
                 view.data = nothing
-        backend.free([self._held.pop(slot) for slot in slots])
+        self._backend.free([self._held.pop(slot) for slot in slots])
 
     # ---------------------------------------------------------------- when
 

@@ -277,10 +277,5 @@ class TakenGradients(FetchedWeights):
         if not taken_on:
             return
         apart = taken_on - {self._backend.compute_key()}
-        others = {stream for key in apart if (stream := self._streams[key]) is not None}
-        if self._makers:
-            others |= self._makers - {self._backend.caller_stream()}
-        if others:
-            behind = self._backend.mark("offload/gradient/gone", Lane.COMPUTE).issue()
-            for stream in others:
-                self._backend.hold(stream, [behind])
+        if apart or self._makers:
+            self._backend.let_overwrite("gradient", {self._streams[key] for key in apart} | self._makers)

@@ -87,7 +87,7 @@ class Visits:
         self._unreleased: deque[Visit] = deque()
         self._in_flight = InFlight(in_flight, self._release_groups)
         # Under a bound the first group of a layer would wait for the last of the layer before.
-        self._first_group_bytes = GROUP_BYTES if in_flight is not None else min(FIRST_GROUP_BYTES, GROUP_BYTES)
+        self._first_group_bytes = FIRST_GROUP_BYTES if in_flight is None else GROUP_BYTES
         self._last: weakref.ref[Visit] | None = None
         self._numbers = 0
         self._warned = False
