@@ -11,9 +11,10 @@ makes up a row by plus signs (`offload:7+elementwise`, `offload:10+last:14`):
 
     keep           everything stays
     checkpoint     each layer keeps its input and is recomputed (block:M: the first M layers; last:M: the last M;
-                   layers:A-B: layers A to B - 1)
+                   layers:A-B: layers A to B - 1; each:K: every K-th, and the parts below are of the others alone)
     elementwise    norms and activations are recomputed within layers: recompute=("layernorm", "mlp_act")
     act, norms:M   of these, activations alone; norms in the first M layers alone
+    mlp            norms and all of the MLPs are recomputed within layers: recompute=("layernorm", "mlp")
     offload:N      the first N layers' saved tensors leave (offload2:N: with double buffering)
     save_on_cpu    torch.autograd.graph.save_on_cpu(pin_memory=True) around the whole forward
     torchtune, trl OffloadActivations of these around the whole forward, but for the head; they need --peers
@@ -52,13 +53,13 @@ from machine import describe
 GIB = 1 << 30
 BATCHES = 4
 _PART = re.compile(
-    r"keep|checkpoint|elementwise|act|save_on_cpu|torchtune|trl|(block|last|norms|offload2?):\d+|layers:\d+-\d+"
+    r"keep|checkpoint|elementwise|act|mlp|save_on_cpu|torchtune|trl|(block|last|each|norms|offload2?):\d+|layers:\d+-\d+"
 )
-_COUNTED = {"block": "first", "last": "last", "norms": "norms"}
+_COUNTED = {"block": "first", "last": "last", "each": "each", "norms": "norms"}
 _OTHERS = ("save_on_cpu", "torchtune", "trl")
 _ROWS = (
-    "keep, checkpoint, block:M, last:M, layers:A-B, elementwise, act, norms:M, offload:N, offload2:N, save_on_cpu, "
-    "torchtune, trl, or several with +"
+    "keep, checkpoint, block:M, last:M, layers:A-B, each:K, elementwise, act, norms:M, mlp, offload:N, offload2:N, "
+    "save_on_cpu, torchtune, trl, or several with +"
 )
 
 
@@ -73,27 +74,37 @@ class Row:
     trl: bool = False
     elementwise: bool = False
     act: bool = False
+    mlp: bool = False
     norms: int = 0
     checkpoint: bool = False
     first: int = 0
     last: int = 0
     between: tuple[int, int] = (0, 0)
+    each: int = 0
 
     def by_others(self) -> bool:
         """Whether other libraries take what layers save."""
         return self.save_on_cpu or self.torchtune or self.trl
 
+    def in_parts(self) -> bool:
+        """Whether predictions leave it out: layers that recompute other modules than a plan's choices do, which are
+        norms and activations together, or that are counted without those in between.
+        """
+        return self.act or self.mlp or bool(self.norms or self.each)
+
     def recomputed(self, layers: int) -> dict[str, int]:
         """What is recomputed within layers, and in how many; none of it in the last, checkpointed ones."""
         open_layers = layers - self.last
-        counts = {"layernorm": open_layers if self.elementwise else self.norms}
-        counts["mlp_act"] = open_layers if self.elementwise or self.act else 0
+        counts = {"layernorm": open_layers if self.elementwise or self.mlp else self.norms}
+        counts["mlp"] = open_layers if self.mlp else 0
+        counts["mlp_act"] = open_layers if (self.elementwise or self.act) and not self.mlp else 0
         return {name: count for name, count in counts.items() if count}
 
     def checkpoints(self, number: int, layers: int) -> bool:
         """Whether a layer is recomputed from its input."""
         start, end = self.between
-        return self.checkpoint or number < self.first or number >= layers - self.last or start <= number < end
+        some = number < self.first or number >= layers - self.last or start <= number < end
+        return self.checkpoint or some or (self.each > 0 and (number + 1) % self.each == 0)
 
 
 def row_of(text: str) -> Row:
@@ -125,13 +136,14 @@ def measure(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = row.checkpoints(number, len(layers))
     run = None
-    if row.offloaded or row.recomputed(len(layers)):
+    others = [layer for i, layer in enumerate(layers) if not row.each or (i + 1) % row.each]
+    if row.offloaded or row.recomputed(len(others)):
         import hostward
 
-        how = hostward.Activations(num_layers=row.offloaded, double_buffering=row.double_buffering)
-        run = hostward.attach(
-            model, activations=how if row.offloaded else None, recompute=row.recomputed(len(layers)) or None
-        )
+        how = None
+        if row.offloaded:
+            how = hostward.Activations(num_layers=row.offloaded, double_buffering=row.double_buffering)
+        run = hostward.attach(model, activations=how, recompute=row.recomputed(len(others)) or None, layers=others)
     other = "torchtune" if row.torchtune else "trl" if row.trl else None
     peer = None if other is None else peers.activation_offloading(arguments.peers, other, model)
     generator = torch.Generator().manual_seed(SEED + 1)

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 4
+#define HOSTWARD_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -137,6 +137,17 @@ HOSTWARD_API int hostward_accumulate(const hostward_accumulate_task* task);
 
 /* The same with the signature of a CUDA host function; `task` is a hostward_accumulate_task. */
 HOSTWARD_API void hostward_accumulate_host_function(void* task);
+
+typedef struct {
+  void* into;         /* first byte written; the ranges of a call overlap nowhere in what they write and read */
+  const void* from;   /* first byte read */
+  const int16_t* low; /* null: bytes are copied. Else these are the remainders of the bf16 weights in `from`, and their
+                       * fp32 masters are written (HOSTWARD_MASTER_SPLIT) */
+  int64_t bytes;      /* written; with `low` a multiple of 4 */
+} hostward_copy_range;
+
+/* Copies host memory on up to `threads` threads, the calling one included. On an error nothing has been written. */
+HOSTWARD_API int hostward_copy(const hostward_copy_range* ranges, int64_t n_ranges, int32_t threads, int32_t isa);
 
 enum hostward_command_kind {
   HOSTWARD_COMMAND_WAIT = 0,   /* the stream waits for event a */

@@ -30,12 +30,14 @@ constexpr int64_t kPieceElements = 64 * 1024;  // the least work worth a thread;
 typedef void (*AdamwFunction)(const Constants& constants, const Piece& piece, int64_t length);
 typedef void (*NormFunction)(const void* grad, int64_t length, int64_t* sum, int32_t* exponent);
 typedef void (*AccumulateFunction)(const void* grad, float* total, int64_t length);
+typedef void (*JoinFunction)(const void* high, const int16_t* low, void* whole, int64_t length);
 typedef void (*RmwFunction)(void* const* streams, int64_t start, int64_t length);
 
 struct Kernels {
   AdamwFunction adamw[kDtypes][kLayouts];
   NormFunction norm_chunk[kDtypes];
   AccumulateFunction accumulate[kDtypes][2];  // total = total + grad, total = grad
+  JoinFunction join;                          // fp32 masters of bf16 weights and their remainders
   RmwFunction rmw[2];                         // without and with prefetch
 };
 

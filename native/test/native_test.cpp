@@ -261,12 +261,45 @@ void issue() {
   contexts(enqueue);
 }
 
+// Masters put together, and an odd number of bytes copied, over more than one piece of 4 MiB each.
+std::vector<uint8_t> copied(int32_t isa, int32_t threads) {
+  constexpr int64_t kMasters = (1 << 20) + 77;
+  constexpr int64_t kBytes = (4 << 20) + 13;
+  std::vector<uint16_t> high(kMasters);
+  std::vector<int16_t> low(kMasters);
+  std::vector<uint8_t> plain(kBytes);
+  uint32_t random = 1;
+  for (int64_t i = 0; i < kBytes; ++i) {
+    random = random * 1664525u + 1013904223u;
+    plain[i] = static_cast<uint8_t>(random >> 24);
+    if (i >= kMasters) continue;
+    high[i] = static_cast<uint16_t>(random >> 16);
+    low[i] = static_cast<int16_t>(random >> 8);
+  }
+  std::vector<uint32_t> masters(kMasters);
+  std::vector<uint8_t> bytes(kBytes);
+  const hostward_copy_range ranges[3] = {{bytes.data(), plain.data(), nullptr, kBytes},
+                                         {masters.data(), high.data(), nullptr, 0},
+                                         {masters.data(), high.data(), low.data(), 4 * kMasters}};
+  expect(hostward_copy(ranges, 3, threads, isa) == HOSTWARD_OK, "copy");
+  const hostward_copy_range odd = {masters.data(), high.data(), low.data(), 6};
+  expect(hostward_copy(&odd, 1, threads, isa) == HOSTWARD_ERROR_ARGUMENT, "a master has four bytes");
+  expect(bytes == plain, "bytes are copied");
+  for (int64_t i = 0; i < kMasters; ++i) {
+    const uint32_t whole = (static_cast<uint32_t>(high[i]) << 16) + static_cast<uint32_t>(low[i]);
+    expect(masters[i] == whole, "masters are put together");
+    for (int byte = 0; byte < 4; ++byte) bytes.push_back(static_cast<uint8_t>(masters[i] >> (8 * byte)));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 int main() {
   const State expected = step(HOSTWARD_ISA_SCALAR, 1);
   const std::vector<int64_t> expected_norm = norm(HOSTWARD_ISA_SCALAR, 1);
   const std::vector<int64_t> expected_sums = accumulated(HOSTWARD_ISA_SCALAR, 1);
+  const std::vector<uint8_t> expected_copies = copied(HOSTWARD_ISA_SCALAR, 1);
   issue();
   expect(expected.counts == std::vector<int64_t>(3, 3), "counts");
   for (int32_t isa = HOSTWARD_ISA_BEST; isa <= HOSTWARD_ISA_NEON; ++isa) {
@@ -275,6 +308,7 @@ int main() {
       expect(step(isa, threads) == expected, "every instruction set and thread count agree");
       expect(norm(isa, threads) == expected_norm, "norms agree");
       expect(accumulated(isa, threads) == expected_sums, "sums agree");
+      expect(copied(isa, threads) == expected_copies, "copies agree");
     }
   }
   return failures == 0 ? 0 : 1;

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from hostward.host.copy import Copy
 from hostward.inspect import local_of
 from hostward.save_buffers import PIECE_BYTES
 from hostward.training.sources import Source
@@ -54,19 +55,23 @@ class PiecePlanner(DefaultSavePlanner):
             index = MetadataIndex(item.index.fqn, at)
             yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 
-    def read(self, item: WriteItem, room: torch.Tensor | None, place: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `place` or
-        `room` if they come from a source (`Source.read`).
+    def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
+        """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `room` if
+        they come from a source (`Source.read`).
         """
         offsets, sizes = self._box(item)
         value = self._values[item.index.fqn]
         if isinstance(value, Source):
-            return value.read(offsets, sizes, room, place)
+            return value.read(offsets, sizes, room)
         local = local_of(value).detach()
         box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
         piece = local[box].cpu()
         plain = piece.is_contiguous() and not piece.is_conj() and not piece.is_neg()
         return piece if plain else piece.clone(memory_format=torch.contiguous_format)
+
+    def copies(self, item: WriteItem, place: torch.Tensor, room: torch.Tensor | None) -> list[Copy]:
+        """What is left to be copied for `place` to hold an item of a source (`Source.copies`)."""
+        return self._source(item).copies(*self._box(item), place, room)
 
     def _box(self, item: WriteItem) -> tuple[Sequence[int], Sequence[int]]:
         """Where an item lies in what this process has of its tensor."""
@@ -81,9 +86,14 @@ class PiecePlanner(DefaultSavePlanner):
         return isinstance(self._values[item.index.fqn], Source)
 
     def on_host(self, item: WriteItem) -> bool:
-        """Whether it is a source's, all of which lies on the host."""
+        """Whether all of a source, of which this is an item, lies on the host."""
+        return self._source(item).on_host()
+
+    def _source(self, item: WriteItem) -> Source:
         value = self._values[item.index.fqn]
-        return isinstance(value, Source) and value.on_host()
+        if not isinstance(value, Source):
+            raise ValueError(f"{item.index.fqn} is no source")
+        return value
 
 
 def item_bytes(item: WriteItem) -> int:

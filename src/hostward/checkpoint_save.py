@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -33,13 +32,14 @@ from hostward.checkpoint_ranks import Ranks, Stop, StoppedError
 from hostward.checkpoint_writer import PieceWriter, in_threads, shared_out
 from hostward.engine.backend import Backend, Tier
 from hostward.errors import CheckpointError, HostwardError
-from hostward.training.sources import Source, array
+from hostward.host.copy import copy
+from hostward.training.sources import Source
 
 PLAIN = "plain.json"
 RANKS = "ranks.json"
 _ALIGNED = 64
-_MOST_COPIERS = 16
-"""More share what memory gives, and take the interpreter from the thread that trains."""
+_TOGETHER_BYTES = 128 * 1024 * 1024
+"""Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
 _LOOK_S = 0.1
 """Between two looks of a thread that waits for a copy, at whether the save has been given up."""
 
@@ -90,7 +90,7 @@ class Copies:
     """Items of one save as they are copied, and read from their copies by other threads, each once it is there.
 
     Args:
-        threads: most of them for what lies on the host: as many as the host's step has, which waits for the copies.
+        threads: as many as the host's step has, which waits for the copies.
     """
 
     def __init__(
@@ -110,24 +110,26 @@ class Copies:
         self._there = {index: threading.Event() for index in places}
 
     def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
-        """Copy all of them: what lies on the device through these rooms, a thread for each, and at the same time what
-        lies on the host, which needs none: a core alone is far from what the memory gives.
+        """Copy all of them: what lies on the device through these rooms, a thread of Python for each, and at the same
+        time what lies on the host, which one thread has copied by all threads of the host's step.
         """
         on_host = [item for item in self._items if self._planner.on_host(item)]
         through = [item for item in self._items if not self._planner.on_host(item)]
-        shares: list[tuple[list[WriteItem], torch.Tensor | None]]
-        shares = [(share, None) for share in shared_out(on_host, min(self._threads, _MOST_COPIERS))]
-        shares += zip(shared_out(through, len(rooms)), rooms, strict=True)
-        in_threads([partial(self._make, *share) for share in shares if share[0]], self._stop)
+        bodies = [partial(self._make, _groups(on_host, _TOGETHER_BYTES), None, self._threads)] if on_host else []
+        for share, room in zip(shared_out(through, len(rooms)), rooms, strict=True):
+            if share:
+                bodies.append(
+                    partial(self._make, [[item] for item in share], room, max(1, self._threads // len(rooms)))
+                )
+        in_threads(bodies, self._stop)
 
-    def _make(self, items: Sequence[WriteItem], room: torch.Tensor | None) -> None:
-        for item in items:
+    def _make(self, groups: Sequence[Sequence[WriteItem]], room: torch.Tensor | None, threads: int) -> None:
+        for group in groups:
             self._stop.check()
-            place = self._places[item.index]
-            piece = self._planner.read(item, room, place)
-            if piece.data_ptr() != place.data_ptr():
-                array(place, np.uint8)[:] = array(piece.view(-1).view(torch.uint8), np.uint8)
-            self._there[item.index].set()
+            copies = [each for item in group for each in self._planner.copies(item, self._places[item.index], room)]
+            copy(copies, threads=threads)
+            for item in group:
+                self._there[item.index].set()
 
     def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:
         """The elements of an item, on the host. What is not copied is no source, and takes no room."""
@@ -137,6 +139,19 @@ class Copies:
             self._stop.check()
         data = item.tensor_data
         return self._places[item.index].view(data.properties.dtype).view(tuple(data.chunk.sizes))
+
+
+def _groups(items: Sequence[WriteItem], size_bytes: int) -> list[list[WriteItem]]:
+    """In their order, of at least so many bytes each but the last."""
+    groups: list[list[WriteItem]] = [[]]
+    held = 0
+    for item in items:
+        if held >= size_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += item_bytes(item)
+    return groups
 
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:

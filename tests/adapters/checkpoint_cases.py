@@ -129,17 +129,19 @@ def slow_reads(delay_s: float) -> Iterator[None]:
     """The state is read slowly, so that training comes to its next step before all is read."""
     from time import sleep
 
-    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*arguments: Any) -> Any:
+            sleep(delay_s)
+            return call(*arguments)
 
-    def slow(*arguments: Any) -> torch.Tensor:
-        sleep(delay_s)
-        return read(*arguments)
+        return later
 
-    PiecePlanner.read = slow  # type: ignore[method-assign]
+    read, copies = PiecePlanner.read, PiecePlanner.copies
+    PiecePlanner.read, PiecePlanner.copies = slow(read), slow(copies)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PiecePlanner.read = read  # type: ignore[method-assign]
+        PiecePlanner.read, PiecePlanner.copies = read, copies  # type: ignore[method-assign]
 
 
 def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict[str, str], list[Any], list[Any]]:

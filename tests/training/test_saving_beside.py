@@ -16,29 +16,32 @@ from networks import LATEST, MIXES, Net, loss_of, make
 from optimizer_cases import assert_equal, snapshot
 
 import hostward
-from hostward import checkpoint
+from hostward import checkpoint, checkpoint_save
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.engine import pools
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order
 from hostward.errors import CheckpointError, MemoryLimitError
+from hostward.host.copy import Copy, copy
 
 MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
 ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
-COPIERS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 @pytest.fixture
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is read so slowly that training comes to its next change before all is read."""
-    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    for name in ("read", "copies"):
+        monkeypatch.setattr(PiecePlanner, name, slow(getattr(PiecePlanner, name)))
 
-    def slow(*arguments: Any) -> torch.Tensor:
+
+def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*arguments: Any) -> Any:
         time.sleep(0.002)
-        return read(*arguments)
+        return call(*arguments)
 
-    monkeypatch.setattr(PiecePlanner, "read", slow)
+    return later
 
 
 def step(model: Net, optimizer: hostward.AdamW, number: int) -> None:
@@ -189,10 +192,10 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
     model, optimizer = make("mixed")
     step(model, optimizer, 0)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    copies: Callable[..., list[Copy]] = PiecePlanner.copies
     written: list[bool] = []
 
-    def last_one_waits(planner: PiecePlanner, item: Any, *places: torch.Tensor | None) -> torch.Tensor:
+    def last_one_waits(planner: PiecePlanner, item: Any, *places: torch.Tensor | None) -> list[Copy]:
         live = [each for each in planner.plan.items if planner.live(each)]
         if item.index == live[-1].index:
             until_s = time.monotonic() + 20
@@ -201,9 +204,10 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
                     break
                 time.sleep(0.001)
             written.append(begun)
-        return read(planner, item, *places)
+        return copies(planner, item, *places)
 
-    monkeypatch.setattr(PiecePlanner, "read", last_one_waits)
+    monkeypatch.setattr(checkpoint_save, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(PiecePlanner, "copies", last_one_waits)
     expected = snapshot(model, optimizer)
     begin(saver, model, optimizer)
     step(model, optimizer, 1)
@@ -216,35 +220,38 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
 def test_what_lies_on_the_host_is_copied_beside_what_comes_from_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On threads of their own: weights of streamed buckets come through the few rooms that are page-locked."""
+    """By all threads of the host's step: weights of streamed buckets come through the few rooms that are page-locked,
+    each joined by its share of them.
+    """
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    read: Callable[..., torch.Tensor] = PiecePlanner.read
-    met: dict[int, set[bool]] = {}
-    all_at_once = threading.Barrier(COPIERS + 1)
+    met: dict[int, tuple[bool, int]] = {}
+    all_at_once = threading.Barrier(3)
+    copies: Callable[..., list[Copy]] = PiecePlanner.copies
+    whose = threading.local()
 
-    def meets(
-        planner: PiecePlanner, item: Any, room: torch.Tensor | None, place: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if place is not None:  # it is copied
-            thread = threading.get_ident()
-            if thread not in met:
-                met[thread] = set()
-                all_at_once.wait(20)
-            met[thread].add(room is not None)
-        return read(planner, item, room, place)
+    def noted(planner: PiecePlanner, item: Any, place: torch.Tensor, room: torch.Tensor | None) -> list[Copy]:
+        whose.through = room is not None
+        return copies(planner, item, place, room)
+
+    def meets(made: list[Copy], *, threads: int) -> None:
+        if threading.get_ident() not in met:
+            met[threading.get_ident()] = whose.through, threads
+            all_at_once.wait(20)
+        copy(made, threads=threads)
 
     expected = snapshot(model, optimizer)
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer.backend, "threads", COPIERS)
-        patched.setattr("hostward.checkpoint_saver.writer_count", lambda: 1)
+        patched.setattr(optimizer.backend, "threads", 6)
+        patched.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
         patched.setattr(PiecePlanner, "on_host", lambda _, item: "exp_avg" in item.index.fqn)
-        patched.setattr(PiecePlanner, "read", meets)
+        patched.setattr(PiecePlanner, "copies", noted)
+        patched.setattr(checkpoint_save, "copy", meets)
         begin(saver, model, optimizer)
         path = saver.finish()
     saver.close()
-    assert sorted(met.values(), key=sorted) == [{False}] * COPIERS + [{True}]
+    assert sorted(met.values()) == [(False, 6), (True, 3), (True, 3)]
     assert_equal(saved_state(path, torch.bfloat16), expected)
 
 
@@ -255,16 +262,17 @@ def test_state_that_cannot_be_read_is_what_is_told(
     """Threads that write, and wait for what is not copied any more, end as well."""
     model, optimizer = make("host")
     saver = checkpoint.Saver(tmp_path, mode=mode)
-    read: Callable[..., torch.Tensor] = PiecePlanner.read
+    name = "copies" if mode == "snapshot" else "read"
+    read: Callable[..., Any] = getattr(PiecePlanner, name)
     calls = itertools.count(1)
 
-    def fails(*arguments: Any) -> torch.Tensor:
+    def fails(*arguments: Any) -> Any:
         if next(calls) == 5:
             raise RuntimeError("the device is lost")
         return read(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PiecePlanner, "read", fails)
+        patched.setattr(PiecePlanner, name, fails)
         begin(saver, model, optimizer)
         step(model, optimizer, 0)
         with pytest.raises(CheckpointError, match="the device is lost"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -129,6 +129,17 @@ class AccumulateTaskStruct(ctypes.Structure):
     ]
 
 
+class CopyRange(ctypes.Structure):
+    """hostward_copy_range."""
+
+    _fields_ = [
+        ("into", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("size_bytes", ctypes.c_int64),
+    ]
+
+
 _CODES = {
     1: "a pointer that the task needs is null",
     2: "a length, offset or count is negative, or fewer than one thread was asked for",
@@ -164,6 +175,7 @@ class Library:
     norm_partials: Callable[..., int]
     norm: Callable[[Any], int]
     accumulate: Callable[[Any], int]
+    copy: Callable[..., int]
     bind_memory: Callable[[int, int, int], int]
     first_touch: Callable[[int, int, int], int]
     issue: Callable[..., int]
@@ -206,6 +218,7 @@ def open_library(path: Path) -> Library:
         ("hostward_norm_partials", ctypes.c_int, [pointer, i64, i32, pointer, pointer, i32, i32]),
         ("hostward_norm", ctypes.c_int, [pointer]),
         ("hostward_accumulate", ctypes.c_int, [pointer]),
+        ("hostward_copy", ctypes.c_int, [pointer, i64, i32, i32]),
         ("hostward_bind_memory", i32, [pointer, i64, i32]),
         ("hostward_first_touch", ctypes.c_int, [pointer, i64, i32]),
         ("hostward_issue", ctypes.c_int, [pointer]),
@@ -224,6 +237,7 @@ def open_library(path: Path) -> Library:
         norm_partials=dll.hostward_norm_partials,
         norm=dll.hostward_norm,
         accumulate=dll.hostward_accumulate,
+        copy=dll.hostward_copy,
         bind_memory=dll.hostward_bind_memory,
         first_touch=dll.hostward_first_touch,
         issue=dll.hostward_issue,

@@ -6,27 +6,22 @@ registers with its `readers`, and the optimizer waits for them before it changes
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hostward.engine.backend import Backend
+from hostward.host.copy import Copy, copy
 from hostward.inspect import Tracked
 from hostward.inventory import MasterKind, Range
 from hostward.plan import Placement
 
 from .state import BucketState, slab_views
 
-N = TypeVar("N", np.int16, np.int32, np.uint8)
 _ROLES = ("exp_avg", "exp_avg_sq")
-_JOINED = 1 << 18
-"""Elements of masters joined at a time: 2 MiB with their halves, which a core keeps from one pass to the next."""
 
 
 class Readers:
@@ -89,57 +84,60 @@ class Source:
         """Whether all of it lies there, in one piece or in several."""
         return all(s.data.device.type == "cpu" for s in self.stretches)
 
-    def read(
-        self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None, place: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def read(self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None) -> torch.Tensor:
         """A box of it that is one run of its elements, on the host: in place where it lies there in one piece, else in
-        `place`, uint8, which holds the box, if all of it is on the host, else in `room`, uint8, which holds twice the
-        box.
+        `room`, uint8, which holds twice the box.
         """
-        start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
-        stop = start + math.prod(sizes)
-        found = [s for s in self.stretches if s.start < stop and start < s.stop]
+        start, stop = self._run(offsets, sizes)
+        found = self._found(start, stop)
         if len(found) == 1 and found[0].lies_here():
             return found[0].data[start - found[0].start : stop - found[0].start].view(tuple(sizes))
-        nbytes = (stop - start) * self.dtype.itemsize
-        if place is not None and self.on_host():
-            room = place
         if room is None:
             raise ValueError("a box that does not lie on the host in one piece needs room")
-        into = room[:nbytes].view(self.dtype)
-        for stretch in found:
+        nbytes = (stop - start) * self.dtype.itemsize
+        copy(self.copies(offsets, sizes, room[:nbytes], room[nbytes:]))
+        return room[:nbytes].view(self.dtype).view(tuple(sizes))
+
+    def copies(
+        self, offsets: Sequence[int], sizes: Sequence[int], place: torch.Tensor, room: torch.Tensor | None
+    ) -> list[Copy]:
+        """What is left to be copied on the host for `place`, uint8, to hold such a box. What lies on the device has
+        been fetched when this returns: into `place`, and halves of masters into `room`, uint8, which holds as much as
+        the box and is read by these copies. None: nothing of it lies on the device.
+        """
+        start, stop = self._run(offsets, sizes)
+        whole = place.view(self.dtype)
+        made = []
+        for stretch in self._found(start, stop):
             first, last = max(start, stretch.start), min(stop, stretch.stop)
-            self._fill(into[first - start : last - start], stretch, first, last, room[nbytes : 2 * nbytes])
-        return into.view(tuple(sizes))
+            part = slice(first - stretch.start, last - stretch.start)
+            into = whole[first - start : last - start]
+            if stretch.low is not None:
+                at = 4 * (first - start)  # each stretch has its own part of the room: they are joined later
+                high = self._here(stretch.data[part], room, at)
+                made.append(Copy(into, high, self._here(stretch.low[part], room, at + high.nbytes)))
+            elif stretch.data.device.type == "cpu":
+                made.append(Copy(into, stretch.data[part]))
+            else:
+                self.backend.fetch(into, stretch.data[part])
+        return made
 
-    def _fill(self, into: torch.Tensor, stretch: Stretch, first: int, last: int, room: torch.Tensor) -> None:
-        part = slice(first - stretch.start, last - stretch.start)
-        if stretch.low is None:
-            self.backend.fetch(into, stretch.data[part])
-            return
-        half_bytes = 2 * len(into)
-        high = array(self._here(stretch.data[part].view(torch.int16), room[:half_bytes]), np.int16)
-        low = array(self._here(stretch.low[part], room[half_bytes : 2 * half_bytes]), np.int16)
-        whole = array(into, np.int32)
-        for begin in range(0, len(whole), _JOINED):
-            block = slice(begin, begin + _JOINED)
-            joined = whole[block]
-            joined[:] = high[block]
-            joined <<= 16
-            joined += low[block]
+    def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+        """The flat elements [start, stop) of a box."""
+        start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
+        return start, start + math.prod(sizes)
 
-    def _here(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    def _found(self, start: int, stop: int) -> list[Stretch]:
+        return [s for s in self.stretches if s.start < stop and start < s.stop]
+
+    def _here(self, data: torch.Tensor, room: torch.Tensor | None, at: int) -> torch.Tensor:
         if data.device.type == "cpu":
             return data
-        copy = room.view(data.dtype)
-        self.backend.fetch(copy, data)
-        return copy
-
-
-def array(tensor: torch.Tensor, dtype: type[N]) -> npt.NDArray[N]:
-    """The memory of a flat host tensor. (`Tensor.numpy` would forbid its storage to be resized from then on.)"""
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return np.frombuffer(memoryview(memory), dtype=dtype)
+        if room is None:
+            raise ValueError("halves of masters on the device need room")
+        here = room[at : at + data.nbytes].view(data.dtype)
+        self.backend.fetch(here, data)
+        return here
 
 
 @dataclass(frozen=True, slots=True)

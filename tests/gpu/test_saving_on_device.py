@@ -1,0 +1,94 @@
+"""Saving beside training on a GPU: what is written is the state of its step, and training is as without it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hidden_step_cases import MIXES, deterministic as deterministic, everything, loss_of, make
+
+from hostward import checkpoint
+from hostward.checkpoint_plan import PiecePlanner
+from hostward.engine.cuda import CudaBackend
+from hostward.host import reference
+from hostward.host.copy import copy
+from hostward.training.sources import Readers, Source, Stretch
+from hostward.training.state import same_bits
+
+pytestmark = pytest.mark.gpu
+
+MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
+
+
+def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*arguments: Any) -> Any:
+        time.sleep(0.005)
+        return call(*arguments)
+
+    return later
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mix", [None, *MIXES])
+def test_nothing_is_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: str | None, mode: checkpoint.Mode, dtype: torch.dtype
+) -> None:
+    """Read so slowly that training comes to its next change before all is read."""
+    for name in ("read", "copies"):
+        monkeypatch.setattr(PiecePlanner, name, slow(getattr(PiecePlanner, name)))
+    ends = []
+    expected: dict[str, torch.Tensor] = {}
+    for saves in (False, True):
+        model, optimizer = make(mix, dtype)
+        saver = checkpoint.Saver(tmp_path, mode=mode)
+        for step in range(5):
+            if step == 2 and saves:
+                parts = checkpoint.parts_of(model, optimizer)
+                assert saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}) is None
+            elif step == 2:
+                expected = everything(model, optimizer)
+            with optimizer.accumulate(last=True):
+                loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(everything(model, optimizer))
+        if saves:
+            path = saver.finish()
+            assert path is not None
+            other, fresh = make("mixed", dtype)
+            checkpoint.restore(path, other, fresh)
+            found = everything(other, fresh)
+            assert [name for name in expected if not same_bits(found[name], expected[name])] == []
+        saver.close()
+    assert [name for name in ends[0] if not same_bits(ends[1][name], ends[0][name])] == []
+
+
+@pytest.mark.parametrize("there", list(itertools.product(("cpu", "cuda"), repeat=3)))
+def test_masters_whose_halves_lie_anywhere_are_put_together(there: tuple[str, str, str]) -> None:
+    """Three stretches, so that each needs its own part of the room. Remainders lie where their weights do, or not."""
+    backend = CudaBackend(torch.device("cuda"))
+    rng = np.random.default_rng(4)
+    master = reference.canonical(rng.standard_normal(3000).astype(np.float32))
+    weight, remainder = reference.split_master(master)
+    high, low = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16), torch.from_numpy(remainder)
+    stretches = tuple(
+        Stretch(1000 * i, 1000 * (i + 1), high[1000 * i : 1000 * (i + 1)].to(device), low[1000 * i :][:1000].to(lows))
+        for i, (device, lows) in enumerate(zip(there, reversed(there), strict=True))
+    )
+    torch.cuda.synchronize()
+    shape = torch.Size([3000])
+    source = Source(shape, torch.float32, stretches, torch.empty(shape, device="meta"), backend, Readers())
+    for start, size in ((0, 3000), (500, 2000), (999, 2), (1000, 1000)):
+        expected = torch.from_numpy(master[start : start + size])
+        room = torch.full([8 * size], 0x5A, dtype=torch.uint8)
+        assert same_bits(source.read([start], [size], room), expected)
+        place, spare = torch.full([4 * size], 0x5A, dtype=torch.uint8), torch.full([4 * size], 0x5A, dtype=torch.uint8)
+        copy(source.copies([start], [size], place, spare), threads=2)
+        assert same_bits(place.view(torch.float32), expected)
