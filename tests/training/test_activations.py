@@ -11,6 +11,7 @@ import functools
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,39 @@ def test_inputs_of_checkpointed_layers_leave(name: str, reentrant: bool) -> None
         # The model's forward holds the first layer's input until it returns.
         assert report.held_bytes == inputs // 3
         assert report.freed_bytes == inputs - inputs // 3
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_in_between_that_are_not_named_stay_as_they_are(reentrant: bool) -> None:
+    """Every third layer is checkpointed; of the others all but the last two leave, what their MLPs save apart."""
+
+    def made() -> tuple[Any, list[torch.nn.Module]]:
+        model: Any = transformer("Llama", num_hidden_layers=6)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        others = [layer for i, layer in enumerate(model.model.layers) if i % 3 != 2]
+        for layer in others:
+            layer.gradient_checkpointing = False
+        return model, others
+
+    expected = trained(made()[0])
+    for order in ORDERS:
+        model, others = made()
+        run = hostward.attach(
+            model,
+            activations=hostward.Activations(num_layers=2, min_bytes=64),
+            recompute=("layernorm", "mlp"),
+            layers=others,
+            backend=SimulatedBackend(threads=1, order=order),
+        )
+        assert run.layers == ["model.layers.0", "model.layers.1"]
+        assert same(trained(model), expected), order
+        assert left_over(run) == 0
+        report = run.report()
+        assert 0 < report.offloaded_bytes == report.reloaded_bytes
+        assert report.on_demand_bytes == 0
+        assert {name.split(".")[2] for name in run.recomputed} == {"0", "1", "3", "4"}
+        run.detach()
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
