@@ -86,7 +86,7 @@ class Row:
         """Whether other libraries take what layers save."""
         return self.save_on_cpu or self.torchtune or self.trl
 
-    def in_parts(self) -> bool:
+    def unpredicted(self) -> bool:
         """Whether predictions leave it out: layers that recompute other modules than a plan's choices do, which are
         norms and activations together, or that are counted without those in between.
         """
@@ -125,6 +125,8 @@ def row_of(text: str) -> Row:
             found[kind] = True
     if sum(found.get(name, False) for name in _OTHERS) > 1:
         raise ValueError(f"{text!r} has more than one of {', '.join(_OTHERS)}")
+    if found.get("each") and found.keys() & {"first", "last", "between"}:
+        raise ValueError(f"{text!r} checkpoints some layers twice")
     return Row(**found)
 
 

@@ -78,7 +78,7 @@ def is_choice(text: str) -> bool:
         row = row_of(text)
     except ValueError:
         return False
-    return not (row.by_others() or row.in_parts() or row.double_buffering)
+    return not (row.by_others() or row.unpredicted() or row.double_buffering)
 
 
 def activation_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Iterator[Row]:

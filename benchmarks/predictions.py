@@ -157,7 +157,7 @@ def of_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | Non
 
 def of_activations(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row | None:
     asked = row_of(row["row"])
-    if asked.by_others() or asked.in_parts():
+    if asked.by_others() or asked.unpredicted():
         return None
     work = workload(shape_of(result["shape"]), result["tokens"], result["seq"])
     choice = Choice((Placement.DEVICE,) * len(work.inventory.buckets), keeps_of(row["row"], len(work.repeated)))

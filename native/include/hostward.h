@@ -24,7 +24,7 @@ extern "C" {
 enum hostward_error {
   HOSTWARD_OK = 0,
   HOSTWARD_ERROR_NULL = 1,     /* a pointer that the task needs is null */
-  HOSTWARD_ERROR_ARGUMENT = 2, /* a negative length, offset, count or chunk, or fewer than one thread */
+  HOSTWARD_ERROR_ARGUMENT = 2, /* a negative length, offset, count or chunk, masters cut off, or less than one thread */
   HOSTWARD_ERROR_TYPE = 3, /* an unknown dtype or master kind, or a weight dtype that the master kind does not allow */
   HOSTWARD_ERROR_ISA = 4,  /* an instruction set that this processor or this build lacks */
   HOSTWARD_ERROR_TABLE = 5 /* a step count past the end of tables that have not reached 1 */

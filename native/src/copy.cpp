@@ -10,8 +10,7 @@
 namespace hostward {
 namespace {
 
-// Large enough that the C library writes past the cache, which saves reading what is overwritten.
-constexpr int64_t kPieceBytes = 4 * 1024 * 1024;
+constexpr int64_t kPieceBytes = 1024 * 1024;  // work worth a thread, and little enough to be shared out evenly
 
 int64_t piece_count(const hostward_copy_range& range) { return (range.bytes + kPieceBytes - 1) / kPieceBytes; }
 

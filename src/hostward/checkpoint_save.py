@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -90,7 +91,8 @@ class Copies:
     """Items of one save as they are copied, and read from their copies by other threads, each once it is there.
 
     Args:
-        threads: as many as the host's step has, which waits for the copies.
+        threads: for what lies on the host: as many as the host's step has, which waits for the copies. What comes from
+            the device is joined by as many in all.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class Copies:
         """Copy all of them: what lies on the device through these rooms, a thread of Python for each, and at the same
         time what lies on the host, which one thread has copied by all threads of the host's step.
         """
-        on_host = [item for item in self._items if self._planner.on_host(item)]
+        # Of each writer's share the first items first: none waits for another's.
+        shares = shared_out([item for item in self._items if self._planner.on_host(item)], len(rooms))
+        on_host = [item for turn in zip_longest(*shares) for item in turn if item is not None]
         through = [item for item in self._items if not self._planner.on_host(item)]
         bodies = [partial(self._make, _groups(on_host, _TOGETHER_BYTES), None, self._threads)] if on_host else []
         for share, room in zip(shared_out(through, len(rooms)), rooms, strict=True):
@@ -269,12 +273,12 @@ class Save:
             return results, writer.records
 
     @contextmanager
-    def _beside(self, copy: Callable[[], None]) -> Iterator[None]:
+    def _beside(self, make: Callable[[], None]) -> Iterator[None]:
         """Copying, while the body writes what is there. The first that fails ends the other, and is what is raised."""
 
         def copied() -> None:
             try:
-                copy()
+                make()
             except BaseException:
                 self.stop.ask()
                 raise

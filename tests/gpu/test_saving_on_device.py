@@ -92,3 +92,20 @@ def test_masters_whose_halves_lie_anywhere_are_put_together(there: tuple[str, st
         place, spare = torch.full([4 * size], 0x5A, dtype=torch.uint8), torch.full([4 * size], 0x5A, dtype=torch.uint8)
         copy(source.copies([start], [size], place, spare), threads=2)
         assert same_bits(place.view(torch.float32), expected)
+
+
+@pytest.mark.parametrize("there", list(itertools.product(("cpu", "cuda"), repeat=3)))
+def test_state_in_stretches_that_lie_anywhere_is_put_together(there: tuple[str, str, str]) -> None:
+    backend = CudaBackend(torch.device("cuda"))
+    state = torch.randn(3000, generator=torch.Generator().manual_seed(4))
+    stretches = tuple(
+        Stretch(1000 * i, 1000 * (i + 1), state[1000 * i : 1000 * (i + 1)].to(device)) for i, device in enumerate(there)
+    )
+    torch.cuda.synchronize()
+    source = Source(state.shape, torch.float32, stretches, torch.empty(3000, device="meta"), backend, Readers())
+    for start, size in ((0, 3000), (500, 2000), (999, 2), (1000, 1000)):
+        expected = state[start : start + size]
+        assert same_bits(source.read([start], [size], torch.full([8 * size], 0x5A, dtype=torch.uint8)), expected)
+        place, spare = torch.full([4 * size], 0x5A, dtype=torch.uint8), torch.full([4 * size], 0x5A, dtype=torch.uint8)
+        copy(source.copies([start], [size], place, spare), threads=2)
+        assert same_bits(place.view(torch.float32), expected)

@@ -17,7 +17,7 @@ from hostward.host.library import Isa
 
 from native_cases import ISAS, Guarded, random_floats
 
-PIECE = (4 << 20) // 4
+PIECE = (1 << 20) // 4
 """Elements of fp32 that one thread copies at a time."""
 
 

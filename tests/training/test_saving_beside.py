@@ -20,9 +20,11 @@ from hostward import checkpoint, checkpoint_save
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.engine import pools
 from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order
+from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import CheckpointError, MemoryLimitError
 from hostward.host.copy import Copy, copy
+from hostward.training import sources
+from hostward.training.sources import Readers, Source, Stretch
 
 MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
 ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
@@ -132,6 +134,58 @@ def test_buffers_and_weights_that_are_not_trained_are_those_of_the_step(tmp_path
     found = {f"model/{name}": torch.zeros_like(t) for name, t in expected.items()}
     checkpoint.load(path, found, ignore=[n for n in checkpoint.tensor_index(path) if not n.startswith("model/")])
     assert_equal({name.removeprefix("model/"): t for name, t in found.items()}, expected)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_not_trained_are_saved_whatever_their_type(
+    tmp_path: Path, mode: checkpoint.Mode | None, dtype: torch.dtype
+) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    frozen = torch.arange(6).to(dtype)
+    model.register_parameter("table", torch.nn.Parameter(frozen.clone(), requires_grad=False))
+    optimizer = hostward.AdamW(model, offload_fraction=1.0)
+    saver = checkpoint.Saver(tmp_path, mode=mode)
+    parts = checkpoint.parts_of(model, optimizer)
+    path = saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}) or saver.finish()
+    saver.close()
+    assert path is not None
+    found = {"model/table": torch.zeros_like(frozen)}
+    checkpoint.load(path, found, ignore=[n for n in checkpoint.tensor_index(path) if n not in found])
+    assert torch.equal(found["model/table"].view(torch.uint8), frozen.view(torch.uint8))
+
+
+def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stretches of fp32, of which two stand for device memory: in a snapshot each has its own part of the room,
+    and a save without one reads them to where they belong.
+    """
+    data = torch.arange(30, dtype=torch.float32)
+    stretches = tuple(Stretch(10 * i, 10 * (i + 1), data[10 * i : 10 * (i + 1)].clone()) for i in range(3))
+    there = {stretches[i].data.untyped_storage().data_ptr() for i in (0, 2)}
+    monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() not in there)
+    backend = SimulatedBackend()
+    source = Source(torch.Size([30]), torch.float32, stretches, data, backend, Readers())
+    assert not source.on_host()
+    fetched: list[int] = []
+    fetch = backend.fetch
+
+    def noted(into: torch.Tensor, found: torch.Tensor) -> None:
+        fetched.append(into.data_ptr())
+        fetch(into, found)
+
+    monkeypatch.setattr(backend, "fetch", noted)
+    place, room = torch.zeros(80, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)
+    made = source.copies([5], [20], place, room)
+    assert fetched == [room.data_ptr(), room.data_ptr() + 4 * 15]
+    assert not place.any()
+    copy(made)
+    assert torch.equal(place.view(torch.float32), data[5:25])
+    fetched.clear()
+    both = torch.zeros(160, dtype=torch.uint8)
+    assert torch.equal(source.read([5], [20], both), data[5:25])
+    assert fetched == [both.data_ptr(), both.data_ptr() + 4 * 15]
+    with pytest.raises(ValueError, match="needs room"):
+        source.copies([5], [20], place, None)
 
 
 def test_a_snapshot_that_does_not_fit_is_refused_and_training_goes_on(

@@ -378,6 +378,44 @@ def test_other_divisions_among_gpus_are_refused(cli: Cli, words: list[str], told
     assert told in found.err
 
 
+SELECTIVE = "model.recompute_granularity=selective"
+OFFLOADED = ["model.cpu_offloading=true", "model.cpu_offloading_num_layers=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (
+            ["model.fine_grained_activation_offloading=true", "model.offload_modules=[core_attn]"],
+            "model.fine_grained_activation_offloading=true",
+        ),
+        (
+            [*OFFLOADED, "model.cpu_offloading_double_buffering=true"],
+            "model.cpu_offloading_double_buffering=true",
+        ),
+        ([SELECTIVE, "model.recompute_modules=[layernorm]"], "model.recompute_modules=[layernorm]"),
+        ([SELECTIVE, "model.recompute_modules=[layernorm,moe]"], "model.recompute_modules=[layernorm,moe]"),
+    ],
+)
+def test_what_no_plan_carries_out_is_refused(cli: Cli, tmp_path: Path, words: list[str], option: str) -> None:
+    """By the planner, which would choose something else, and with a plan that was made without it."""
+    found = cli("plan", *TINY, *words)
+    assert (found.code, found.out) == (2, "")
+    assert f"hostward plan with {option} is known, but not built yet" in found.err
+    assert "layernorm and moe_act within them" in found.err
+    path = tmp_path / "plan.json"
+    assert cli("plan", *TINY, "--json", path).code == 0
+    refused = cli("train", *TINY, *words, "--plan", path)
+    assert refused.code == 2
+    assert f"--plan with {option} is known, but not built yet" in refused.err
+
+
+def test_recomputation_that_plans_know_is_planned(cli: Cli) -> None:
+    found = cli("plan", *TINY, SELECTIVE, "model.recompute_modules=[layernorm,moe_act]")
+    assert found.code == 0
+    assert "recompute norms and activations" in found.out
+
+
 def test_the_line_of_the_picture_goes_on_behind_what_the_device_has(cli: Cli, tmp_path: Path) -> None:
     """Seen red: choices that take more than the device has met, but not looked for: a line above them."""
     pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib")

@@ -37,7 +37,8 @@ from hostward.sizes import MIB
 from hostward.train.activations import recompute_layers
 from hostward.train.models import build_model
 from hostward.train.placing import with_plan
-from hostward.train.refusal import CURE, asked_choice, estimate
+from hostward.train.planning import unplanned
+from hostward.train.refusal import CURE, CURE_UNPLANNED, asked_choice, cure_of, estimate
 from hostward.train.report import options_set
 from hostward.train.shares import shares
 from hostward.train.tokenizer import ByteTokenizer
@@ -342,6 +343,51 @@ def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload)
     assert "--force" in caught.value.fix
     with pytest.raises(MemoryLimitError, match="more host memory than there is"):
         refuse(needs, Budgets(None, needs.host_bytes - 1), CURE)
+
+
+@pytest.mark.parametrize(
+    ("modules", "weighed"),
+    [
+        ("layernorm,moe_act", Keep.ELEMENTWISE),
+        ("layernorm,moe", Keep.ELEMENTWISE),  # keeps less than that
+        ("layernorm", Keep.KEEP),
+        ("moe", Keep.KEEP),
+    ],
+)
+def test_recomputation_is_never_weighed_as_more_than_it_is(small: Workload, modules: str, weighed: Keep) -> None:
+    words = ["model.recompute_granularity=selective", f"model.recompute_modules=[{modules}]"]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *words])
+    assert set(asked_choice(config, small).activations) == {weighed}
+    planned = modules == "layernorm,moe_act"
+    assert cure_of(config) == (CURE if planned else CURE_UNPLANNED.format(f"model.recompute_modules=[{modules}]"))
+
+
+@pytest.mark.parametrize(
+    ("modules", "weighed"),
+    [("layernorm,mlp_act", Keep.ELEMENTWISE), ("layernorm,mlp", Keep.ELEMENTWISE), ("mlp", Keep.KEEP)],
+)
+def test_the_same_of_dense_layers(modules: str, weighed: Keep) -> None:
+    words = ["model.num_layers=2", "model.recompute_granularity=selective", f"model.recompute_modules=[{modules}]"]
+    config = apply_overrides(recipes.load("llama32_1b_pretrain_config"), words)
+    work = recipe_workload(config)
+    assert set(asked_choice(config, work).activations) == {weighed}
+    assert (unplanned(config) is None) == (modules == "layernorm,mlp_act")
+
+
+def test_offloading_that_plans_do_not_know_is_weighed_as_the_text_says(small: Workload) -> None:
+    fine = ["model.fine_grained_activation_offloading=true", "model.offload_modules=[core_attn]"]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *fine])
+    assert set(asked_choice(config, small).activations) == {Keep.KEEP}
+    assert "as if what it takes away stayed" in cure_of(config)
+    two = [
+        "model.cpu_offloading=true",
+        "model.cpu_offloading_num_layers=1",
+        "model.cpu_offloading_double_buffering=true",
+    ]
+    config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *two])
+    assert "keeps one layer more" in cure_of(config)
+    for idle in ("model.cpu_offloading_num_layers=0", "model.cpu_offloading_activations=false"):
+        assert unplanned(apply_overrides(recipes.load(TINY), [*SMALL, BF16, *two, idle])) is None
 
 
 def test_what_options_ask_for_is_weighed(small: Workload) -> None:

@@ -221,13 +221,14 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     from hostward.rule_table import captured, widened
     from hostward.rules import check
     from hostward.train.kept import usual_folder
-    from hostward.train.planning import asked_of, phases_of, require_by_rows, unplanned_graphs
+    from hostward.train.planning import asked_of, phases_of, require_by_rows, require_planned, unplanned_graphs
     from hostward.train.workload import recipe_workload
 
     require_by_rows(config, "hostward plan", gpus)
     check(config, world_size=1)
     if captured(config):
         raise unplanned_graphs("hostward plan")
+    require_planned(config, "hostward plan")
     whole = recipe_workload(config, name=name, folder=usual_folder())
     workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus))
     return workload, asked_of(config, workload, speeds), phases_of(config)

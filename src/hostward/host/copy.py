@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from hostward.errors import ConfigError
 from hostward.host.library import CopyRange, Isa, check, load
-from hostward.host.operand import FLOATS, Memory, host_operand, require_threads
+from hostward.host.operand import Memory, host_operand, require_threads
+
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Copy:
     """One contiguous run of elements.
 
     Attributes:
-        into: fp32, bf16 or fp16; written. Overlaps nothing that the same call writes or reads.
+        into: fp32, bf16, fp16 or uint8; written. Overlaps nothing that the same call writes or reads.
         data: as many elements; of the same dtype, or with `low` bf16.
         low: as many elements, int16; None: bits are copied. Else `into`, fp32, becomes the masters of which `data` are
             the weights and these the remainders (`reference.join_master`).
@@ -43,7 +46,7 @@ def copy(copies: Sequence[Copy], *, threads: int = 1, isa: Isa = Isa.BEST) -> No
 
 def _range(each: Copy, what: str) -> CopyRange:
     joined = each.low is not None
-    into = host_operand(each.into, f"{what}.into", ("fp32",) if joined else tuple(FLOATS), writable=True)
+    into = host_operand(each.into, f"{what}.into", ("fp32",) if joined else tuple(_SIZES), writable=True)
     data = host_operand(each.data, f"{what}.data", ("bf16",) if joined else (into.dtype,))
     low = None if each.low is None else host_operand(each.low, f"{what}.low", ("int16",))
     lengths = {into.elements, data.elements} | ({low.elements} if low is not None else set())
@@ -53,5 +56,5 @@ def _range(each: Copy, what: str) -> CopyRange:
             why="each element has its place",
             fix="pass as many of each",
         )
-    size = 4 if into.dtype == "fp32" else 2
-    return CopyRange(into.address, data.address, None if low is None else low.address, size * into.elements)
+    size_bytes = _SIZES[into.dtype] * into.elements
+    return CopyRange(into.address, data.address, None if low is None else low.address, size_bytes)

@@ -142,7 +142,7 @@ class CopyRange(ctypes.Structure):
 
 _CODES = {
     1: "a pointer that the task needs is null",
-    2: "a length, offset or count is negative, or fewer than one thread was asked for",
+    2: "a length, offset or count is negative, bytes are no whole masters, or fewer than one thread was asked for",
     3: "the dtypes and the master kind do not go together",
     4: "this processor or this build lacks the instruction set that was asked for",
     5: "a step count lies past the end of bias correction tables that have not reached 1",

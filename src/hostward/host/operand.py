@@ -22,6 +22,7 @@ _TORCH_NAMES = {
     torch.int16: "int16",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.uint8: "uint8",
 }
 # numpy has no bf16; its bits travel as uint16.
 _NUMPY_NAMES = {
@@ -32,6 +33,7 @@ _NUMPY_NAMES = {
     np.dtype(np.int16): "int16",
     np.dtype(np.int32): "int32",
     np.dtype(np.int64): "int64",
+    np.dtype(np.uint8): "uint8",
 }
 
 

@@ -25,6 +25,7 @@ from hostward.training.workload_of import inventory_of
 
 from . import resume
 from .parts import Held
+from .planning import require_planned
 from .shares import shares
 
 
@@ -66,15 +67,15 @@ def accumulates_in_fp32(config: Config) -> bool:
 def with_plan(config: Config, plan: PlanFile) -> Config:
     """The options of a run with a plan: what they say of placements is what the plan says.
 
-    Raises ConfigError where options place something themselves.
+    Raises ConfigError where options place something themselves, NotBuiltError for what no plan carries out.
     """
     own = {
         "optimizer.optimizer_cpu_offload": config.optimizer.optimizer_cpu_offload,
         "optimizer.offload_optimizer_states": config.optimizer.offload_optimizer_states,
         "model.cpu_offloading": config.model.cpu_offloading,
-        "model.fine_grained_activation_offloading": config.model.fine_grained_activation_offloading,
         "model.recompute_granularity": config.model.recompute_granularity is not None,
     }
+    require_planned(config, "--plan")
     for option, used in own.items():
         if used:
             raise ConfigError(

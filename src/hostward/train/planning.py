@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from hostward.choice import ELEMENTWISE_MODULES, Choice, Keep
+from hostward.choice import Choice, Keep
 from hostward.config import Config, get_option
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
@@ -17,7 +17,7 @@ from hostward.planning.assignment import Forced
 from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
 from hostward.planning.speeds import Speeds
-from hostward.rule_table import serial
+from hostward.rule_table import DENSE, serial
 from hostward.sizes import MIB
 from hostward.workload import Workload
 
@@ -25,6 +25,8 @@ from .shares import shares
 
 T = TypeVar("T", Placement, Keep)
 
+_LIKE = {"mlp": "mlp_act", "moe": "moe_act"}
+"""What is recomputed as a whole keeps no more than if its activation alone were."""
 _OTHER_DIVISIONS = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
@@ -97,6 +99,44 @@ def require_by_rows(config: Config, what: str, ranks: int) -> None:
         )
 
 
+def unplanned(config: Config) -> str | None:
+    """The option that lets layers keep other things for backward than a plan's choices do; None where none does."""
+    model = config.model
+    if model.fine_grained_activation_offloading:
+        return "model.fine_grained_activation_offloading=true"
+    if double_buffered(config):
+        return "model.cpu_offloading_double_buffering=true"
+    if model.recompute_granularity == "selective" and set(model.recompute_modules) != _elementwise(config):
+        return f"model.recompute_modules=[{','.join(model.recompute_modules)}]"
+    return None
+
+
+def double_buffered(config: Config) -> bool:
+    """Whether activations come back one layer earlier than plans count with."""
+    model = config.model
+    leave = model.cpu_offloading and model.cpu_offloading_activations and model.cpu_offloading_num_layers > 0
+    return leave and model.cpu_offloading_double_buffering
+
+
+def _elementwise(config: Config) -> set[str]:
+    """What plans recompute within layers, by the names of options."""
+    if config.model.architecture in DENSE:
+        return {"layernorm", "mlp_act"}
+    return {"layernorm"} if config.model.experts_implementation == "eager" else {"layernorm", "moe_act"}
+
+
+def require_planned(config: Config, what: str) -> None:
+    """Raises NotBuiltError for options that a plan does not carry out. `what` wants one."""
+    if (option := unplanned(config)) is not None:
+        raise NotBuiltError(
+            f"{what} with {option} is known, but not built yet",
+            why="a plan lets whole layers' saved tensors leave, by one buffer, and recomputes whole layers, or "
+            f"{' and '.join(sorted(_elementwise(config)))} within them",
+            fix="leave the option out, and the plan chooses; or train without a plan: hostward train weighs such a run "
+            "before it starts",
+        )
+
+
 def unplanned_graphs(what: str) -> NotBuiltError:
     """The error for `what`, which wants a plan, where forward and backward are a CUDA graph."""
     return NotBuiltError(
@@ -118,9 +158,8 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
     model = config.model
     first = model.recompute_num_layers or 0
     whole = model.recompute_granularity == "full" and (model.recompute_method == "uniform" or layer < first)
-    parts = model.recompute_granularity == "selective" and not set(ELEMENTWISE_MODULES).isdisjoint(
-        model.recompute_modules
-    )
+    again = {_LIKE.get(name, name) for name in model.recompute_modules}
+    parts = model.recompute_granularity == "selective" and again >= _elementwise(config)
     if layer < leaving:
         return Keep.RECOMPUTE_OFFLOAD if whole else Keep.ELEMENTWISE_OFFLOAD if parts else Keep.OFFLOAD
     return Keep.RECOMPUTE if whole else Keep.ELEMENTWISE if parts else Keep.KEEP

@@ -41,7 +41,7 @@ from hostward.workload import Workload
 from .kept import usual_folder
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
-from .planning import asked_of, other_division, phases_of, require_by_rows
+from .planning import asked_of, double_buffered, other_division, phases_of, require_by_rows, unplanned
 from .ranks import Ranks
 from .shares import shares
 from .workload import recipe_workload
@@ -49,6 +49,8 @@ from .workload import recipe_workload
 log = logging.getLogger("hostward")
 
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+CURE_UNPLANNED = "{} is weighed as if what it takes away stayed; if that is more than is missing, --force starts anyway"
+CURE_OF_TWO_BUFFERS = "leave {} out: it keeps one layer more on the device than has been weighed"
 CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
 
 
@@ -95,12 +97,14 @@ def require_fit(
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     copies = ranks.size > 1 and not ranks.divided
-    refuse(needs, budgets, CURE_OF_COPIES if copies else CURE if plan is None else cure_of_plan(budgets, ranks))
+    cure = CURE_OF_COPIES if copies else cure_of(config)
+    refuse(needs, budgets, cure if plan is None else cure_of_plan(budgets, ranks))
     # Predicted seconds are those of a step that hides behind forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
     drawn = plan is None and ranks.first and not copies  # a plan brings its own; nothing of copies is offloaded
     frontier = others(workload, hardware, ranks.local_size, budgets) if drawn and hardware is not None else ()
-    predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size)
+    known = plan is not None or unplanned(config) is None
+    predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size) if known else None
     asked = shares(config)
     if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
         return Weighed(predicted, frontier)
@@ -110,6 +114,14 @@ def require_fit(
         return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
 
     return Weighed(predicted, frontier, mix_of)
+
+
+def cure_of(config: Config) -> str:
+    """What to do about options that do not fit."""
+    option = unplanned(config)
+    if option is None:
+        return CURE
+    return (CURE_OF_TWO_BUFFERS if double_buffered(config) else CURE_UNPLANNED).format(option)
 
 
 def cure_of_plan(free: Budgets, ranks: Ranks) -> str:

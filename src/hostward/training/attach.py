@@ -66,8 +66,7 @@ def attach(
             of layers, from the first on: {"mlp_act": None, "layernorm": 9}; None: all.
         plan: from `hostward plan --json FILE`, or that file: all of this by layer, instead of the three above. Layers
             that it recomputes as a whole are told so; they stay that way after `detach`.
-        layers: the layers in order of use, where they cannot be found (see `hostward.training.layers.find_layers`), or
-            where others in between are to stay as they are.
+        layers: in order of use, where they cannot be found (`find_layers`), or others between them stay as they are.
         backend: where copies run; by default the optimizer's, or that of the model's device.
         force: go on although the plan needs more memory than is free. (What activations take without a plan is not
             known before the first forward.)

@@ -54,7 +54,7 @@ class Stretch:
 
     def lies_here(self) -> bool:
         """Whether it can be read in place."""
-        return self.low is None and self.data.device.type == "cpu"
+        return self.low is None and _on_host(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Source:
 
     def on_host(self) -> bool:
         """Whether all of it lies there, in one piece or in several."""
-        return all(s.data.device.type == "cpu" for s in self.stretches)
+        return all(_on_host(s.data) and (s.low is None or _on_host(s.low)) for s in self.stretches)
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None) -> torch.Tensor:
         """A box of it that is one run of its elements, on the host: in place where it lies there in one piece, else in
@@ -95,31 +95,37 @@ class Source:
         if room is None:
             raise ValueError("a box that does not lie on the host in one piece needs room")
         nbytes = (stop - start) * self.dtype.itemsize
-        copy(self.copies(offsets, sizes, room[:nbytes], room[nbytes:]))
+        copy(self._copies(start, stop, room[:nbytes], room[nbytes:], straight=True))
         return room[:nbytes].view(self.dtype).view(tuple(sizes))
 
     def copies(
         self, offsets: Sequence[int], sizes: Sequence[int], place: torch.Tensor, room: torch.Tensor | None
     ) -> list[Copy]:
         """What is left to be copied on the host for `place`, uint8, to hold such a box. What lies on the device has
-        been fetched when this returns: into `place`, and halves of masters into `room`, uint8, which holds as much as
-        the box and is read by these copies. None: nothing of it lies on the device.
+        been fetched into `room`, uint8, when this returns; it holds as much as the box and is read by these copies.
+        None: nothing of it lies on the device.
         """
-        start, stop = self._run(offsets, sizes)
-        whole = place.view(self.dtype)
-        made = []
+        return self._copies(*self._run(offsets, sizes), place, room)
+
+    def _copies(
+        self, start: int, stop: int, place: torch.Tensor, room: torch.Tensor | None, *, straight: bool = False
+    ) -> list[Copy]:
+        """`straight`: the device is read into `place` itself where nothing is to be joined."""
+        made, size = [], self.dtype.itemsize
         for stretch in self._found(start, stop):
             first, last = max(start, stretch.start), min(stop, stretch.stop)
-            part = slice(first - stretch.start, last - stretch.start)
-            into = whole[first - start : last - start]
+            part, at = slice(first - stretch.start, last - stretch.start), size * (first - start)
+            into = place[at : at + size * (last - first)]
+            data = stretch.data[part]
+            # Each stretch has its own part of the room: what is in it is read later.
             if stretch.low is not None:
-                at = 4 * (first - start)  # each stretch has its own part of the room: they are joined later
-                high = self._here(stretch.data[part], room, at)
-                made.append(Copy(into, high, self._here(stretch.low[part], room, at + high.nbytes)))
-            elif stretch.data.device.type == "cpu":
-                made.append(Copy(into, stretch.data[part]))
+                high = self._here(data, room, at)
+                low = self._here(stretch.low[part], room, at + high.nbytes)
+                made.append(Copy(into.view(self.dtype), high, low))
+            elif straight and not _on_host(data):
+                self.backend.fetch(into.view(self.dtype), data)
             else:
-                self.backend.fetch(into, stretch.data[part])
+                made.append(Copy(into, self._here(data, room, at).view(torch.uint8)))
         return made
 
     def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
@@ -131,13 +137,17 @@ class Source:
         return [s for s in self.stretches if s.start < stop and start < s.stop]
 
     def _here(self, data: torch.Tensor, room: torch.Tensor | None, at: int) -> torch.Tensor:
-        if data.device.type == "cpu":
+        if _on_host(data):
             return data
         if room is None:
-            raise ValueError("halves of masters on the device need room")
+            raise ValueError("what lies on the device needs room")
         here = room[at : at + data.nbytes].view(data.dtype)
         self.backend.fetch(here, data)
         return here
+
+
+def _on_host(data: torch.Tensor) -> bool:
+    return data.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
