@@ -238,7 +238,7 @@ class _Reading:
 
 
 def restore(
-    path: Path,
+    path: Path | None,
     model: torch.nn.Module,
     optimizer: Any,
     *,
@@ -252,8 +252,15 @@ def restore(
         with_state: False: weights only; moments and step counts stay as they are.
 
     Raises:
-        CheckpointError: as `load`. MemoryLimitError: no room for the state on its way.
+        CheckpointError: as `load`; None, which `latest` returns where there is none. MemoryLimitError: no room for the
+            state on its way.
     """
+    if path is None:
+        raise CheckpointError(
+            "there is no checkpoint to restore",
+            why="the path is None, which checkpoint.latest returns for a folder without one",
+            fix="go on without it where it is None, as in the first run",
+        )
     plain = read_plain(path)
     index = tensor_index(path)
     into = {f"model/{name}": t for name, t in model.state_dict().items()}

@@ -309,8 +309,11 @@ def _parse_manifest(path: Path) -> Manifest:
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:
+        of_a_run = (path / LATEST).is_file()
         raise CheckpointError(
-            f"{path} is not a complete checkpoint", why=f"it has no {MANIFEST}, which a save writes last"
+            f"{path} is not a complete checkpoint",
+            why=f"it has no {MANIFEST}, which a save writes last",
+            fix=f"checkpoint.latest({str(path)!r}) names the newest one in it" if of_a_run else "",
         ) from error
     try:
         return Manifest.from_bytes(text)

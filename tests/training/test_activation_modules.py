@@ -158,4 +158,4 @@ def test_a_forward_that_offloads_nothing_is_told(caplog: pytest.LogCaptureFixtur
     told = [record.getMessage() for record in caplog.records if "has offloaded nothing" in record.getMessage()]
     assert len(told) == 1
     assert "it is small" in told[0]
-    assert "min_bytes" in told[0]
+    assert "small: below 1,073,741,824 bytes" in told[0]

@@ -188,6 +188,21 @@ def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.Monk
         source.copies([5], [20], place, None)
 
 
+def test_a_folder_without_a_checkpoint_and_the_folder_of_a_run_are_told_apart(tmp_path: Path) -> None:
+    model, optimizer = make("host")
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(CheckpointError, match="no checkpoint to restore"):
+        checkpoint.restore(checkpoint.latest(tmp_path), model, optimizer)
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint") as caught:
+        checkpoint.restore(tmp_path, model, optimizer)
+    assert "latest" not in caught.value.fix
+    parts = checkpoint.parts_of(model, optimizer)
+    checkpoint.save(tmp_path, 1, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint") as caught:
+        checkpoint.restore(tmp_path, model, optimizer)
+    assert caught.value.fix == f"checkpoint.latest({str(tmp_path)!r}) names the newest one in it"
+
+
 def test_a_snapshot_that_does_not_fit_is_refused_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,18 @@ def test_samples_are_what_the_ledger_and_the_gradients_say(train: Cli, tmp_path:
     assert max(gradients) <= memory.device_by_owner_bytes["gradients"]
 
 
+def test_what_saving_has_kept_is_in_the_report(train: Cli, tmp_path: Path) -> None:
+    """Its memory is given back when the run is over, before the report is made."""
+    saves = [f"checkpoint.save={tmp_path / 'saved'}", "checkpoint.save_interval=2", "checkpoint.async_save=true"]
+    words = ["train.train_iters=5", "model.params_dtype=bf16", *offloaded(0.5), *saves]
+    train(*words, "checkpoint.async_save_mode=snapshot", "--run-dir", tmp_path / "run")
+    report = read_report(tmp_path / "run")
+    for owner in ("snapshot of a save", "buffers of a save"):
+        held = report.memory.host_by_owner_bytes[owner]
+        assert held == report.memory_over_time.host_by_owner_bytes[owner][-1] > 0
+    assert report.measured.host_bytes == sum(report.memory.host_by_owner_bytes.values())
+
+
 def test_of_a_long_run_few_iterations_are_sampled(text: Path) -> None:
     config = apply_overrides(load(TINY), [*SMALL, f"dataset.path={text}", "train.train_iters=100000"])
     run = loop.prepare(TINY, config)

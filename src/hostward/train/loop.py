@@ -82,6 +82,10 @@ class Run:
     """Most device memory of streamed state seen between a step and the next forward."""
     graph_bytes: int = 0
     """Device memory that a CUDA graph of forward and backward keeps between iterations, gradients left out."""
+    save_bytes: dict[str, int] = field(default_factory=dict)
+    """Host memory that saving has kept from one checkpoint to the next, by owner."""
+    save_pinned_bytes: int = 0
+    """Of these, page-locked."""
     attachment: Attachment | None = None
     """Offloading of activations, where it is asked for."""
     saved: Path | None = None

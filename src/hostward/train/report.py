@@ -154,8 +154,8 @@ def _memory(run: Run) -> MemoryReport:
     at_most |= {GRAPH: run.graph_bytes} if run.graph_bytes else {}
     return MemoryReport(
         device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
-        host_by_owner_bytes=ledger.by_owner(Tier.HOST),
-        pinned_bytes=ledger.pinned_bytes,
+        host_by_owner_bytes={**ledger.by_owner(Tier.HOST), **run.save_bytes},
+        pinned_bytes=ledger.pinned_bytes + run.save_pinned_bytes,
         resident_bytes=resident_bytes(),
         device_allocated_bytes=torch.cuda.memory_allocated(run.device) if cuda else None,
         device_peak_bytes=torch.cuda.max_memory_allocated(run.device) if cuda else None,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hostward import checkpoint
 from hostward.checkpoint_files import complete_checkpoints
 from hostward.config import Config, to_dict
+from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
 from hostward.inspect import local_of
 
@@ -139,8 +140,13 @@ def saves(run: Run) -> Iterator[None]:
         finish(run)
     finally:
         if run.saver is not None:
+            ledger = run.optimizer.backend.ledger
+            held, pinned_bytes = ledger.by_owner(Tier.HOST), ledger.pinned_bytes
             run.saver.close()
             run.saver = None
+            left = ledger.by_owner(Tier.HOST)
+            run.save_bytes = {o: n - left.get(o, 0) for o, n in held.items() if n > left.get(o, 0)}
+            run.save_pinned_bytes = pinned_bytes - ledger.pinned_bytes
 
 
 def _saved(run: Run, path: Path | None) -> None:

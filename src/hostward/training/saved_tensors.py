@@ -176,7 +176,7 @@ class Sorter:
 
     def __init__(self, device: torch.device, min_bytes: int, min_elements: int = 0) -> None:
         self._device = device
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self._min_elements = min_elements
         self._parameters: list[torch.nn.Parameter] = []
         self._module_buffers: list[torch.Tensor] = []
@@ -224,7 +224,7 @@ class Sorter:
         if storage in shared:
             return shared[storage]
         first, last = bytes_of(tensor)
-        small = last - first < self._min_bytes or tensor.numel() < self._min_elements
+        small = last - first < self.min_bytes or tensor.numel() < self._min_elements
         return Why.SMALL if small else None
 
 

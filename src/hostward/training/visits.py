@@ -180,8 +180,9 @@ class Visits:
             self._warned = True
             kept = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in self._sorter.kept_bytes.items())
             log.warning(
-                "the first forward has offloaded nothing; what was saved stays because: %s (min_bytes: what is small)",
+                "the first forward has offloaded nothing; what was saved stays because: %s (small: below %s bytes)",
                 kept or "nothing was",
+                f"{self._sorter.min_bytes:,}",
             )
 
     def mark(self, module: torch.nn.Module, leaves: bool) -> None:
