@@ -115,16 +115,17 @@ class Copies:
         """Copy all of them: what lies on the device through these rooms, a thread of Python for each, and at the same
         time what lies on the host, which one thread has copied by all threads of the host's step.
         """
+        on_host: list[WriteItem] = []
+        through: list[WriteItem] = []
+        for item in self._items:
+            (on_host if self._planner.on_host(item) else through).append(item)
         # Of each writer's share the first items first: none waits for another's.
-        shares = shared_out([item for item in self._items if self._planner.on_host(item)], len(rooms))
-        on_host = [item for turn in zip_longest(*shares) for item in turn if item is not None]
-        through = [item for item in self._items if not self._planner.on_host(item)]
-        bodies = [partial(self._make, _groups(on_host, _TOGETHER_BYTES), None, self._threads)] if on_host else []
+        turns = zip_longest(*shared_out(on_host, len(rooms)))
+        groups = _groups([item for turn in turns for item in turn if item is not None], _TOGETHER_BYTES)
+        bodies = [partial(self._make, groups, None, self._threads)]
+        few = max(1, self._threads // len(rooms))
         for share, room in zip(shared_out(through, len(rooms)), rooms, strict=True):
-            if share:
-                bodies.append(
-                    partial(self._make, [[item] for item in share], room, max(1, self._threads // len(rooms)))
-                )
+            bodies.append(partial(self._make, [[item] for item in share], room, few))
         in_threads(bodies, self._stop)
 
     def _make(self, groups: Sequence[Sequence[WriteItem]], room: torch.Tensor | None, threads: int) -> None:
@@ -147,8 +148,8 @@ class Copies:
 
 def _groups(items: Sequence[WriteItem], size_bytes: int) -> list[list[WriteItem]]:
     """In their order, of at least so many bytes each but the last."""
-    groups: list[list[WriteItem]] = [[]]
-    held = 0
+    groups: list[list[WriteItem]] = []
+    held = size_bytes
     for item in items:
         if held >= size_bytes:
             groups.append([])

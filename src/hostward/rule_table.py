@@ -363,8 +363,12 @@ def unknown_recomputed(config: Config) -> list[str]:
 
 def of_other_kind(config: Config) -> list[str]:
     """Entries of model.recompute_modules that layers of this architecture do not have."""
-    others = ("moe", "moe_act") if config.model.architecture in DENSE else ("mlp", "mlp_act")
-    return sorted(set(config.model.recompute_modules) & set(others))
+    return sorted(set(config.model.recompute_modules) & other_kind(config))
+
+
+def other_kind(config: Config) -> set[str]:
+    """Of RECOMPUTE_MODULES, those that layers of this architecture do not have."""
+    return {"moe", "moe_act"} if config.model.architecture in DENSE else {"mlp", "mlp_act"}
 
 
 def offloaded_experts(config: Config) -> list[str]:

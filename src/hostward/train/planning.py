@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from hostward.choice import Choice, Keep
+from hostward.choice import ELEMENTWISE_MODULES, Choice, Keep
 from hostward.config import Config, get_option
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
@@ -17,7 +17,7 @@ from hostward.planning.assignment import Forced
 from hostward.planning.balance import best_share
 from hostward.planning.costs import Costs
 from hostward.planning.speeds import Speeds
-from hostward.rule_table import DENSE, serial
+from hostward.rule_table import other_kind, serial
 from hostward.sizes import MIB
 from hostward.workload import Workload
 
@@ -25,8 +25,6 @@ from .shares import shares
 
 T = TypeVar("T", Placement, Keep)
 
-_LIKE = {"mlp": "mlp_act", "moe": "moe_act"}
-"""What is recomputed as a whole keeps no more than if its activation alone were."""
 _OTHER_DIVISIONS = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
@@ -99,37 +97,39 @@ def require_by_rows(config: Config, what: str, ranks: int) -> None:
         )
 
 
-def unplanned(config: Config) -> str | None:
-    """The option that lets layers keep other things for backward than a plan's choices do; None where none does."""
-    model = config.model
-    if model.fine_grained_activation_offloading:
-        return "model.fine_grained_activation_offloading=true"
-    if double_buffered(config):
-        return "model.cpu_offloading_double_buffering=true"
-    if model.recompute_granularity == "selective" and set(model.recompute_modules) != _elementwise(config):
-        return f"model.recompute_modules=[{','.join(model.recompute_modules)}]"
-    return None
+class Unplanned(NamedTuple):
+    """An option that lets layers keep other things for backward than a plan's choices do. `adds`: they keep more than
+    runs with it are weighed by; else less.
+    """
+
+    option: str
+    adds: bool = False
 
 
-def double_buffered(config: Config) -> bool:
-    """Whether activations come back one layer earlier than plans count with."""
+def unplanned(config: Config) -> Unplanned | None:
+    """The first such option that is set."""
     model = config.model
     leave = model.cpu_offloading and model.cpu_offloading_activations and model.cpu_offloading_num_layers > 0
-    return leave and model.cpu_offloading_double_buffering
+    if model.fine_grained_activation_offloading:
+        return Unplanned("model.fine_grained_activation_offloading=true")
+    if leave and model.cpu_offloading_double_buffering:
+        return Unplanned("model.cpu_offloading_double_buffering=true", adds=True)
+    if model.recompute_granularity == "selective" and set(model.recompute_modules) != _elementwise(config):
+        return Unplanned(f"model.recompute_modules=[{','.join(model.recompute_modules)}]")
+    return None
 
 
 def _elementwise(config: Config) -> set[str]:
     """What plans recompute within layers, by the names of options."""
-    if config.model.architecture in DENSE:
-        return {"layernorm", "mlp_act"}
-    return {"layernorm"} if config.model.experts_implementation == "eager" else {"layernorm", "moe_act"}
+    grouped = config.model.experts_implementation != "eager"
+    return {*ELEMENTWISE_MODULES} - other_kind(config) - (set() if grouped else {"moe_act"})
 
 
 def require_planned(config: Config, what: str) -> None:
     """Raises NotBuiltError for options that a plan does not carry out. `what` wants one."""
-    if (option := unplanned(config)) is not None:
+    if (found := unplanned(config)) is not None:
         raise NotBuiltError(
-            f"{what} with {option} is known, but not built yet",
+            f"{what} with {found.option} is known, but not built yet",
             why="a plan lets whole layers' saved tensors leave, by one buffer, and recomputes whole layers, or "
             f"{' and '.join(sorted(_elementwise(config)))} within them",
             fix="leave the option out, and the plan chooses; or train without a plan: hostward train weighs such a run "
@@ -158,7 +158,8 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
     model = config.model
     first = model.recompute_num_layers or 0
     whole = model.recompute_granularity == "full" and (model.recompute_method == "uniform" or layer < first)
-    again = {_LIKE.get(name, name) for name in model.recompute_modules}
+    # What is recomputed as a whole keeps no more than if its activation alone were.
+    again = {f"{name}_act" if name in ("mlp", "moe") else name for name in model.recompute_modules}
     parts = model.recompute_granularity == "selective" and again >= _elementwise(config)
     if layer < leaving:
         return Keep.RECOMPUTE_OFFLOAD if whole else Keep.ELEMENTWISE_OFFLOAD if parts else Keep.OFFLOAD

@@ -41,7 +41,7 @@ from hostward.workload import Workload
 from .kept import usual_folder
 from .models import meta_model
 from .placing import staging_bytes, sums_on_host
-from .planning import asked_of, double_buffered, other_division, phases_of, require_by_rows, unplanned
+from .planning import asked_of, other_division, phases_of, require_by_rows, unplanned
 from .ranks import Ranks
 from .shares import shares
 from .workload import recipe_workload
@@ -50,7 +50,7 @@ log = logging.getLogger("hostward")
 
 CURE = "hostward plan with the same options says what would fit; --force starts anyway"
 CURE_UNPLANNED = "{} is weighed as if what it takes away stayed; if that is more than is missing, --force starts anyway"
-CURE_OF_TWO_BUFFERS = "leave {} out: it keeps one layer more on the device than has been weighed"
+CURE_OF_MORE = "leave {} out: it keeps one layer more on the device than has been weighed"
 CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
 
 
@@ -118,10 +118,10 @@ def require_fit(
 
 def cure_of(config: Config) -> str:
     """What to do about options that do not fit."""
-    option = unplanned(config)
-    if option is None:
+    found = unplanned(config)
+    if found is None:
         return CURE
-    return (CURE_OF_TWO_BUFFERS if double_buffered(config) else CURE_UNPLANNED).format(option)
+    return (CURE_OF_MORE if found.adds else CURE_UNPLANNED).format(found.option)
 
 
 def cure_of_plan(free: Budgets, ranks: Ranks) -> str:
