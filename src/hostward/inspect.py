@@ -163,7 +163,7 @@ class Places:
         if _is_sharded(parameter):
             from .adapters import fsdp2
 
-            first = fsdp2.Layout.of(name, parameter).first
+            first = fsdp2.layout_of(name, parameter).first
         return Tracked(name, parameter, group, tuple(homes), paths[0], first)
 
 

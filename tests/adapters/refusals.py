@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import hostward
 from hostward import checkpoint
+from hostward.engine.simulated import SimulatedBackend
 from hostward.training.workload_of import workload_of
 
 
@@ -90,12 +91,22 @@ def _state_of_another_mesh() -> None:
     adamw(sharded(mesh="four")).load_state_dict(optimizer.state_dict())
 
 
-def _weights_offloaded() -> None:
-    model: Any = sharded(reshard_after_forward=False)
-    optimizer = adamw(model, "host")
-    with torch.no_grad():
-        loss_of(model, 0)  # whole weights pass for plain ones
-    hostward.attach(model, optimizer, weights=2)
+def _weights_away_beside_their_policy() -> None:
+    model: Any = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model.requires_grad_(False)
+    hostward.attach(model, weights=2, backend=SimulatedBackend(threads=1))
+
+
+def _weights_away_of_matrices() -> None:
+    model: Any = Net()
+    for block in model.blocks:
+        parallelize_module(block, mesh_of("four"), {"up": ColwiseParallel()})
+    hostward.attach(model, weights=2, backend=SimulatedBackend(threads=1))
+
+
+def _weights_away_and_stepped_here() -> None:
+    model: Any = sharded()
+    hostward.attach(model, adamw(model, "streamed"), weights=2)
 
 
 def _states_of_torch_streamed() -> None:

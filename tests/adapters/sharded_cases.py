@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -184,6 +185,7 @@ def train(
     write: bool = False,
     network: Mapping[str, Any] | None = None,
     activations: bool = False,
+    weights: int | None = None,
     sums_in_fp32: bool = False,
     by_hand: bool = False,
     **options: Any,
@@ -203,7 +205,9 @@ def train(
     if sums_in_fp32:
         options["grad_dtype"] = torch.float32
     optimizer = adamw(model, mix, order, **options)
-    run = hostward.attach(model, optimizer, activations=EVERYTHING) if activations else None
+    run = None
+    if activations or weights:
+        run = hostward.attach(model, optimizer, activations=EVERYTHING if activations else None, weights=weights)
     told: list[Any] = []
     for step in range(steps):
         if clear:
@@ -224,11 +228,15 @@ def train(
     with torch.no_grad():
         told.append(loss_of(model, 7).item().hex())
     model.reshard()  # type: ignore[operator]
+    away = None if run is None else run.report().weights
+    if run is not None:
+        run.detach()
     placements = sorted({bucket.placement.value for bucket in optimizer.plan.buckets})
     moved = 0 if run is None else run.report().offloaded_bytes
     to_host = optimizer.backend.ledger.copied_bytes[Lane.D2H]
     found = {"bits": snapshot(model, optimizer), "told": told, "placements": placements}
-    return found | {"moved_bytes": moved, "to_host_bytes": to_host, "numel": optimizer.inventory.numel}
+    found |= {"moved_bytes": moved, "to_host_bytes": to_host, "numel": optimizer.inventory.numel}
+    return found | {"away": None if away is None else asdict(away)}
 
 
 def moved_without_sharding() -> int:

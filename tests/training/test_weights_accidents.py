@@ -266,7 +266,7 @@ def test_modified_weights_raise_in_backward() -> None:
     with away(model) as run:
         loss = loss_of(model, 0)
         assert run._weights is not None
-        with run._weights.layer_present(1), torch.no_grad():
+        with run._weights.all_present([1]), torch.no_grad():
             weight.mul_(1.0)
         with pytest.raises(ModelError, match="modified by an in-place operation"):
             loss.backward()

@@ -44,7 +44,7 @@ LAYERS = (
     ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
     ("planning",),
     ("engine", "host", "kernels"),
-    ("inspect", "adapters.fsdp2"),
+    ("inspect", "adapters.announced", "adapters.fsdp2", "adapters.layout"),
     ("training",),
     (
         "checkpoint",

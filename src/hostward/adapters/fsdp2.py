@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hostward.errors import CheckpointError, ConfigError, ModelError
-from hostward.inventory import SPLIT_ELEMENTS
+
+from .announced import Told, announce
+from .layout import Layout, Split
 
 KNOWN_VERSIONS = "2.11 to 2.13"
 _USED_OF_GROUPS = (
     "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
     "mesh_info", "mp_policy", "offload_policy", "reduce_grads", "all_reduce_grads", "_training_state",
-    "_all_gather_result",
+    "_all_gather_result", "_reset_sharded_params",
 )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def part_of_saved(name: str, saved: torch.Tensor, parameter: torch.Tensor) -> to
             why=f"{tuple(_placements(saved))} against {tuple(_placements(parameter))}",
             fix="load with torch.distributed.checkpoint into what optimizer.state_dict() returns",
         )
-    return Layout.of(name, parameter).part(saved)
+    return layout_of(name, parameter).part(saved)
 
 
 def counts(parameter: torch.Tensor) -> bool:
@@ -82,89 +83,29 @@ def counts(parameter: torch.Tensor) -> bool:
     return all(coordinate[i] == 0 for i, p in enumerate(_placements(parameter)) if isinstance(p, Replicate))
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A range of rows along dimension `dim` is divided in `n_parts`, of which this rank has part `index`."""
-
-    dim: int
-    n_parts: int
-    index: int
-
-    def cut(self, first: int, rows: int, index: int) -> tuple[int, int]:
-        """First row and number of rows of a part."""
-        each = -(-rows // self.n_parts)
-        start, stop = min(index * each, rows), min((index + 1) * each, rows)
-        return first + start, stop - start
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a parameter is divided: by all `splits`, one within the other. None: in one part on every rank."""
-
-    shape: tuple[int, ...]
-    splits: tuple[Split, ...]
-
-    @classmethod
-    def of(cls, name: str, parameter: torch.Tensor) -> Layout:
-        """Raises ModelError for a division that is not FSDP2's own, over plain parameters or over DTensors."""
-        mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise ModelError(
-                f"this rank is not part of the mesh of parameter {name!r}", fix="train on ranks of the mesh"
-            )
-        plain, strided = [], []
-        for i, placement in enumerate(placements):
-            if type(placement) is Shard:
-                plain.append(Split(placement.dim, mesh.size(i), coordinate[i]))
-            elif type(placement) is _StridedShard and _is_innermost(mesh, placements, i):
-                strided.append(Split(placement.dim, mesh.size(i), coordinate[i]))
-            elif not isinstance(placement, Replicate):
-                plain.append(Split(-1, 1, 0))
-        if len(strided) > 1 or any(split.dim < 0 for split in plain):
-            raise ModelError(
-                f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
-                why="supported are parameters that FSDP2 divides along a dimension, and DTensors that it divides again",
-                fix="distribute parameters with Shard or Replicate, then fully_shard",
-            )
-        return cls(tuple(parameter.shape), (*plain, *strided))
-
-    def rows(self, dim: int) -> tuple[int, int]:
-        """First row of this rank's part along a dimension, and how many it has."""
-        first, rows = 0, self.shape[dim]
-        for split in self.splits:
-            if split.dim == dim:
-                first, rows = split.cut(first, rows, split.index)
-        return first, rows
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """A view of what this rank has of a whole tensor."""
-        for dim in dict.fromkeys(split.dim for split in self.splits):
-            whole = whole.narrow(dim, *self.rows(dim))
-        return whole
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the part is one run of the flattened parameter."""
-        return all(split.dim == 0 for split in self.splits)
-
-    @property
-    def first(self) -> int:
-        """Where the part begins in the flattened parameter. 0 for parts that are not one run of it: their chunks are
-        counted in the part.
-        """
-        return self.rows(0)[0] * math.prod(self.shape[1:]) if self.shape and self.is_run else 0
-
-    def shared_chunks(self) -> list[int]:
-        """Chunks of the norm that lie in several ranks' parts: their indices in the parameter, rising."""
-        if not self.is_run or not self.splits:
-            return []
-        parts = [(0, self.shape[0])]
-        for split in self.splits:
-            parts = [split.cut(*part, index) for part in parts for index in range(split.n_parts)]
-        numel, row = math.prod(self.shape), math.prod(self.shape[1:])
-        borders = {first * row for first, _ in parts}
-        return sorted({b // SPLIT_ELEMENTS for b in borders if b % SPLIT_ELEMENTS and b < numel})
+def layout_of(name: str, parameter: torch.Tensor) -> Layout:
+    """How a parameter is divided. Raises ModelError for a division that is not FSDP2's own, over plain parameters or
+    over DTensors.
+    """
+    mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ModelError(f"this rank is not part of the mesh of parameter {name!r}", fix="train on ranks of the mesh")
+    plain, strided = [], []
+    for i, placement in enumerate(placements):
+        if type(placement) is Shard:
+            plain.append(Split(placement.dim, mesh.size(i), coordinate[i]))
+        elif type(placement) is _StridedShard and _is_innermost(mesh, placements, i):
+            strided.append(Split(placement.dim, mesh.size(i), coordinate[i]))
+        elif not isinstance(placement, Replicate):
+            plain.append(Split(-1, 1, 0))
+    if len(strided) > 1 or any(split.dim < 0 for split in plain):
+        raise ModelError(
+            f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
+            why="supported are parameters that FSDP2 divides along a dimension, and DTensors that it divides again",
+            fix="distribute parameters with Shard or Replicate, then fully_shard",
+        )
+    return Layout(tuple(parameter.shape), (*plain, *strided))
 
 
 def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:
@@ -196,6 +137,16 @@ class Listener(Protocol):
 
     def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
         """Gradients of these, memory of this stream, are about to be written to `.grad`, or added to what is there."""
+
+
+class Keeper(Protocol):
+    """Has parts that come and go. Groups are told by their number in `Groups.gathered_together`."""
+
+    def needed(self, group: int, stream: torch.Stream | None, *, backward: bool) -> None:
+        """The group's parts are about to be read, on `stream`; None: on the current one."""
+
+    def gathered(self, group: int) -> None:
+        """They have been read, for what the current stream does next: the group is whole until it is let go of."""
 
 
 class Groups:
@@ -245,7 +196,7 @@ class Groups:
                     why="its gradient leaves when FSDP2 has reduced it, and its weight arrives before it is gathered",
                     fix="fully_shard the whole model, then give it to the optimizer, or module=model beside groups",
                 )
-            Layout.of(name, parameter)
+            layout_of(name, parameter)
             meshes.append(parameter.device_mesh)  # type: ignore[attr-defined]
         if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)}) > 1:
             raise ModelError(
@@ -253,13 +204,55 @@ class Groups:
                 why="the norm over all of them is a sum over ranks that each know all",
                 fix="fully_shard all modules on meshes of the same ranks",
             )
-        for group in self._groups:
-            if isinstance(group.offload_policy, CPUOffloadPolicy):
-                raise ConfigError(
-                    "FSDP2's CPUOffloadPolicy together with hostward.AdamW",
-                    why="both would own the host memory of weights, gradients and state",
-                    fix="fully_shard without offload_policy, and say offload_fraction= to hostward.AdamW",
-                )
+        self.require_no_policy("hostward.AdamW", "offload_fraction= to hostward.AdamW")
+
+    def require_no_policy(self, beside: str, instead: str) -> None:
+        """Raises ConfigError if FSDP2 itself keeps parts on the host."""
+        if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in self._groups):
+            raise ConfigError(
+                f"FSDP2's CPUOffloadPolicy together with {beside}",
+                why="both would own the host memory of weights, gradients and state",
+                fix=f"fully_shard without offload_policy, and say {instead}",
+            )
+
+    def fills(self, parameter: torch.Tensor) -> bool:
+        """Whether a part of these groups, with FSDP2's padding behind it, is all that its memory holds."""
+        padded, part = self._padded(parameter), part_of(parameter)
+        memory = part.untyped_storage()
+        same = bool(padded.untyped_storage()._cdata == memory._cdata and not part.storage_offset())
+        return same and part.is_contiguous() and memory.nbytes() == padded.nbytes
+
+    def holders(self, parameter: torch.Tensor) -> int:
+        """How many tensors of FSDP2's own lie in the memory of its part: the part, the padded one, what they view."""
+        own = part_of(parameter), self._padded(parameter)
+        return len({t._cdata for t in (*own, *(t._base for t in own)) if t is not None})
+
+    def _padded(self, parameter: torch.Tensor) -> torch.Tensor:
+        found = (p for group in self._groups for p in group.fsdp_params if p.sharded_param is parameter)
+        padded: torch.Tensor = next(found)._sharded_param_data
+        return padded
+
+    def is_divided(self, group: int) -> bool:
+        """Whether the next gather of a group reads its parts: it is not whole, nor divided over fewer ranks."""
+        return bool(self._groups[group].is_sharded)
+
+    def settle(self, group: int) -> None:
+        """Do now what FSDP2 would before its first forward: look whether others have replaced the group's parts. It
+        tells that by addresses, and parts that are away have none.
+        """
+        found = self._groups[group]
+        if not found._reset_sharded_params:
+            for p in found.fsdp_params:
+                p.reset_sharded_param()
+                p._init_extensions()
+            found._reset_sharded_params = True
+
+    def serve(self, keeper: Keeper) -> None:
+        """Tell who has the parts when they are needed and when not, from now on, until `close`. Held weakly."""
+        this = weakref.ref(keeper)
+        for number, group in enumerate(self._groups):
+            self._removals.append(announce(group, "unshard", _NeededOnStream(this, group, number)))
+            self._removals.append(announce(group, "wait_for_unshard", _NeededHere(this, group, number)))
 
     def accumulate_in(self, dtype: torch.dtype, besides: Set[int]) -> None:
         """From `listen` on let reduced gradients come and add up in `dtype`, but in groups of `besides` (ids) alone."""
@@ -284,7 +277,7 @@ class Groups:
                 ("wait_for_unshard", _BeforeWait(this, group)),
                 ("post_backward", _BeforeReduce(this, group, self._grad_dtypes.get(id(group)))),
             ):
-                self._removals.append(_announce(group, method, told))
+                self._removals.append(announce(group, method, told))
 
     def close(self) -> None:
         for remove in self._removals:
@@ -311,54 +304,68 @@ def _require_known(group: Any) -> None:
         )
 
 
-class _Told(ABC):
-    """Before a method of a group, a listener is told."""
-
-    def __init__(self, listener: weakref.ref[Listener], group: Any) -> None:
-        self.listener = listener
-        self._group = weakref.ref(group)
-
-    def tell(self, *args: Any, **options: Any) -> None:
-        listener, group = self.listener(), self._group()
-        if listener is not None and group is not None:
-            self._tell(listener, group, *args, **options)
-
-    @abstractmethod
-    def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
-        """The group's method is about to be called with these arguments."""
+def _gathers(group: Any) -> bool:
+    """Whether there are other ranks. Else parts are read on the current stream, when the gather is waited for."""
+    return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
 
 
-class _BeforeUnshard(_Told):
-    def _tell(self, listener: Listener, group: Any, async_op: bool = False, **_: Any) -> None:
-        mesh = group.mesh_info
-        # Without other ranks parts are read on the current stream, when the gather is waited for.
-        gathers = isinstance(mesh, FSDPMeshInfo) and mesh.shard_mesh_size > 1
-        if group._all_gather_result is not None or group.is_unsharded or not gathers:
-            return
-        streams = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-        stream = None if streams[0] == group.comm_ctx.device_handle.current_stream() else streams[0]
-        listener.before_copy_in(_parameters(group.fsdp_params), stream)
+def _read_on(group: Any, async_op: bool) -> torch.Stream | None:
+    """The stream on which a gather reads parts; None: the current one."""
+    found: torch.Stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
+    return None if found == group.comm_ctx.device_handle.current_stream() else found
 
 
-class _BeforeWait(_Told):
-    def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+class _BeforeUnshard(Told[Listener]):
+    def _before(self, to: Listener, group: Any, async_op: bool = False, **_: Any) -> None:
+        if group._all_gather_result is None and not group.is_unsharded and _gathers(group):
+            to.before_copy_in(_parameters(group.fsdp_params), _read_on(group, async_op))
+
+
+class _BeforeWait(Told[Listener]):
+    def _before(self, to: Listener, group: Any, *args: Any, **options: Any) -> None:
         if group._all_gather_result is not None:
-            listener.before_use(_parameters(group.fsdp_params))
+            to.before_use(_parameters(group.fsdp_params))
 
 
-class _BeforeReduce(_Told):
-    def __init__(self, listener: weakref.ref[Listener], group: Any, grad_dtype: torch.dtype | None) -> None:
-        super().__init__(listener, group)
+class _BeforeReduce(Told[Listener]):
+    def __init__(self, to: weakref.ref[Listener], group: Any, grad_dtype: torch.dtype | None) -> None:
+        super().__init__(to, group)
         self._grad_dtype = grad_dtype
 
-    def _tell(self, listener: Listener, group: Any, *args: Any, **options: Any) -> None:
+    def _before(self, to: Listener, group: Any, *args: Any, **options: Any) -> None:
         if self._grad_dtype is not None:
             group._orig_dtype = self._grad_dtype  # what FSDP2 casts a reduced gradient to; set by its lazy_init
         partly = isinstance(group.mesh_info, DDPMeshInfo) and not group.all_reduce_grads
         if group.reduce_grads and not partly:
             unused_too = getattr(group, "reduce_scatter_unused_params", False)
             found = [p for p in group.fsdp_params if _has_gradient(p, unused_too)]
-            listener.before_gradients(_parameters(found), group.comm_ctx.reduce_scatter_stream)
+            to.before_gradients(_parameters(found), group.comm_ctx.reduce_scatter_stream)
+
+
+class _Needed(Told[Keeper]):
+    def __init__(self, to: weakref.ref[Keeper], group: Any, number: int) -> None:
+        super().__init__(to, group)
+        self._number = number
+
+    def _needed(self, to: Keeper, group: Any, stream: torch.Stream | None) -> None:
+        to.needed(self._number, stream, backward=group._training_state is TrainingState.PRE_BACKWARD)
+
+
+class _NeededOnStream(_Needed):
+    def _before(self, to: Keeper, group: Any, async_op: bool = False, **_: Any) -> None:
+        late = group._training_state is TrainingState.PRE_BACKWARD and not group.unshard_in_backward
+        if group._all_gather_result is None and group.is_sharded and _gathers(group) and not late:
+            self._needed(to, group, _read_on(group, async_op))
+
+
+class _NeededHere(_Needed):
+    def _before(self, to: Keeper, group: Any, *args: Any, **options: Any) -> None:
+        if group._all_gather_result is not None and group.is_sharded and not _gathers(group):
+            self._needed(to, group, None)
+
+    def _after(self, to: Keeper, group: Any) -> None:
+        if group.is_unsharded:
+            to.gathered(self._number)
 
 
 def _parameters(fsdp_params: Iterable[Any]) -> list[torch.Tensor]:
@@ -371,30 +378,3 @@ def _has_gradient(fsdp_param: Any, unused_too: bool) -> bool:
         return False
     found = fsdp_param.unsharded_accumulated_grad is not None or whole.grad is not None
     return found or (unused_too and whole.requires_grad)
-
-
-class _Announced:
-    """Stands for a method of a group: tells whoever listens, then calls it."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-        self.told: list[_Told] = []
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        for told in tuple(self.told):
-            told.tell(*args, **options)
-        return self._method(*args, **options)
-
-
-def _announce(group: Any, method: str, told: _Told) -> Callable[[], None]:
-    """Let the group's method tell; returns what ends that."""
-    announced = group.__dict__.get(method)
-    if not isinstance(announced, _Announced):
-        announced = group.__dict__[method] = _Announced(getattr(group, method))
-    announced.told = [t for t in announced.told if t.listener() is not None] + [told]
-
-    def remove() -> None:
-        if told in announced.told:
-            announced.told.remove(told)
-
-    return remove

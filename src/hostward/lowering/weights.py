@@ -10,6 +10,16 @@
 
 Each layer is fetched twice: for forward and again for backward. What was never used is waited for when it goes. Layers
 that are trained have one host copy, which the optimizer's host step writes: `prior` of a fetch is that step.
+
+Of a sharded model these are this rank's parts. A gather reads them before the layer runs, and then they go; the next
+gather runs beside this layer, so the parts that it reads are fetched one layer earlier still:
+
+    point     compute                                                 other lanes
+    begin     room/0.f, room/1.f                                      h2d: fetch/0.f, fetch/1.f
+    enter/v   arrive/v.f; gather/v.f; room/v+2.f; empty/v.f           h2d: fetch/v+2.f
+    back/v    arrive/v.b; gather/v.b; room/v-1.b, room/v-2.b; empty/v.b    h2d: fetch/v-1.b, fetch/v-2.b
+
+The gather stands where the compute lane waits for it: it runs on a stream of FSDP2's own.
 """
 
 from __future__ import annotations
@@ -29,6 +39,10 @@ WEIGHT = {
 """The operations of one stay of a layer's weights on the device. What the engine issues and waits for is taken from
 here.
 """
+GATHERED_AHEAD = 2
+"""So many gathers before its own is what a gather reads fetched: the fetch has the time of a layer, and the gather that
+of the next.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +52,19 @@ class WeightsShape:
     offloaded: the first of them, not all, whose weights lie on the host. trained: of these, those that a host step
     writes.
     unused: layers that backward does not reach.
+    gathered: layers, or what is gathered of them, are sharded, and whole while they run.
     """
 
     layers: int
     offloaded: int
     trained: Collection[int] = field(default=frozenset())
     unused: Collection[int] = field(default=frozenset())
+    gathered: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """How many layers before its use one is fetched."""
+        return GATHERED_AHEAD if self.gathered else 1
 
 
 def lower_weights(shape: WeightsShape) -> Schedule:
@@ -52,7 +73,8 @@ def lower_weights(shape: WeightsShape) -> Schedule:
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
     """
-    schedule = Schedule((*_forward(shape), *_backward(shape), *_step(shape)))
+    passes = _gathered(shape) if shape.gathered else [*_forward(shape), *_backward(shape)]
+    schedule = Schedule((*passes, *_step(shape)))
     require_ordered(repeated(schedule, 2))
     return schedule
 
@@ -86,6 +108,33 @@ def _backward(shape: WeightsShape) -> list[Op]:
         ops += fetched
         ops.append(Op(f"backward/{v}", Kind.MODEL, Lane.COMPUTE, f"back/{v}", None, (f"weight/{v}",)))
     return ops + [_of("empty", u, "b", f"past/{u}") for u in here]
+
+
+def _gathered(shape: WeightsShape) -> list[Op]:
+    forward, backward = range(shape.layers), range(shape.layers - 1, -1, -1)
+    ops = [op for u in range(shape.ahead) for op in _fetched(shape, u, "f", "begin")]
+    for which, word, order in (("f", "enter", forward), ("b", "back", backward)):
+        here = set(range(shape.ahead)) if which == "f" else set()
+        for v in order:
+            if which == "b" and v in shape.unused:
+                continue
+            point, away = f"{word}/{v}", v < shape.offloaded
+            if away and v not in here:  # none behind it was gathered
+                ops += _fetched(shape, v, which, point)
+            if away:
+                ops.append(_of("arrive", v, which, point))
+                ops.append(Op(f"gather/{v}.{which}", Kind.MODEL, Lane.COMPUTE, point, None, (f"weight/{v}",)))
+            for steps in range(1, shape.ahead + 1):
+                u = v + steps if which == "f" else v - steps
+                if u not in here:
+                    ops += _fetched(shape, u, which, point)
+                    here.add(u)
+            if away:
+                ops.append(_of("empty", v, which, point))
+                here.discard(v)
+            ops.append(Op(f"{'forward' if which == 'f' else 'backward'}/{v}", Kind.MODEL, Lane.COMPUTE, point, None))
+        ops += [_of("empty", u, which, f"past/{u}") for u in sorted(here) if 0 <= u < shape.offloaded]
+    return ops
 
 
 def _fetched(shape: WeightsShape, u: int, which: str, point: str) -> list[Op]:

@@ -56,5 +56,5 @@ def _division(name: str, parameter: torch.Tensor) -> tuple[int, bool]:
     from hostward.adapters import fsdp2
 
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
-    (split, *more) = fsdp2.Layout.of(name, parameter).splits or (None,)
+    (split, *more) = fsdp2.layout_of(name, parameter).splits or (None,)
     return mesh.size(), not more and split is not None and split.dim == 0 and split.n_parts == mesh.size()

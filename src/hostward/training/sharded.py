@@ -114,7 +114,7 @@ def across_ranks(
         return None if others is None else Across(GroupRanks([]), [], 0, allocate, ones.to(device), others)
     from hostward.adapters import fsdp2
 
-    layouts = {t.name: fsdp2.Layout.of(t.name, t.parameter) for t in tracked}
+    layouts = {t.name: fsdp2.layout_of(t.name, t.parameter) for t in tracked}
     shared: dict[tuple[str, int], int] = {}
     for name, layout in layouts.items():
         for chunk in layout.shared_chunks():

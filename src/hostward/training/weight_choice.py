@@ -12,10 +12,12 @@ import torch
 
 from hostward.engine.backend import Backend, Buffer, Event, Tier
 from hostward.errors import ConfigError, HostwardError, ModelError
+from hostward.inspect import local_of
 from hostward.plan import Placement
 from hostward.schedule import Lane
 
 from .state import pieces
+from .weight_gathers import GatheredLayers
 from .weight_residency import OWNER, LayerWeights, Weight, bind_layer, device_view
 from .weight_values import drop_value, is_away, taken, value_of
 
@@ -35,13 +37,15 @@ class Stays(StrEnum):
     LAYOUT = "it does not fill its memory, in order"
     DTYPE = "its dtype is none of bf16, fp16, fp32"
     TRAINED = "it is trained, and the host does not step it"
+    WHOLE = "FSDP2 leaves it whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Layers in order, with what was found in them; None: nothing there leaves."""
+    """What comes and goes together, in order of use, with what was found there; None: nothing of it leaves."""
 
     layers: list[LayerWeights | None]
+    """Of a sharded model by what FSDP2 gathers together, else by layer."""
     kept_bytes: Mapping[Stays, int]
     buffers: list[Buffer]
     """Host copies that we made."""
@@ -56,12 +60,13 @@ def choose(
     optimizer: AdamW | None,
     backend: Backend,
     min_elements: int,
+    gathers: GatheredLayers | None,
 ) -> Chosen:
-    """Weights of the first `count` layers that can leave, with their host copies filled.
+    """Weights of the first `count` layers that can leave, with their host copies filled. `gathers`: of a sharded model.
 
     Raises:
         ConfigError: they are trained, and the host does not step them; or none can leave. ModelError: a subclass of
-            Parameter or of its tensor. MemoryLimitError: the copies do not fit.
+            Parameter or of its tensor; one that is sharded, and not by FSDP2. MemoryLimitError: the copies do not fit.
     """
     sharing, layers = count_sharing(model, [layer for _, layer in every_layer]), every_layer[:count]
     owned = {} if optimizer is None else {t.parameter: t for t in optimizer._tracked}
@@ -69,27 +74,30 @@ def choose(
     kept: Counter[Stays] = Counter()
     found: list[list[tuple[str, torch.nn.Parameter]]] = []
     blocking: list[tuple[str, str]] = []
+    blocked_bytes = 0
     for path, layer in layers:
         found.append([])
         for name, parameter in layer.named_parameters():
             name = f"{path}.{name}" if path else name
             tracked = owned.get(parameter)
-            why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device)
-            if why is None and not parameter.untyped_storage().resizable():
+            why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device, gathers)
+            if why is None and not local_of(parameter).untyped_storage().resizable():
                 why = Stays.LAYOUT  # memory of a file; a weight that `move` leaves behind gets other memory
             if why is None and (tracked is not None or parameter.requires_grad):
                 problem = _not_stepped_here(optimizer, tracked, places)
                 if problem is not None:
                     blocking.append((name, problem))
+                    blocked_bytes += parameter.numel() * parameter.element_size()
                     why = Stays.TRAINED
             if why is None:
                 found[-1].append((name, parameter))
             else:
-                kept[why] += parameter.numel() * parameter.element_size()
+                kept[why] += local_of(parameter).nbytes
     leaving = {p for held in found for _, p in held}
+    # Of whole weights: every rank decides the same, also one that has none of a weight.
     leaving_bytes = sum(p.numel() * p.element_size() for p in leaving)
     # Adapters beside frozen weights may stay; weights that are themselves trained are what was meant.
-    if blocking and kept[Stays.TRAINED] > leaving_bytes:
+    if blocking and blocked_bytes > leaving_bytes:
         raise _trained(*blocking[0])
     if not leaving_bytes:
         reasons = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in kept.items())
@@ -103,11 +111,17 @@ def choose(
                 why="hostward.move() left it there",
                 fix="give the same weights= to move() and attach()",
             )
-    return _bound(layers, found, owned, optimizer, backend, kept)
+    names, together = [path for path, _ in layers], found
+    if gathers is not None:
+        names, together = gathers.by_group(found)
+    chosen = _bound(names, together, owned, optimizer, backend, kept)
+    for weight in (w for held in chosen.layers if held is not None for w in held.weights if w.sharded):
+        weight.holders = 0 if gathers is None else gathers.holders(weight.parameter)
+    return chosen
 
 
 def _bound(
-    layers: Sequence[tuple[str, torch.nn.Module]],
+    names: Sequence[str],
     found: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
     owned: Mapping[torch.nn.Parameter, Tracked],
     optimizer: AdamW | None,
@@ -116,13 +130,15 @@ def _bound(
 ) -> Chosen:
     made: list[LayerWeights | None] = []
     stepped: set[str] = set()
-    owning = [[p for _, p in held if p not in owned] for held in found]
+    owning = [[p for _, p in held if p not in owned and local_of(p).numel()] for held in found]
     buffers = _allocated(backend, owning)
     rest = iter(buffers)
-    for (path, _), held, own in zip(layers, found, owning, strict=True):
+    for path, held, own in zip(names, found, owning, strict=True):
         ours = {p: next(rest) for p in own}
         weights, steps = [], dict[Event, None]()
         for name, parameter in held:
+            if not local_of(parameter).numel():
+                continue  # other ranks have all of it
             if parameter in ours:
                 weights.append(_own(name, parameter, ours[parameter]))
             elif optimizer is not None:
@@ -152,7 +168,7 @@ def _allocated(backend: Backend, owning: Sequence[Sequence[torch.nn.Parameter]])
     buffers: list[Buffer] = []
     for own in owning:
         try:
-            sizes = [p.nbytes for p in own]
+            sizes = [local_of(p).nbytes for p in own]
             buffers += backend.allocate(Tier.HOST, sizes, torch.uint8, OWNER, pinned=True) if own else []
         except HostwardError:
             backend.free(buffers)
@@ -161,17 +177,20 @@ def _allocated(backend: Backend, owning: Sequence[Sequence[torch.nn.Parameter]])
 
 
 def _own(name: str, parameter: torch.nn.Parameter, copy: Buffer) -> Weight:
-    storage = parameter.untyped_storage()
-    here = [device_view(storage, torch.uint8, 0, parameter.nbytes, OWNER)]
+    local = local_of(parameter)
+    storage = local.untyped_storage()
+    here = [device_view(storage, torch.uint8, 0, local.nbytes, OWNER)]
     if is_away(parameter):
         copy.data.copy_(value_of(parameter).data.reshape(-1).view(torch.uint8))
         drop_value(parameter)
-    return Weight(name, parameter, storage, [(0, copy)], here, version=parameter._version)
+    weight = Weight(name, parameter, local, storage, [(0, copy)], here)
+    weight.version = weight.counted
+    return weight
 
 
 def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) -> tuple[Weight, list[Event]]:
     """A weight whose host copy is what the optimizer's host step writes, and the events of that."""
-    storage, name = parameter.untyped_storage(), tracked.name
+    storage, name = tracked.local.untyped_storage(), tracked.name
     parts, here, events = [], [], []
     for b, state in enumerate(optimizer._states):
         for i, r in enumerate(state.bucket.ranges):
@@ -183,7 +202,7 @@ def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) 
     def changed() -> bool:
         return not optimizer._watch.knows(tracked)
 
-    return Weight(name, parameter, storage, parts, here, changed), events
+    return Weight(name, parameter, tracked.local, storage, parts, here, changed), events
 
 
 def count_sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Counter[int]:
@@ -194,8 +213,9 @@ def count_sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     layers_with = Counter(module for layer in layers for module in layer.modules())
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.layout is torch.strided and type(tensor) in _PLAIN:
-                found[tensor.untyped_storage()._cdata] += max(1, layers_with[module])
+            local = None if tensor is None else local_of(tensor)
+            if local is not None and local.layout is torch.strided and type(local) in _PLAIN:
+                found[local.untyped_storage()._cdata] += max(1, layers_with[module])
     return found
 
 
@@ -209,13 +229,32 @@ def why_stays(
     tracked: bool,
     min_elements: int,
     device: torch.device,
+    gathers: GatheredLayers | None = None,
 ) -> Stays | None:
-    """Why a weight cannot leave; None: it can. Raises ModelError for one that is quantised, sharded or elsewhere."""
-    if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+    """Why a weight cannot leave; None: it can. Raises ModelError for one that is quantised, elsewhere, or sharded in
+    another way than by `gathers`.
+    """
+    local = local_of(parameter)
+    if local is not parameter:
+        if gathers is None or not gathers.has(parameter):
+            raise ModelError(
+                f"weight {name!r} is a {type(parameter).__name__} of no known FSDP2 module",
+                why="a part of a weight arrives before FSDP2 gathers it, and nobody tells when others read one",
+                fix="fully_shard the model first, or leave weights= out",
+            )
+    elif type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
         raise ModelError(
             f"weight {name!r} is a {type(parameter.data).__name__}",
             why="weights are moved as plain bytes of plain tensors",
-            fix="offload the weights of a model that is not quantised or sharded, or leave weights= out",
+            fix="offload the weights of a model that is not quantised, or leave weights= out",
+        )
+    elif gathers is not None:
+        return Stays.WHOLE
+    if type(local) not in _PLAIN:
+        raise ModelError(
+            f"this rank's part of weight {name!r} is a {type(local).__name__}",
+            why="weights are moved as plain bytes of plain tensors",
+            fix="shard a model that is not quantised, or leave weights= out",
         )
     if parameter.device != device:
         raise ModelError(
@@ -227,13 +266,13 @@ def why_stays(
         return Stays.SMALL
     if parameter.dtype not in _DTYPES:
         return Stays.DTYPE
-    storage = parameter.untyped_storage()
+    storage = local.untyped_storage()
     if sharing[storage._cdata] > 1:
         return Stays.SHARED
+    if gathers is not None:
+        return None if gathers.fills(parameter) else Stays.LAYOUT
     filled = is_away(parameter) or storage.nbytes() == parameter.nbytes
-    if not parameter.is_contiguous() or not filled:
-        return Stays.LAYOUT
-    return None
+    return None if parameter.is_contiguous() and filled else Stays.LAYOUT
 
 
 def _not_stepped_here(

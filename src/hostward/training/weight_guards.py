@@ -6,7 +6,7 @@ A module that is copied or pickled takes hooks and guards along; they do nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,15 @@ def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
 
 
 class _Guard:
-    def __init__(self, offloaded: OffloadedWeights | None = None, number: int = -1, about: Any = None) -> None:
-        self._offloaded, self._number, self._about = offloaded, number, about
+    """`numbers`: of the weights, by what they come and go with, that it is about."""
+
+    def __init__(
+        self, offloaded: OffloadedWeights | None = None, numbers: Sequence[int] = (), about: Any = None
+    ) -> None:
+        self._offloaded, self._numbers, self._about = offloaded, numbers, about
 
     def _present(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._offloaded is None else self._offloaded.layer_present(self._number)
+        return nullcontext() if self._offloaded is None else self._offloaded.all_present(self._numbers)
 
 
 class DeepCopy(_Guard):
@@ -78,11 +82,11 @@ class Apply(_Guard):
             return self._plain(function, recurse)
 
     def _plain(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> torch.nn.Module:
-        applied: torch.nn.Module = torch.nn.Module._apply(self._about, function, recurse)  # type: ignore[no-untyped-call]
+        applied: torch.nn.Module = type(self._about)._apply(self._about, function, recurse)
         return applied
 
-    def __reduce__(self) -> tuple[type[Apply], tuple[None, int, torch.nn.Module]]:
-        return Apply, (None, -1, self._about)
+    def __reduce__(self) -> tuple[type[Apply], tuple[None, tuple[()], torch.nn.Module]]:
+        return Apply, (None, (), self._about)
 
 
 class StateHook(_Guard):
@@ -100,7 +104,7 @@ class StateHook(_Guard):
                     fix="leave keep_vars out, or detach() first",
                 )
             if prefix + name in state_dict:
-                state_dict[prefix + name] = self._offloaded.value(self._number, weight)
+                state_dict[prefix + name] = self._offloaded.value(weight)
 
     def __reduce__(self) -> tuple[type[StateHook], tuple[()]]:
         return StateHook, ()
@@ -113,9 +117,10 @@ class LoadHook(_Guard):
         if self._offloaded is None:
             return
         if len(given) == 2:  # (module, incompatible keys): after
-            self._offloaded.loaded(self._number, given[0])
+            self._offloaded.loaded(self._numbers)
         else:
-            self._offloaded.use(self._number)
+            for number in self._numbers:
+                self._offloaded.use(number)
 
     def __reduce__(self) -> tuple[type[LoadHook], tuple[()]]:
         return LoadHook, ()

@@ -7,8 +7,8 @@ is saved in its place; and that it goes only when nobody needs it, on `Weight.he
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import Backend
 from hostward.errors import ConfigError, HostwardError
+from hostward.inspect import groups_of, local_of
 from hostward.lowering.weights import WeightsShape, lower_weights
 from hostward.schedule import Schedule
 
@@ -25,6 +26,7 @@ from .options import named_fields, require_fewer, require_whole
 from .saved_tensors import raise_modified
 from .visit_hooks import Enter, Leave, Mark
 from .weight_choice import choose
+from .weight_gathers import GatheredLayers, Gathers
 from .weight_guards import Apply, DeepCopy, LoadHook, Reduce, StateHook, guarded
 from .weight_residency import Residency, Weight
 
@@ -124,14 +126,19 @@ class OffloadedWeights:
         how: Weights,
     ) -> None:
         """Raises what `hostward.training.weight_choice.choose` raises."""
-        self.count = len(layers) - 1 if how.num_layers is None else how.num_layers
-        self._layers = len(layers)
-        chosen = choose(model, layers, self.count, optimizer, backend, how.min_elements)
+        count = len(layers) - 1 if how.num_layers is None else how.num_layers
+        sharding = groups_of(model)
+        gathered = None if sharding is None else GatheredLayers(sharding, layers, count)
+        chosen = choose(model, layers, count, optimizer, backend, how.min_elements, gathered)
         self._optimizer, self._backend, self._chosen = optimizer, backend, chosen
+        self.count = len(chosen.layers)
+        """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
+        self._layers = len(layers) if gathered is None else len(gathered.names)
         trained = {i for i, held in enumerate(chosen.layers) if held and any(w.changed for w in held.weights)}
-        self.schedule: Schedule = lower_weights(WeightsShape(len(layers), self.count, frozenset(trained)))
+        shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
+        self.schedule: Schedule = lower_weights(shape)
         """One turn, as data."""
-        self._residency = Residency(backend, chosen.layers)
+        self._residency = Residency(backend, chosen.layers, shape.ahead)
         self._of_storage = {
             w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
         }
@@ -150,31 +157,49 @@ class OffloadedWeights:
                 raise
             optimizer._watch.follow(chosen.stepped, self.present)
             optimizer._access.present = self.present
-        self._install(model, layers)
+        self._gathers = None if gathered is None else Gathers(gathered, self._residency)
+        if gathered is None:
+            self._follow_layers([layer for _, layer in layers])
+        self._guard(model, [layer for _, layer in layers[:count]])
         self._residency.sweep()
 
-    def _install(self, model: torch.nn.Module, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
-        for i, (_, layer) in enumerate(layers):
+    def _follow_layers(self, layers: Sequence[torch.nn.Module]) -> None:
+        for i, layer in enumerate(layers):
             self._handles.append(layer.register_forward_pre_hook(Enter(self, i), prepend=True, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(Leave(self, i), always_call=True))
-        self._guarded.append(guarded(model, "_apply", Apply(self, -1, model)))
-        for i, held in enumerate(self._chosen.layers):
-            if held is None:
+            leaving = set() if i >= self.count else {w.parameter for w in self._weights_of(layer)}
+            for owner in layer.modules():
+                if owner is not layer and not leaving.isdisjoint(owner._parameters.values()):
+                    self._handles.append(owner.register_forward_pre_hook(Mark(self, i), prepend=True))
+
+    def _weights_of(self, layer: torch.nn.Module) -> list[Weight]:
+        found = (self._of_storage.get(local_of(p).untyped_storage()._cdata) for p in layer.parameters())
+        return [each[1] for each in found if each is not None]
+
+    def _guard(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        self._guarded.append(guarded(model, "_apply", Apply(self, (), model)))
+        for layer in layers:
+            weights = {w.parameter: w for w in self._weights_of(layer)}
+            if not weights:
                 continue
-            layer, weights = layers[i][1], {w.parameter: w for w in held.weights}
-            self._guarded.append(guarded(layer, "_apply", Apply(self, i, layer)))
-            for weight in held.weights:
-                self._guarded.append(guarded(weight.parameter, "__deepcopy__", DeepCopy(self, i, weight.parameter)))
-                self._guarded.append(guarded(weight.parameter, "__reduce_ex__", Reduce(self, i, weight.parameter)))
+            all_here = self._numbers(weights.values())
+            self._guarded.append(guarded(layer, "_apply", Apply(self, all_here, layer)))
+            for parameter, weight in weights.items():
+                numbers = self._numbers([weight])
+                self._guarded.append(guarded(parameter, "__deepcopy__", DeepCopy(self, numbers, parameter)))
+                self._guarded.append(guarded(parameter, "__reduce_ex__", Reduce(self, numbers, parameter)))
             for owner in layer.modules():
                 names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
+                numbers = self._numbers(names.values())
                 if names or owner is layer:
-                    self._handles.append(owner.register_load_state_dict_post_hook(LoadHook(self, i)))  # type: ignore[no-untyped-call]
+                    loaded = LoadHook(self, all_here if owner is layer else numbers)
+                    self._handles.append(owner.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
                 if names:
-                    if owner is not layer:
-                        self._handles.append(owner.register_forward_pre_hook(Mark(self, i), prepend=True))
-                    self._handles.append(owner.register_state_dict_post_hook(StateHook(self, i, names)))  # type: ignore[no-untyped-call]
-                    self._handles.append(owner.register_load_state_dict_pre_hook(LoadHook(self, i)))  # type: ignore[no-untyped-call]
+                    self._handles.append(owner.register_state_dict_post_hook(StateHook(self, numbers, names)))  # type: ignore[no-untyped-call]
+                    self._handles.append(owner.register_load_state_dict_pre_hook(LoadHook(self, numbers)))  # type: ignore[no-untyped-call]
+
+    def _numbers(self, weights: Iterable[Weight]) -> tuple[int, ...]:
+        return tuple(sorted({self._of_storage[w.storage._cdata][0] for w in weights}))
 
     # ---------------------------------------------------------------- forward and backward
 
@@ -247,30 +272,34 @@ class OffloadedWeights:
         number = self._of_name.get(name)
         return nullcontext() if number is None else self._residency.present(number)
 
-    def layer_present(self, number: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def all_present(self, numbers: Iterable[int]) -> Iterator[None]:
         """So are all of a layer."""
-        return nullcontext() if number < 0 else self._residency.present(number)
+        with ExitStack() as stack:
+            for number in numbers:
+                stack.enter_context(self._residency.present(number))
+            yield
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All that come and go."""
         return [weight.parameter for _, weight in self._of_storage.values()]
 
-    def value(self, number: int, weight: Weight) -> torch.Tensor:
+    def value(self, weight: Weight) -> torch.Tensor:
         """A copy of a weight, on the CPU; from the host's copy unless the one on the device is newer."""
-        held = self._residency.layers[number]
+        held = self._residency.layers[self._of_storage[weight.storage._cdata][0]]
         self._backend.synchronise()
-        if held is not None and held.resident and weight.written():
-            return weight.parameter.detach().cpu().clone()
-        return weight.host_value()
+        newer = held is not None and held.resident and weight.written()
+        return weight.like(weight.local.detach().cpu().clone() if newer else weight.host_value())
 
-    def loaded(self, number: int, module: torch.nn.Module) -> None:
-        """Weights of a module were loaded: the host copies follow."""
-        held = self._residency.layers[number]
-        if held is None:
-            return
-        if held.save is None and self._optimizer is not None:
-            self._optimizer._follow_weights()
-        self._residency.empty(number)
+    def loaded(self, numbers: Iterable[int]) -> None:
+        """Weights were loaded: the host copies follow."""
+        for number in numbers:
+            held = self._residency.layers[number]
+            if held is None:
+                continue
+            if held.save is None and self._optimizer is not None:
+                self._optimizer._follow_weights()
+            self._residency.empty(number)
 
     # ---------------------------------------------------------------- the end
 
@@ -289,6 +318,8 @@ class OffloadedWeights:
         """All weights are on the device again, and stay."""
         if not self._guarded:
             return
+        if self._gathers is not None:
+            self._gathers.close()
         for number in range(self.count):
             self.use(number)
         for handle in self._handles:

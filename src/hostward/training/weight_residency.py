@@ -15,6 +15,7 @@ import torch
 
 from hostward.engine.backend import Backend, Batch, Buffer, Event, Tier, Work
 from hostward.errors import ModelError
+from hostward.inspect import local_of
 from hostward.lowering.weights import WEIGHT
 from hostward.schedule import Lane
 
@@ -30,39 +31,74 @@ class Weight:
 
     name: str
     parameter: torch.nn.Parameter
+    local: torch.Tensor
+    """Of a sharded parameter this rank's part, which is what comes and goes; else the parameter itself."""
     storage: torch.UntypedStorage
+    """Of `local`."""
     pieces: list[tuple[int, Buffer]]
     here: list[Buffer]
     """On the device, one for each piece: tensors over the weight's storage."""
     changed: Callable[[], bool] | None = None
     """Whether somebody wrote it whom its owner, the optimizer, has not followed yet. None: the host copy is ours."""
     version: int = 0
+    holders: int = 1
+    """Tensors that always lie in its memory: the parameter, or what FSDP2 has of a part."""
+
+    room_bytes: int = field(init=False)
+    """Of the storage."""
+    padding: torch.Tensor | None = field(init=False)
+    """The zeros that FSDP2 has behind a part."""
+
+    def __post_init__(self) -> None:
+        self.room_bytes = self.storage.nbytes() or self.nbytes  # one that waits has none yet
+        self.padding = None
+        if self.room_bytes > self.nbytes:
+            behind = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+            self.padding = behind.set_(self.storage, self.nbytes, (self.room_bytes - self.nbytes,), (1,))
+
+    @property
+    def sharded(self) -> bool:
+        return self.local is not self.parameter
 
     @property
     def nbytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.local.numel() * self.local.element_size()
+
+    @property
+    def counted(self) -> int:
+        """Writes so far, as torch counts them."""
+        return self.local._version + (self.parameter._version if self.sharded else 0)
 
     def held(self) -> bool:
         """Whether somebody else holds its memory: a view, or a graph that saved it without our hooks."""
         parameter = self.parameter
         # The parameter, the storage's Python object and our tensors over it.
-        if torch._C._storage_Use_Count(self.storage._cdata) > 2 + len(self.here):
+        ours = 1 + len(self.here) + (self.padding is not None)
+        if torch._C._storage_Use_Count(self.storage._cdata) > self.holders + ours:
             return True
         # The node that accumulates its gradient holds it, too.
         return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
 
     def written(self) -> bool:
         """Whether what is on the device now is not what the host copy holds."""
-        return self.parameter._version != self.version if self.changed is None else self.changed()
+        return self.counted != self.version if self.changed is None else self.changed()
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of what this rank has, as the parameter is: sharded in the same way, or plain."""
+        if not self.sharded:
+            return value
+        from hostward.adapters import fsdp2
+
+        return fsdp2.like(value, self.parameter)
 
     def host_value(self) -> torch.Tensor:
-        """A copy of the weight, on the CPU. All lanes are empty."""
-        parameter = self.parameter
-        whole = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
+        """A copy of the weight, of a sharded one of this rank's part, on the CPU. All lanes are empty."""
+        local = self.local
+        copied = torch.empty(local.numel(), dtype=local.dtype, device="cpu")
         for start, buffer in self.pieces:
-            data = buffer.data.view(parameter.dtype)
-            whole[start : start + data.numel()].copy_(data)
-        return whole.view(parameter.shape)
+            data = buffer.data.view(local.dtype)
+            copied[start : start + data.numel()].copy_(data)
+        return copied.view(local.shape)
 
 
 @functools.cache
@@ -84,6 +120,8 @@ class LayerWeights:
     resident: bool = True
     stale: bool = False
     """A step has written the host copy since it was fetched."""
+    reading: bool = False
+    """A gather may still read them, on a stream that the compute lane has not waited for."""
     stream: int | None = None
     """The compute stream that took the memory; None: it was there before us."""
     waited: set[int] = field(default_factory=set)
@@ -131,10 +169,11 @@ class Residency:
     somebody else holds it, each time.
     """
 
-    def __init__(self, backend: Backend, layers: Sequence[LayerWeights | None]) -> None:
-        """`layers`: in order of use; None: its weights stay."""
+    def __init__(self, backend: Backend, layers: Sequence[LayerWeights | None], ahead: int) -> None:
+        """`layers`: in order of use; None: its weights stay. `ahead`: so many are fetched when a step is over."""
         self.backend = backend
         self.layers = list(layers)
+        self._ahead = ahead
         self.fetched = self.on_demand = self.held = 0
         self.expected: int | None = None
         """The layer that was fetched ahead last."""
@@ -148,16 +187,34 @@ class Residency:
 
     def ensure(self, number: int) -> None:
         """What the compute lane does next may use these weights."""
-        layer = self.layers[number]
+        layer = self._here(number)
         if layer is None:
             return
-        if not layer.resident or layer.stale:
-            self.on_demand += layer.nbytes
-            self._fetch(layer)
         stream = self.backend.compute_key()
         if stream not in layer.waited:
             layer.arrive.issue()
             layer.waited.add(stream)
+
+    def hold(self, number: int, stream: torch.Stream) -> None:
+        """So may what this stream does next; the compute lane does not wait. They stay until `release`."""
+        layer = self._here(number)
+        if layer is not None:
+            self.backend.hold(stream, [layer.fetch.done])
+            layer.reading = True
+
+    def release(self, number: int) -> None:
+        """The compute lane has waited for whoever read these weights, and needs them no more."""
+        layer = self.layers[number]
+        if layer is not None:
+            layer.reading = False
+            self.empty(number)
+
+    def _here(self, number: int) -> LayerWeights | None:
+        layer = self.layers[number]
+        if layer is not None and (not layer.resident or layer.stale):
+            self.on_demand += layer.nbytes
+            self._fetch(layer)
+        return layer
 
     def _fetch(self, layer: LayerWeights) -> None:
         if layer.resident and not layer.stale:
@@ -169,7 +226,7 @@ class Residency:
                 fix="detach() before the capture",
             )
         for weight in layer.weights:
-            if weight.parameter.untyped_storage()._cdata != weight.storage._cdata:
+            if local_of(weight.parameter).untyped_storage()._cdata != weight.storage._cdata:
                 raise ModelError(
                     f"weight {weight.name!r} of an offloaded layer was replaced",
                     why="the model was moved, or .data assigned, after attach()",
@@ -183,7 +240,9 @@ class Residency:
                 )
         if not layer.resident:
             for weight in layer.weights:
-                weight.storage.resize_(weight.nbytes)
+                weight.storage.resize_(weight.room_bytes)
+                if weight.padding is not None:
+                    weight.padding.zero_()
             self._count(layer, 1)
             layer.stream = self.backend.compute_key()
         layer.room.issue()
@@ -201,7 +260,7 @@ class Residency:
     def empty(self, number: int) -> None:
         """Give the memory of a layer's weights back, unless somebody holds it or has written it."""
         layer = self.layers[number]
-        if layer is None or not layer.resident:
+        if layer is None or not layer.resident or layer.reading:
             return
         if any(w.held() for w in layer.weights):
             self.held += layer.nbytes
@@ -228,7 +287,7 @@ class Residency:
         if layer.save is not None:
             layer.save.issue()
         for weight in layer.weights:
-            weight.version = weight.parameter._version
+            weight.version = weight.counted
 
     @contextmanager
     def present(self, number: int) -> Iterator[None]:
@@ -259,7 +318,8 @@ class Residency:
             if layer is not None and layer.resident and any(w.changed is not None for w in layer.weights):
                 layer.stale = True
                 self._fetch(layer)
-        self.prefetch(0)
+        for number in range(self._ahead):
+            self.prefetch(number)
 
 
 def device_view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, numel: int, owner: str) -> Buffer:

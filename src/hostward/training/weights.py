@@ -66,9 +66,12 @@ class WeightWatch:
 
     def _seen(self, t: Tracked) -> tuple[int, ...]:
         parameter = t.parameter
+        moving = t.name in self._moving
         if t.name in self._sharded:
-            return parameter._version, t.local._version, t.local.data_ptr()
-        if t.name in self._moving:
+            local = t.local
+            where = local.untyped_storage()._cdata if moving else local.data_ptr()
+            return parameter._version, local._version, where
+        if moving:
             return parameter._version, parameter.untyped_storage()._cdata
         return parameter._version, parameter.data_ptr()
 

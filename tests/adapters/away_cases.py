@@ -1,0 +1,147 @@
+"""What each rank does with sharded weights whose parts are away: what else reads and writes them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from sharded_cases import Net, adamw, digest, loss_of, mesh_of, sharded, snapshot, whole_of
+from torch.distributed.fsdp import fully_shard
+
+import hostward
+from hostward import checkpoint
+
+AWAY = hostward.Weights(num_layers=2, min_elements=0)
+
+
+def trained(model: Any, optimizer: hostward.AdamW, *steps: int) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def attached(order: str = "late") -> tuple[Any, hostward.AdamW, hostward.Attachment]:
+    model = sharded()
+    optimizer = adamw(model, "host", order)
+    return model, optimizer, hostward.attach(model, optimizer, weights=AWAY)
+
+
+def read_and_written() -> dict[str, tuple[str, str]]:
+    """By what reads or writes weights that are away: what it gives, and what it gives where all are on the device."""
+    plain: Any = sharded()
+    reference = adamw(plain, "host", "late")
+    model, optimizer, run = attached()
+    found: dict[str, tuple[str, str]] = {}
+    trained(plain, reference, 0, 1)
+    trained(model, optimizer, 0, 1)
+    reference.wait()
+    expected = {name: digest(p) for name, p in plain.named_parameters()}
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    found |= {f"state_dict {name}": (digest(state[name]), bits) for name, bits in expected.items()}
+    whole = {name: digest(whole_of(p)) for name, p in plain.named_parameters()}
+    found |= {f"whole {name}": (digest(whole_of(value)), whole[name]) for name, value in state.items()}
+    up = model.blocks[0].up.weight
+    found["deepcopy"] = digest(copy.deepcopy(up)), expected["blocks.0.up.weight"]
+    stream = io.BytesIO()
+    torch.save(up, stream)
+    stream.seek(0)
+    found["pickled"] = digest(torch.load(stream, weights_only=False)), expected["blocks.0.up.weight"]
+    model.apply(lambda _: None)
+    model.to(torch.float32)  # reads and changes nothing
+    trained(plain, reference, 2)
+    trained(model, optimizer, 2)
+    model.load_state_dict(state)
+    plain.load_state_dict({name: value.clone() for name, value in state.items()})
+    trained(plain, reference, 3)
+    trained(model, optimizer, 3)
+    run.detach()
+    trained(plain, reference, 4)
+    trained(model, optimizer, 4)
+    after, later = snapshot(plain, reference), snapshot(model, optimizer)
+    return found | {f"detached {name}": (bits, after[name]) for name, bits in later.items()}
+
+
+def saved(folder: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Bits of training with parts away, and of what was saved then and loaded where all are on the device."""
+    model, optimizer, run = attached()
+    trained(model, optimizer, 0, 1)
+    parts = checkpoint.parts_of(model, optimizer)
+    group = mesh_of("four").get_group()
+    checkpoint.save(Path(folder), 2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}, group=group)
+    run.detach()
+    again: Any = sharded()
+    other = adamw(again, "mixed")
+    checkpoint.restore(Path(folder) / "iter_0000002", again, other, group=group)
+    return snapshot(model, optimizer), snapshot(again, other)
+
+
+def frozen(*, away: bool) -> dict[str, Any]:
+    """Training of the head alone, beside blocks that are frozen; the optimizer is torch's."""
+    model: Any = Net()
+    for block in model.blocks:
+        block.requires_grad_(False)
+        fully_shard(block, mesh=mesh_of("four"))
+    fully_shard(model, mesh=mesh_of("four"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    backend = hostward.engine.simulated.SimulatedBackend(threads=1)
+    run = hostward.attach(model, weights=AWAY, backend=backend) if away else None
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, step)
+    found = None if run is None else run.report().weights
+    if run is not None:
+        run.detach()
+    model.reshard()
+    weights = {name: digest(p) for name, p in model.named_parameters()}
+    return {"weights": weights, "freed": found and found.freed_bytes, "fetched": found and found.fetched_bytes}
+
+
+def interrupted() -> tuple[dict[str, str], dict[str, str]]:
+    """Bits after a forward that failed between two blocks on every rank, and training that went on; and without."""
+
+    class StopError(Exception):
+        """A failure of the model."""
+
+    def fail(*_: object) -> None:
+        raise StopError
+
+    found = []
+    for away in (True, False):
+        model: Any = sharded()
+        optimizer = adamw(model, "host", "late")
+        run = hostward.attach(model, optimizer, weights=AWAY) if away else None
+        trained(model, optimizer, 0)
+        handle = model.blocks[1].up.register_forward_pre_hook(fail)
+        try:
+            loss_of(model, 9)
+        except StopError:
+            handle.remove()
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.reshard()
+        trained(model, optimizer, 1, 2)
+        if run is not None:
+            run.detach()
+        found.append(snapshot(model, optimizer))
+    return found[0], found[1]
+
+
+def groups_of_their_own() -> dict[str, int]:
+    """Bytes that are fetched in three steps: of blocks whose inner modules are gathered for themselves, each once in
+    forward and once in backward.
+    """
+    model = sharded(alone=["blocks.0.up", "blocks.1.up"])
+    optimizer = adamw(model, "host", "late")
+    run = hostward.attach(model, optimizer, weights=AWAY)
+    trained(model, optimizer, 0, 1, 2)
+    away = run.report().weights
+    assert away is not None
+    return {"offloaded": away.offloaded_bytes, "fetched": away.fetched_bytes}

@@ -1,0 +1,92 @@
+"""Parts of sharded weights that come and go: the bits are those of training with all of them on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fsdp2 import assert_same_bits, trained
+from world import World
+
+LAYERS = 2
+"""Of three."""
+
+
+@pytest.fixture(scope="module")
+def all_here(world: World) -> Any:
+    """What training with weights on the device gives, by options."""
+    known: dict[str, list[Any]] = {}
+
+    def found(**options: Any) -> list[Any]:
+        name = repr(sorted(options.items()))
+        if name not in known:
+            known[name] = trained(world, "host", order="late", **options)
+        return known[name]
+
+    return found
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated with every reduction": {"microbatches": 3},
+    "accumulated without": {"microbatches": 3, "sync": False},
+    "mixed precision": {"network": {"policy": True}, "microbatches": 2},
+    "bf16 parameters": {"network": {"dtype": "bf16"}},
+    "not resharded after forward": {"network": {"reshard_after_forward": False}, "microbatches": 2},
+    "resharded to two ranks": {"network": {"reshard_after_forward": 2}},
+    "hybrid": {"network": {"mesh": "hybrid"}, "microbatches": 3},
+    "two ranks": {"network": {"mesh": "pairs"}},
+    "one rank": {"network": {"mesh": "alone"}},
+    "explicit prefetch": {"network": {"prefetch": True}},
+    "parts of blocks for themselves": {"network": {"alone": ["blocks.0.up", "blocks.1.norm"]}},
+    "evaluated before the step": {"evaluate": True},
+    "no overlap": {"overlap": False},
+    "frozen ones too": {"network": {"frozen": True}},
+    "with activations": {"activations": True, "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_that_come_and_go_change_no_bit(world: World, all_here: Any, case: str) -> None:
+    options = CASES[case]
+    found = trained(world, "host", order="late", weights=LAYERS, **options)
+    assert_same_bits(found, all_here(**options))
+    for rank in found:
+        away = rank["away"]
+        assert away["offloaded_bytes"] > 0
+        assert away["fetched_bytes"] > away["offloaded_bytes"]
+        assert away["held_bytes"] == 0
+
+
+@pytest.mark.parametrize("order", ["eager", "random"])
+def test_in_every_order_of_lanes(world: World, all_here: Any, order: str) -> None:
+    assert_same_bits(trained(world, "host", order=order, weights=LAYERS), all_here())
+
+
+def test_whatever_reads_or_writes_them_finds_what_they_are(world: World) -> None:
+    for rank in world.run("away_cases.read_and_written"):
+        assert {name: pair for name, pair in rank.items() if pair[0] != pair[1]} == {}
+        assert len(rank) > 20
+
+
+def test_what_is_saved_while_they_are_away_loads_anywhere(world: World, tmp_path: Path) -> None:
+    for trained_here, loaded in world.run("away_cases.saved", folder=str(tmp_path)):
+        assert loaded == trained_here
+
+
+def test_frozen_ones_leave_beside_an_optimizer_of_torch(world: World) -> None:
+    here, away = world.run("away_cases.frozen", away=False), world.run("away_cases.frozen", away=True)
+    assert [rank["weights"] for rank in away] == [rank["weights"] for rank in here]
+    assert all(rank["freed"] > 0 for rank in away)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(world: World) -> None:
+    for interrupted, expected in world.run("away_cases.interrupted"):
+        assert interrupted == expected
+
+
+def test_what_is_gathered_together_comes_and_goes_together(world: World) -> None:
+    for rank in world.run("away_cases.groups_of_their_own"):
+        # In each of three steps once for forward and once for backward, and ahead of a fourth.
+        assert 6 * rank["offloaded"] < rank["fetched"] <= 7 * rank["offloaded"]
