@@ -89,3 +89,28 @@ def put_to_sleep(run: hostward.Attachment, lanes: tuple[Lane, ...]) -> None:
         return copy(lane, *arguments, **options)
 
     run.backend.copy = slow  # type: ignore[method-assign]
+
+
+class Slow:
+    """A work that comes after a sleep on its lane."""
+
+    def __init__(self, work: Any, stream: torch.cuda.Stream) -> None:
+        self._work, self._stream = work, stream
+
+    @property
+    def done(self) -> Any:
+        return self._work.done
+
+    def issue(self) -> Any:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return self._work.issue()
+
+
+def slow_fetches(run: hostward.Attachment) -> None:
+    """Every fetch comes after a sleep (T30, T31)."""
+    assert run._weights is not None
+    backend: Any = run.backend
+    for layer in run._weights._residency.layers:
+        if layer is not None:
+            layer.fetch = Slow(layer.fetch, backend._side[Lane.H2D])  # type: ignore[assignment]

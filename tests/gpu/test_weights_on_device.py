@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
-from attached_cases import MIB, SLEEP_CYCLES, churn, deterministic_algorithms, same
+from attached_cases import MIB, churn, deterministic_algorithms, same, slow_fetches
 from torch.utils.checkpoint import checkpoint
 
 import hostward
 from hostward.engine.backend import Tier
-from hostward.schedule import Lane
 
 pytestmark = pytest.mark.gpu
 
@@ -83,27 +81,6 @@ def gradients(net: Net, steps: int = 4) -> list[torch.Tensor]:
     return found  # type: ignore[return-value]
 
 
-class Slow:
-    """A work that comes after a sleep on its lane."""
-
-    def __init__(self, work: Any, stream: torch.cuda.Stream) -> None:
-        self._work, self._stream = work, stream
-
-    def issue(self) -> Any:
-        with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(SLEEP_CYCLES)
-        return self._work.issue()
-
-
-def put_to_sleep(run: hostward.Attachment) -> None:
-    """Every fetch comes after a sleep (T30, T31)."""
-    assert run._weights is not None
-    backend: Any = run.backend
-    for layer in run._weights._residency.layers:
-        if layer is not None:
-            layer.fetch = Slow(layer.fetch, backend._side[Lane.H2D])  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("both", [False, True])
@@ -114,7 +91,7 @@ def test_t30_t31_gradients_keep_their_bits(both: bool, recompute: bool, slow: bo
         saved = hostward.Activations(num_layers=num_layers, min_bytes=4096) if both else None
         run = hostward.attach(net, activations=saved, weights=hostward.Weights(num_layers, min_elements=0))
         if slow:
-            put_to_sleep(run)
+            slow_fetches(run)
         assert same(gradients(net), expected), num_layers
         report = run.report().weights
         assert report is not None
@@ -132,7 +109,7 @@ def test_with_the_host_step(recompute: bool, slow: bool) -> None:
         optimizer = hostward.AdamW(net, lr=1e-2, max_grad_norm=1.0, **ON_HOST)
         run = hostward.attach(net, optimizer, weights=ALL) if attached else None
         if run is not None and slow:
-            put_to_sleep(run)
+            slow_fetches(run)
         for step in range(6):
             for i in range(2):
                 with optimizer.accumulate(last=i == 1):
@@ -152,7 +129,7 @@ def test_h2_on_a_side_stream() -> None:
     expected = gradients(Net())
     net = Net()
     run = hostward.attach(net, weights=ALL)
-    put_to_sleep(run)
+    slow_fetches(run)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -227,7 +204,7 @@ def test_h12_a_fetch_that_is_never_used_is_not_handed_on() -> None:
     expected = gradients(Net())
     net = Net()
     run = hostward.attach(net, weights=ALL)
-    put_to_sleep(run)
+    slow_fetches(run)
     assert run._weights is not None
     for _ in range(3):
         run._weights._residency.prefetch(2)

@@ -1,0 +1,81 @@
+"""Parts of sharded weights that come and go on a GPU: the same bits whatever lane is slow, and a lower peak. Two
+processes, which share a GPU where there are not two; and one, which FSDP2 gathers for without a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import devices_to_itself
+from sharded_weights_cases import CASES, DEPTH
+
+LIMIT_S = 240.0
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank found, by the number of ranks: one start of torchrun for each."""
+    program = Path(__file__).with_name("sharded_weights_cases.py")
+    known: dict[int, list[Any]] = {}
+
+    def of(ranks: int) -> list[Any]:
+        if ranks not in known:
+            folder = tmp_path_factory.mktemp("ranks")
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            words = [*command, str(program), str(folder)]
+            done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
+            known[ranks] = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+            assert len(known[ranks]) == ranks, done.stderr[:4000]
+            assert all(CASES.keys() == rank.keys() for rank in known[ranks]), done.stderr[:4000]
+        return known[ranks]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def _device_to_itself() -> None:
+    """The module's program has it."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _device() -> Any:
+    with devices_to_itself():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_that_come_and_go_keep_the_bits(found: Any, ranks: int, case: str) -> None:
+    for rank in found(ranks):
+        here = rank[case]["here"]
+        for way in ("away", "slow"):
+            told = rank[case][way]
+            assert (told["bits"], told["norms"]) == (here["bits"], here["norms"]), way
+            assert told["offloaded"] > 0
+            assert told["held"] == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_peak_is_lower_by_what_left(found: Any, ranks: int) -> None:
+    """Of six layers five leave, and the parts of three of them are here at a time. Where nothing is trained: how many
+    gradients are on their way at once is a matter of time.
+    """
+    for rank in found(ranks):
+        here, away = (rank["frozen"][way] for way in ("here", "away"))
+        assert here["peak_bytes"] - away["peak_bytes"] >= 0.95 * (DEPTH - 1 - 3) / DEPTH * here["parts_bytes"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_most_is_foreseen(found: Any, ranks: int) -> None:
+    """All but what an evaluation needs first, and the first forward."""
+    for rank in found(ranks):
+        away = rank["resharded"]["away"]
+        assert away["on_demand"] <= 0.1 * away["fetched"]
