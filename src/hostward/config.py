@@ -185,6 +185,12 @@ class DistributedDataParallelConfig(Options):
     grad_reduce_in_fp32: bool = option(
         False, "Reduce gradients between processes in fp32, and keep them so until the step."
     )
+    data_parallel_sharding_strategy: str = option(
+        "optim_grads",
+        "Of a layer that is divided over processes: optim_grads has its weights whole from forward to backward, "
+        "optim_grads_params only while it runs.",
+        choices=("optim_grads", "optim_grads_params"),
+    )
     overlap_grad_reduce: bool = option(True, "Reduce gradients between processes while backward runs.")
     overlap_param_gather: bool = option(True, "Gather weights from processes while forward runs.")
 

@@ -182,6 +182,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
     ),
     "checkpoint.async_save": ("checkpoint.async_save_mode",),
     "train.manual_gc": ("train.manual_gc_interval",),
+    "ddp.use_distributed_optimizer": ("ddp.data_parallel_sharding_strategy",),
     "checkpoint.load": ("checkpoint.finetune", "checkpoint.load_optim", "checkpoint.load_rng"),
 }
 
@@ -205,7 +206,6 @@ NOT_BUILT: Mapping[str, object] = {
 # The same, with several processes.
 NOT_BUILT_FOR_RANKS: Mapping[str, object] = {
     "model.cuda_graph_impl": "none",
-    "model.cpu_offloading_weights": False,
 }
 
 # What Megatron refuses or does otherwise, and what happens here: shown in docs/options.md.
@@ -219,6 +219,9 @@ DIFFERENCES: Mapping[str, str] = {
     ),
     "overlap_grad_reduce and overlap_param_gather are false unless they are set": (
         "They are true: FSDP2 reduces and gathers layer by layer, beside what is computed."
+    ),
+    "data_parallel_sharding_strategy is no_shard unless it is set, and Megatron-FSDP reads it": (
+        "It is optim_grads, what use_distributed_optimizer does without it; PyTorch's FSDP2 carries it out."
     ),
     "There is no optimizer.offload_mix": (
         "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
@@ -318,6 +321,11 @@ def serial(config: Config) -> bool:
     """Whether the step has its own time, between backward and forward."""
     options = config.optimizer
     return not options.overlap_cpu_optimizer_d2h_h2d or options.use_torch_optimizer_for_cpu_offload
+
+
+def resharded(config: Config) -> bool:
+    """Whether layers that are divided over processes are whole only while they run."""
+    return config.ddp.data_parallel_sharding_strategy == "optim_grads_params"
 
 
 def captured(config: Config) -> bool:

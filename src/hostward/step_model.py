@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from .choice import LEAVES, Choice, Keep
 from .gradient_model import Facts, Gradients, Made
 from .lowering.staging import FEWEST, Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
+from .lowering.weights import fetched_ahead
 from .plan import Placement
 from .workload import Curve, Layer, Moment, PerToken, Way
 
@@ -119,6 +120,7 @@ class StepModel:
         """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._fetched = bool(choice.offloaded_weights)
+        self._ahead = fetched_ahead(gathered=workload.ranks > 1)
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
         streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
@@ -134,9 +136,9 @@ class StepModel:
 
     @property
     def resident_weight_bytes(self) -> int:
-        """Between steps: the first of the offloaded layers is on its way already."""
-        first = self._numbers[0] if self._numbers else 0
-        return round(self._weights_at(first, None))
+        """Between steps: the first of the offloaded layers are on their way already."""
+        first = [self._weights[i] for i in self._numbers[: self._ahead] if self._offloaded[i]]
+        return round(self._always + sum(first))
 
     # ---------------------------------------------------------------- along the step
 
@@ -155,12 +157,12 @@ class StepModel:
     def _between(self) -> Sequence[Sample]:
         """Of a backward before the last, in which layers that are gathered stay so: no slot is taken there."""
         timeline, total = _Timeline(), sum(self._kept)
-        if self._workload.ranks == 1 or self._workload.microbatches == 1:
+        if self._workload.fetched_anew or self._workload.microbatches == 1:
             return ()  # the last is the fullest
         for i in reversed(range(len(self._workload.layers))):
             total -= self._kept[i]
             gathered = self._whole_before[-1] + self._scattered(i)
-            held, weights = [self._gradients.before_bytes], self._weights_at(i, i - 1)
+            held, weights = [self._gradients.before_bytes], self._weights_at(i, -1)
             self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
         return timeline.samples
 
@@ -174,7 +176,7 @@ class StepModel:
             held -= waiting.pop(layer.name, 0)
             base = kept + self._leaving(i)
             gathered = self._gathered(i)
-            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, i + 1), gathered)
+            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, 1), gathered)
             kept += self._kept[i]
 
     def _backward(self, timeline: _Timeline) -> None:
@@ -185,11 +187,11 @@ class StepModel:
             made = next(made_by_layer)
             total -= self._kept[i]
             base = total + self._back(i)
-            weights = self._weights_at(i, i - 1), self._gathered_behind(i)
+            weights = self._weights_at(i, -1), self._gathered_behind(i)
             after = [held, *(m.held_bytes for m in made)]
             self._moments(timeline, i, made, base, after, weights)
             held = after[-1]
-        timeline.samples.append(Sample(self._weights_at(self._first, None), held, self._kept[0]))
+        timeline.samples.append(Sample(self.resident_weight_bytes, held, self._kept[0]))
 
     @property
     def _first(self) -> int:
@@ -251,23 +253,33 @@ class StepModel:
             return 0.0
         return self._parked_before[at] - self._parked_before[max(0, at - self._window)]
 
-    def _weights_at(self, i: int, other: int | None) -> float:
-        """While layer `i` runs, and `other` is fetched."""
-        if not self._fetched:
+    def _weights_at(self, i: int, step: int) -> float:
+        """While layer `i` runs, and those are fetched that come after it: `step` is 1 in forward, -1 in backward."""
+        whole = not self._workload.fetched_anew and (step < 0 or self._workload.microbatches > 1)
+        if whole or not self._fetched:
             return self._always
-        here = (at for at in {i, other} if at is not None and 0 <= at < len(self._weights) and self._offloaded[at])
-        return self._always + sum(self._weights[at] for at in here)
+        here = (i + step * k for k in range(self._ahead + 1))
+        return self._always + sum(
+            self._weights[at] for at in here if 0 <= at < len(self._weights) and self._offloaded[at]
+        )
 
     def _gathered(self, i: int) -> float:
         """While layer `i` runs forward: layers are gathered one by one, the next one while this one runs, and stay
-        until their backward; those of several microbatches until that of the last.
+        until their backward; those of several microbatches until that of the last. What is resharded leaves what it was
+        copied from until the next is gathered.
         """
+        if self._workload.resharded:
+            return 2 * self._whole[i]
         if self._workload.microbatches > 1:
             return self._whole_before[-1]
         return self._whole_before[i + 2]
 
     def _gathered_behind(self, i: int) -> float:
-        """While it runs backward: the gradient of the whole layer is made, and that of the one behind it scattered."""
+        """In backward: the gradient of the whole layer is made, and that of the one behind it scattered. What
+        was resharded is gathered one layer ahead.
+        """
+        if self._workload.resharded:
+            return sum(self._whole[max(0, i - 1) : i + 1]) + self._scattered(i)
         return self._whole_before[i + 1] + self._scattered(i)
 
     def _scattered(self, i: int) -> float:

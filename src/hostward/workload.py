@@ -144,6 +144,10 @@ class Workload:
     """Among which parameters, gradients and state are sharded (1: this workload is one whole replica)."""
     reduced_in_fp32: bool = False
     """The ranks reduce gradients of 16-bit weights in float32, and keep them so until the step."""
+    resharded: bool = False
+    """Layers that the ranks share are gathered for forward and again for backward, and whole only while they run; else
+    they stay whole from the first microbatch's forward to the last one's backward.
+    """
     snapshot: bool = False
     """Checkpoints are written from a second copy of the state on the host, which is kept from the first save on."""
     pin_gradients: bool = True
@@ -164,6 +168,11 @@ class Workload:
     def gradients_in_fp32(self) -> bool:
         """Whether gradients wait for the step in float32, whatever the weights are."""
         return self.microbatches > 1 or self.reduced_in_fp32
+
+    @property
+    def fetched_anew(self) -> bool:
+        """Whether weights that lie on the host are wanted in each forward and each backward; else once a step."""
+        return self.ranks == 1 or self.resharded
 
     @property
     def repeated(self) -> Sequence[Layer]:

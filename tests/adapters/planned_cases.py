@@ -24,7 +24,7 @@ from hostward.planning.plan_file import BucketRow, Fingerprint, LayerRow, Limits
 from hostward.planning.shards import required_of, sharded as part_of
 from hostward.planning.speeds import speeds_of
 from hostward.rank_parts import first_parts
-from hostward.rule_table import widened
+from hostward.rule_table import resharded, widened
 from hostward.train import loop
 from hostward.train.workload import recipe_workload
 from hostward.training.workload_of import inventory_of
@@ -37,7 +37,8 @@ LAYERS = ("model.layers.0", "model.layers.1")
 def workload(words: Sequence[str], recipe: str, ranks: int) -> Workload:
     """One rank's part of a small recipe."""
     config = small(*words, recipe=recipe)
-    return part_of(recipe_workload(config), ranks, reduced_in_fp32=widened(config, ranks))
+    in_fp32 = widened(config, ranks)
+    return part_of(recipe_workload(config), ranks, reduced_in_fp32=in_fp32, resharded=resharded(config))
 
 
 def choice_of(of: Workload, keeps: tuple[Keep, ...], **options: Any) -> Choice:

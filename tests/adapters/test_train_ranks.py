@@ -19,6 +19,10 @@ from hostward.train import loop
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]
 BF16 = ["model.params_dtype=bf16"]
+RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
+FOUR = "model.num_layers=4"
+AWAY = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=3", "model.cpu_offloading_weights=True")
+WEIGHTS = (*AWAY, "model.cpu_offloading_activations=False")
 IN_FP32 = "ddp.grad_reduce_in_fp32=True"
 
 
@@ -64,6 +68,27 @@ CASES = {
     "bf16, reduced in float32": ((*BF16, IN_FP32, "train.global_batch_size=4"), tuple(HOST)),
     "bf16, reduced in float32, sums on the host": ((*BF16, IN_FP32), (*HOST, "optimizer.gradients=host")),
     "copies": (("ddp.use_distributed_optimizer=False",), tuple(STREAMED)),
+    "resharded": ((RESHARDED,), tuple(HOST)),
+    "resharded, reduced in float32": ((*BF16, IN_FP32, RESHARDED, "train.global_batch_size=4"), tuple(HOST)),
+    "weights leave": ((FOUR,), WEIGHTS),
+    "weights leave, one microbatch": ((FOUR, *BF16, "train.global_batch_size=4"), WEIGHTS),
+    "weights leave, resharded": ((FOUR, RESHARDED, *BF16), WEIGHTS),
+    "weights and activations leave, resharded": ((FOUR, RESHARDED), AWAY),
+    "weights leave, recomputed": (
+        (
+            FOUR,
+            RESHARDED,
+            "model.recompute_granularity=full",
+            "model.recompute_method=uniform",
+            "model.recompute_num_layers=1",
+        ),
+        WEIGHTS,
+    ),
+    "weights leave, experts": ((FOUR, RESHARDED, "model.expert_model_parallel_size=2"), WEIGHTS),
+    "weights leave, matrices": (
+        (FOUR, RESHARDED, "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"),
+        WEIGHTS,
+    ),
     "activations leave": (
         ("train.global_batch_size=4",),
         (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"),
@@ -79,6 +104,19 @@ def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
         assert expected["offloaded_bytes"] == 0
+        if "weights leave" in case:
+            assert found["weights"]["offloaded"] > found["weights"]["here"]
+            assert found["weights"]["on_demand"] == 0
+            assert found["weights"]["held"] == 0
+
+
+@pytest.mark.parametrize("words", [("train.global_batch_size=4",), (IN_FP32, *BF16)])
+def test_layers_that_are_whole_one_at_a_time_have_the_bits_of_layers_that_stay_whole(
+    trained: Any, words: tuple[str, ...]
+) -> None:
+    for found, expected in zip(trained(RESHARDED, *words), trained(*words), strict=True):
+        assert found["told"] == expected["told"]
+        assert found["bits"] == expected["bits"]
 
 
 @pytest.mark.parametrize("words", [(), ("ddp.use_distributed_optimizer=False",)], ids=["divided", "copies"])
@@ -93,6 +131,21 @@ def test_gradients_reduced_in_float32_are_the_mean_of_those_of_bf16(
         for name, gradient in expected.items():
             assert found["gradients"][name].dtype == np.float32
             np.testing.assert_allclose(found["gradients"][name], gradient, rtol=1e-5, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", ["snapshot", "stream"])
+def test_a_run_whose_weights_leave_is_saved_and_goes_on_with_them_here(trained: Any, mode: str, tmp_path: Path) -> None:
+    """Bit for bit, from a save beside training."""
+    placed = (FOUR, RESHARDED, *WEIGHTS)
+    straight = trained(FOUR, RESHARDED, *HOST, "train.train_iters=4")
+    save = (f"checkpoint.save={tmp_path}", "checkpoint.async_save=True", f"checkpoint.async_save_mode={mode}")
+    trained(*placed, *save, "train.train_iters=2")
+    load = f"checkpoint.load={tmp_path}"
+    for words in ((FOUR, *HOST), placed):
+        resumed = trained(*words, load, "train.train_iters=4")
+        for found, expected in zip(resumed, straight, strict=True):
+            assert found["bits"] == expected["bits"]
+            assert found["told"][0] == expected["told"][0][2:]
 
 
 def test_the_report_has_sums_by_node_and_names_a_straggler(world: World) -> None:

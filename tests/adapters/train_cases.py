@@ -78,16 +78,27 @@ def train(words: list[str], recipe: str = MOE, *, slow: int | None = None, plan:
     if slow == dist.get_rank():
         run.dataset = _LateSamples(run.dataset)  # type: ignore[assignment]
     loop.train(run, metered=1)
-    moved = run.optimizer.plan.offloaded_bytes
+    moved, left, weights = run.optimizer.plan.offloaded_bytes, 0, weights_of(run)
+    if run.attachment is not None:
+        left = run.attachment.report().offloaded_bytes
+        run.attachment.detach()
     return {
         "told": (run.losses, run.grad_norms, run.skipped),
         "bits": snapshot(run.model, run.optimizer),
         "offloaded_bytes": moved,
         "state": state_of(run.optimizer),
-        "left_bytes": 0 if run.attachment is None else run.attachment.report().offloaded_bytes,
+        "left_bytes": left,
+        "weights": weights,
         "ranks": run.of_ranks,
         "microbatches": run.microbatches,
     }
+
+
+def weights_of(run: loop.Run) -> dict[str, int]:
+    """Bytes of weights that leave, by what became of them."""
+    report = None if run.attachment is None else run.attachment.report().weights
+    names = ("offloaded", "here", "fetched", "on_demand", "held")
+    return {} if report is None else {name: getattr(report, f"{name}_bytes") for name in names}
 
 
 STATE = ("exp_avg", "exp_avg_sq", "remainder", "master")

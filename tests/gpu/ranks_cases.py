@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/ranks_cases.py FOLDER
 
-writes FOLDER/RANK.json: by name of a case, what the rank found.
+writes FOLDER/RANK.json: by name of a case, what the rank found. Ranks that have no GPU of their own share one, and
+exchange through gloo, as far as it can: `SHARED` are the cases without anything else.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stages": (QWEN3, ("model.pipeline_model_parallel_size=2",)),
 }
 AWAY = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=2")
+WEIGHTS = (*AWAY, "model.cpu_offloading_weights=True", "model.cpu_offloading_activations=False")
+RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
+SHARED = ("data", "one microbatch", "reduced in float32", "activations_leave", "weights_leave")
+"""None of them sends tokens or activations to certain ranks."""
 
 
 def prepared(recipe: str, *words: str) -> loop.Run:
@@ -113,15 +118,17 @@ def bits(run: loop.Run) -> str:
 def trained(recipe: str, *words: str) -> dict[str, Any]:
     run = prepared(recipe, *words)
     loop.train(run)
+    weights = None if run.attachment is None else run.attachment.report().weights
+    if run.attachment is not None:
+        run.attachment.detach()  # weights that leave come back
     told = {
+        "weights_away_bytes": 0 if weights is None else weights.offloaded_bytes,
         "bits": bits(run),
         "losses": run.losses,
         "norms": run.grad_norms,
         "offloaded_bytes": run.optimizer.plan.offloaded_bytes,
         "pinned_bytes": run.optimizer.backend.ledger.pinned_bytes,
     }
-    if run.attachment is not None:
-        run.attachment.detach()
     del run
     gc.collect()
     torch.cuda.empty_cache()
@@ -139,6 +146,15 @@ def layout(name: str) -> dict[str, Any]:
 def activations_leave() -> dict[str, Any]:
     words = ("train.global_batch_size=2",)
     return {"device": trained(QWEN3, *words), "away": trained(QWEN3, *words, *AWAY)}
+
+
+def weights_leave() -> dict[str, Any]:
+    """By whether layers are whole one at a time, and what is attached besides."""
+    found = {"device": trained(QWEN3), "resharded": trained(QWEN3, RESHARDED)}
+    for name, words in {"whole": (), "one at a time": (RESHARDED,)}.items():
+        found |= {name: trained(QWEN3, *words, *WEIGHTS)}
+        found |= {f"{name}, with activations": trained(QWEN3, *words, *WEIGHTS[:-1])}
+    return found
 
 
 def saved() -> dict[str, Any]:
@@ -209,10 +225,13 @@ def no_waits() -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # it adds in any order
+    if alone := torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        os.environ["LOCAL_RANK"] = "0"
+        dist.init_process_group("gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     cases: dict[str, Callable[[], Any]] = {name: lambda name=name: layout(name) for name in LAYOUTS}
-    cases |= {f.__name__: f for f in (activations_leave, saved, norm_of_given, no_waits)}
-    wanted = sys.argv[2:] or list(cases)
+    cases |= {f.__name__: f for f in (activations_leave, weights_leave, saved, norm_of_given, no_waits)}
+    wanted = sys.argv[2:] or (SHARED if alone else list(cases))
     found: dict[str, Any] = {}
     for name in wanted:
         began_s = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Two processes with a GPU each, over NCCL: every placement gives the bits of the device."""
+"""Two processes with a GPU each, over NCCL: every placement gives the bits of the device. With one GPU they share it,
+and exchange through gloo what that can send.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import devices_to_itself
-from ranks_cases import LAYOUTS
+from ranks_cases import LAYOUTS, SHARED
 
 RANKS = 2
 LIMIT_S = 420.0
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
     def of(case: str) -> list[Any]:
+        if case not in SHARED and torch.cuda.device_count() < RANKS:
+            pytest.skip("needs two CUDA devices")
         assert len(read) == RANKS, done.stderr[-4000:]
         assert all(case in rank for rank in read), done.stderr[-4000:]
         return [rank[case] for rank in read]
@@ -65,6 +69,14 @@ def test_activations_leave_with_the_same_bits(found: Any) -> None:
     for rank in found("activations_leave"):
         assert rank["away"]["bits"] == rank["device"]["bits"]
         assert rank["away"]["losses"] == rank["device"]["losses"]
+
+
+def test_weights_leave_with_the_same_bits(found: Any) -> None:
+    for rank in found("weights_leave"):
+        expected = rank.pop("device")
+        for way, told in rank.items():
+            assert (told["bits"], told["losses"]) == (expected["bits"], expected["losses"]), way
+            assert (told["weights_away_bytes"] > 0) == (way != "resharded")
 
 
 def test_a_saved_run_goes_on_bit_for_bit_at_another_placement(found: Any) -> None:

@@ -353,7 +353,7 @@ def test_plans_that_are_none_and_hardware_without_a_gpu(cli: Cli, tmp_path: Path
     assert "has no GPU" in found.err
 
 
-def test_of_several_gpus_each_has_its_rows_and_no_weights_leave(cli: Cli, tmp_path: Path) -> None:
+def test_of_several_gpus_each_has_its_rows_and_weights_leave_if_asked(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     found = cli("plan", *TINY, "--gpus", "2", "--place", "*=host", "--json", path)
     assert found.code == 0, found.err
@@ -361,12 +361,15 @@ def test_of_several_gpus_each_has_its_rows_and_no_weights_leave(cli: Cli, tmp_pa
     plan = plan_file.load(path)
     assert (plan.workload.ranks, plan.machine.gpus) == (2, 2)
     assert {row.weights for row in plan.layers} == {"device"}
+    found = cli("plan", *TINY, "--gpus", "2", "--place", "*=host", "--weights", "1", "--json", path)
+    assert found.code == 0, found.err
+    assert "hostward.move" not in found.out
+    assert [row.weights for row in plan_file.load(path).layers].count("host") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--weights", "1"], "weights that leave, shared among 2 GPUs, are known, but not built yet"),
         (["model.expert_model_parallel_size=2"], "hostward plan with model.expert_model_parallel_size=2 is known"),
         (["model.pipeline_model_parallel_size=2"], "hostward plan with model.pipeline_model_parallel_size=2 is known"),
         (["ddp.use_distributed_optimizer=false"], "for 2 GPUs with ddp.use_distributed_optimizer=false is known"),

@@ -40,7 +40,7 @@ from hostward.train.models import build_model
 from hostward.train.parts import Held
 from hostward.train.ranks import Ranks
 from hostward.train.refusal import Weighed, cure_of_plan, require_fit
-from hostward.train.waiting import waiting_weights
+from hostward.train.waiting import leaving_weights
 from hostward.train.workload import recipe_workload
 from hostward.training.away import is_away
 
@@ -183,9 +183,9 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
             "model.recompute_method=uniform", "model.recompute_num_layers=1", "optimizer.gradients=host"]  # fmt: skip
     plain = configured(*wide[:1], *wide[2:], *offloaded(1))
     config = configured(*LEAVING, *wide)
-    waiting = waiting_weights(config, None, 257, torch.bfloat16)
+    waiting = leaving_weights(config, None, 257, torch.bfloat16, Ranks())
     assert waiting is not None
-    assert waiting_weights(plain, None, 257, torch.bfloat16) is None
+    assert leaving_weights(plain, None, 257, torch.bfloat16, Ranks()) is None
     work = recipe_workload(config, vocab_size=257)
     assert waiting.weight_bytes == sum(layer.weight_bytes for layer in work.repeated[:11])
     choices = [

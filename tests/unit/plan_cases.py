@@ -64,6 +64,7 @@ PAIRS = (
     ("llama-8b", "h100", 1, 120),
     ("llama-8b", "a100-80gb", 1, 240),
     ("llama-70b", "h200", 8, 2000),
+    ("llama-70b-resharded", "h200", 8, 2000),
     ("qwen-30b-a3b", "h200", 1, 120),
     ("qwen-30b-a3b", "h200", 4, 500),
 )
@@ -72,7 +73,8 @@ PAIRS = (
 
 @cache
 def answered(model: str, machine: str, gpus: int, host_gib: int) -> Answer:
-    hardware, workload = profile(machine), sharded(MODELS[model](), gpus)
+    name, resharded, _ = model.partition("-resharded")
+    hardware, workload = profile(machine), sharded(MODELS[name](), gpus, resharded=bool(resharded))
     device_bytes = default_budgets(hardware, gpus).device_bytes
     budgets = Budgets(device_bytes, host_gib * GIB // gpus)
     return answer(Question(workload, hardware, gpus, budgets, Forced()), required_of(workload))

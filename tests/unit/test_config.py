@@ -40,7 +40,8 @@ OPTION_NAMES = {
     "scheduler": "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_init",
     "train": "train_iters global_batch_size micro_batch_size device num_threads manual_gc manual_gc_interval "
     "exit_signal_handler",
-    "ddp": "use_distributed_optimizer grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather",
+    "ddp": "use_distributed_optimizer grad_reduce_in_fp32 data_parallel_sharding_strategy overlap_grad_reduce "
+    "overlap_param_gather",
     "dist": "distributed_timeout_minutes",
     "dataset": "path format text_key random_seed",
     "tokenizer": "tokenizer_type tokenizer_model",

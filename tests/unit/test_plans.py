@@ -18,7 +18,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from plan_cases import PAIRS, answered, llama_1b, llama_8b, qwen_30b
+from plan_cases import PAIRS, answered, llama_1b, llama_8b, llama_70b, qwen_30b
 from workload_cases import llama
 
 from hostward.choice import LEAVES, Choice, Keep
@@ -30,12 +30,14 @@ from hostward.memory_model import STEADY_STEP, required
 from hostward.plan import Placement
 from hostward.planning.answer import Question, answer, default_budgets, verdict
 from hostward.planning.assignment import LAST_STAY, Forced, rounded_up
+from hostward.planning.costs import Costs
 from hostward.planning.frontier import Candidate, Frontier
 from hostward.planning.needs import Budgets
 from hostward.planning.plan_text import render
 from hostward.planning.shards import required_of, sharded
 from hostward.planning.speeds import speeds_of
 from hostward.planning.time_model import least_s, predict, predict_of
+from hostward.planning.turn import Turn
 from hostward.schedule import operands
 from hostward.sizes import GIB
 
@@ -376,6 +378,35 @@ def test_a_share_of_a_model_on_each_of_several_gpus() -> None:
     more = gathered.device_peak_bytes - one.device_peak_bytes
     # Layers are gathered one by one and stay until their backward: at one moment nearly all are whole.
     assert 0.9 * whole.weight_bytes < more < 1.1 * whole.weight_bytes
+
+
+def test_resharded_layers_are_whole_one_at_a_time_and_parts_that_leave_three() -> None:
+    """Seen red: gathered as if they stayed; parts counted as whole layers are, two at a time."""
+    part = sharded(llama_70b(), 8, resharded=True)
+    buckets, layers = len(part.inventory.buckets), len(part.repeated)
+    here = Choice((Placement.HOST,) * buckets, (Keep.RECOMPUTE,) * layers)
+    away = replace(here, offloaded_weights=frozenset(layer.name for layer in part.repeated[:-1]))
+    found, less = (required_of(part)(part, choice).phase(STEADY_STEP).device for choice in (here, away))
+    # A layer's weights and their gradients, the next one's weights, and the gradients of what came before: of the head.
+    assert found["gathered weights"] == 8 * (3 * part.repeated[0].weight_bytes + part.layers[-1].weight_bytes)
+    # The last layer's, which stay, and those of the two that are gathered next.
+    ends_bytes = part.weight_bytes - layers * part.repeated[0].weight_bytes
+    assert less["weights"] == ends_bytes + 3 * part.repeated[0].weight_bytes
+
+
+def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
+    part = sharded(llama_70b(), 8)
+    names = frozenset(layer.name for layer in part.repeated[:-1])
+    choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated), names)
+    fetched = {}
+    for workload in (part, replace(part, resharded=True)):
+        costs = Costs(workload, speeds_of(profile("h200"), 8))
+        turn = Turn(costs, choice, required_of(workload)(workload, choice), costs.units(choice))
+        turn.backward(last=True)
+        turn.step()
+        turn.forward(first=True)
+        fetched[workload.resharded] = sum(work.name == "fetch" for work in turn.program.works)
+    assert fetched == {False: len(names), True: 2 * len(names)}
 
 
 def test_default_budgets_are_the_machines_less_a_reserve() -> None:

@@ -144,13 +144,6 @@ def test_known_options_that_are_not_built_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_BUILT_FOR_RANKS)
 def test_what_is_not_built_for_several_processes_is_refused_there_alone(name: str) -> None:
     switches, on = {
-        "model.cpu_offloading_weights": (
-            (
-                "model.cpu_offloading=true model.cpu_offloading_num_layers=1 optimizer.optimizer_cpu_offload=true "
-                "optimizer.optimizer_offload_fraction=1.0"
-            ),
-            "true",
-        ),
         "model.cuda_graph_impl": (
             (
                 "model.architecture=qwen3 model.num_moe_experts=null model.moe_ffn_hidden_size=null "
@@ -172,7 +165,7 @@ def test_what_is_not_built_for_several_processes_is_refused_there_alone(name: st
 def test_an_option_without_its_switch_is_refused(switch: str, name: str) -> None:
     info = options()[name]
     values: dict[type, object] = {bool: not info.default, int: 2, float: 0.5, str: "uniform", list: ["core_attn"]}
-    config = tiny("train.manual_gc=false")
+    config = tiny("train.manual_gc=false ddp.use_distributed_optimizer=false")
     namespace, _, option = name.partition(".")
     value = next((word for word in info.choices if word != info.default), values[info.kind])
     setattr(getattr(config, namespace), option, value)

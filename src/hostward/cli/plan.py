@@ -218,7 +218,7 @@ def _tell_refused(file: Path) -> None:
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
     from hostward.planning.shards import sharded
-    from hostward.rule_table import captured, widened
+    from hostward.rule_table import captured, resharded, widened
     from hostward.rules import check
     from hostward.train.kept import usual_folder
     from hostward.train.planning import asked_of, phases_of, require_by_rows, require_planned, unplanned_graphs
@@ -230,7 +230,7 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
         raise unplanned_graphs("hostward plan")
     require_planned(config, "hostward plan")
     whole = recipe_workload(config, name=name, folder=usual_folder())
-    workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus))
+    workload = sharded(whole, gpus, reduced_in_fp32=widened(config, gpus), resharded=resharded(config))
     return workload, asked_of(config, workload, speeds), phases_of(config)
 
 

@@ -45,6 +45,11 @@ of the next.
 """
 
 
+def fetched_ahead(*, gathered: bool) -> int:
+    """How many layers before its use one is fetched, if it is used whole, or gathered."""
+    return GATHERED_AHEAD if gathered else 1
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsShape:
     """What a turn over `layers` layers depends on.
@@ -64,7 +69,7 @@ class WeightsShape:
     @property
     def ahead(self) -> int:
         """How many layers before its use one is fetched."""
-        return GATHERED_AHEAD if self.gathered else 1
+        return fetched_ahead(gathered=self.gathered)
 
 
 def lower_weights(shape: WeightsShape) -> Schedule:

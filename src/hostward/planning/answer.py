@@ -26,6 +26,7 @@ FSDP2 gathers and reduces on streams of its own, and none has what another keeps
 """
 HOST_RESERVE_SHARE = 0.1
 """Of the machine's memory: the system and the process itself."""
+RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
 
 
@@ -126,7 +127,7 @@ def verdict(found: Answer) -> str:
 
 def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
     """The smallest raise of one budget that would make it fit, whether the planner would make it fit if nothing were
-    chosen for it, and the largest microbatch that does.
+    chosen for it, or if layers did not stay gathered, and the largest microbatch that does.
     """
     found = []
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
@@ -141,6 +142,12 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
         if free.best(question.budgets) is not None:
             found.append("the planner's own choice: no --place, --keep, --weights, and no options that say what leaves")
+    if question.workload.ranks > 1 and not question.workload.resharded:
+        tried = replace(question.workload, resharded=True)
+        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
+        again.widen()
+        if again.best(question.budgets) is not None:
+            found.append(f"{RESHARDED}, by which layers are whole only while they run")
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
     while sequences > 1:

@@ -19,6 +19,7 @@ from hostward.choice import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.errors import ConfigError
 from hostward.inventory import Bucket
 from hostward.lowering.staging import FEWEST, STAGED_SHARE
+from hostward.lowering.weights import fetched_ahead
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 
@@ -251,7 +252,8 @@ class Programme:
         self.rows.at_most({**state, streams: -float(sum(costs.numels) or 1)}, 0.0)
         here = [layer for layer in costs.workload.layers if layer.name not in self.weights]
         away = sorted((c.layer.weight_bytes for c in costs.layers if c.layer.name in self.weights), reverse=True)
-        fixed = float(sum(layer.weight_bytes for layer in here) + sum(away[:2]))
+        at_once = 1 + fetched_ahead(gathered=costs.workload.ranks > 1)
+        fixed = float(sum(layer.weight_bytes for layer in here) + sum(away[:at_once]))
         held = self._of_buckets(lambda b: b.state_bytes, Placement.DEVICE)
         always = _sum((held, 1.0), ({streams: float(FEWEST * largest)}, 1.0))
         stays = self._of_buckets(lambda b: b.numel * (wide or b.dtype.itemsize_bytes), *Placement)

@@ -120,12 +120,15 @@ class Frontier:
         self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
         """Everything on the device, nothing computed twice, as far as nothing else is forced."""
         self._add(plain)
-        self._sets = self._weight_sets()
+        forced_or_alone = self._forced.offloaded_weights is not None or workload.ranks == 1
+        self._sets = self._weight_sets() if forced_or_alone else [frozenset()]
         self._weigh_all()
 
     def widen(self) -> None:
-        """Weigh what takes more than the device has as well: what else it would take is asked then."""
-        self._most_bytes = math.inf
+        """Weigh what takes more than the device has as well: what else it would take is asked then. Parts of weights
+        that ranks share leave only if nothing else does: what gathers wait for is not timed.
+        """
+        self._most_bytes, self._sets = math.inf, self._weight_sets()
         self._weigh_all()
 
     def _weigh_all(self) -> None:
@@ -153,8 +156,6 @@ class Frontier:
         """Weights leave as a last resort, so few numbers of layers are tried: none, half, all but the last."""
         if self._forced.offloaded_weights is not None:
             return [self._forced.offloaded_weights]
-        if self.workload.ranks > 1:
-            return [frozenset()]  # divided weights cannot leave yet
         names = [layer.name for layer in self.workload.repeated]
         elsewhere = {
             self.workload.inventory.buckets[i].layer

@@ -60,7 +60,9 @@ def _title(found: Answer) -> str:
         f"on {question.gpus} x {gpu} (hardware {hardware.name}{measured})",
     ]
     if workload.ranks > 1:
-        lines.append(f"state, gradients and weights shared among {workload.ranks} GPUs; their exchange is not timed")
+        whole = "while they run" if workload.resharded else "from forward to backward"
+        shared = f"state, gradients and weights shared among {workload.ranks} GPUs, layers whole {whole}"
+        lines.append(f"{shared}; their exchange is not timed")
     pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
     plain = " and ".join(what for what, locked in pinned.items() if not locked)
     if plain:

@@ -19,9 +19,13 @@ class UndividedError(ConfigError):
     """A step has not as many microbatches as would do for each GPU to have some."""
 
 
-def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False) -> Workload:
+def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, resharded: bool = False) -> Workload:
     """The first rank's part, which is the largest: of every parameter its rows, and a `ranks`-th of the microbatches of
-    a step. `reduced_in_fp32`: gradients are, which of 16-bit weights takes more than their own dtype.
+    a step.
+
+    Args:
+        reduced_in_fp32: gradients are, which of 16-bit weights takes more than their own dtype.
+        resharded: layers are whole only while they run.
 
     Raises ConfigError where the microbatches cannot be divided.
     """
@@ -44,6 +48,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False) ->
         microbatches=workload.microbatches // ranks,
         ranks=ranks,
         reduced_in_fp32=reduced_in_fp32,
+        resharded=resharded,
     )
 
 

@@ -12,6 +12,7 @@ from hostward.choice import LEAVES, Choice, Keep
 from hostward.lowering.activations import FIRST_GROUP_BYTES
 from hostward.lowering.optimizer import INBOXES
 from hostward.lowering.staging import FEWEST
+from hostward.lowering.weights import fetched_ahead
 from hostward.memory_model import Needs
 from hostward.plan import Placement
 
@@ -43,6 +44,7 @@ class Turn:
         leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
         self.leaving = leaving
         self.window = max(1, len(costs.repeated) - len(leaving))
+        self._ahead = fetched_ahead(gathered=costs.workload.ranks > 1)
         self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
         self.slots = self._units_staged(needs.slots)
         self._staged_layers = [self._layer_of(bucket) for bucket in needs.stage_at]
@@ -80,13 +82,14 @@ class Turn:
 
     def forward(self, *, first: bool) -> None:
         """`first`: the one after a step, whose layers wait for their weights."""
+        anew = self.costs.workload.fetched_anew
         for i, cost in enumerate(self.costs.layers):
             waits: list[int | None] = []
             if first:
                 waits += [self.arrivals[u] for u in self._of(i) if u in self.arrivals]
                 # Before the last layer staging goes back, behind the last write.
                 waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
-            waits += [self._fetch(i)]
+            waits += [self._fetch(i)] if first or anew else []
             if cost.layer.repeated:
                 before = self.costs.repeated.index(i) - self.window
                 waits += [self.offloads.get(self.costs.repeated[before])] if before >= 0 else []
@@ -105,16 +108,17 @@ class Turn:
                 )
 
     def _fetch(self, i: int) -> int | None:
-        """Weights of a layer that lie on the host come while the layer before runs."""
+        """Weights of a layer that lie on the host come while the layer before runs; parts of them one layer earlier."""
         if i not in self.fetched:
             return None
-        before = [w for w in (self.compute,) if w is not None]
-        # Issued when the layer before was entered: its own start is not known as a wait, the end of the one before is.
-        entered = [self._previous_compute(before[0])] if before else []
+        # Issued when that layer was entered: its own start is not known as a wait, the end of the one before is.
+        entered = self.compute
+        for _ in range(self._ahead):
+            entered = None if entered is None else self._previous_compute(entered)
         steps = [self.hosts[u] for u in self._of(i) if u in self.hosts]
         speeds = self.costs.speeds
         seconds = speeds.copy_s(self.costs.layers[i].layer.weight_bytes, speeds.h2d_bytes_per_s)
-        return self.program.add("fetch", Queue.H2D, seconds, [*entered, *steps])
+        return self.program.add("fetch", Queue.H2D, seconds, [entered, *steps])
 
     def _previous_compute(self, number: int) -> int | None:
         works = self.program.works
@@ -149,7 +153,8 @@ class Turn:
             units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
             seconds = each_s[i]
             left_s -= seconds
-            waits = [reloads.get(i), self._fetch(i), left_before[-_IN_FLIGHT]]
+            fetch = self._fetch(i) if costs.workload.fetched_anew else None
+            waits = [reloads.get(i), fetch, left_before[-_IN_FLIGHT]]
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
                 unit = self.units[u]  # sums leave as they are, parts of sums as they come

@@ -19,7 +19,7 @@ from .memory import require_memory
 from .models import pretrained_config
 from .ranks import Ranks
 from .refusal import Weighed, require_fit, require_same_model
-from .waiting import Waiting, waiting_weights
+from .waiting import Leaving, leaving_weights
 
 
 def weighed(
@@ -31,7 +31,7 @@ def weighed(
     ranks: Ranks,
     *,
     force: bool,
-) -> tuple[TokenDataset, Weighed, Waiting | None]:
+) -> tuple[TokenDataset, Weighed, Leaving | None]:
     """The data, what is predicted of the run and of others in its place, and which weights wait on the CPU. Raises for
     all that can be refused before weights are allocated.
     """
@@ -49,11 +49,11 @@ def weighed(
     if captured(config) and config.model.hf_model_path is not None:
         require_capturable(pretrained_config(config.model, config.model.hf_model_path))
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    waiting = waiting_weights(config, plan, dataset.vocab_size, dtype)
-    require_memory(config, device, dataset.vocab_size, ranks, 0 if waiting is None else waiting.weight_bytes)
+    leaving = leaving_weights(config, plan, dataset.vocab_size, dtype, ranks)
+    require_memory(config, device, dataset.vocab_size, ranks, 0 if leaving is None else leaving.weight_bytes)
     found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
     resume.require_writable(config)
-    return dataset, found, waiting
+    return dataset, found, leaving if ranks.size == 1 else None
 
 
 def _dataset(config: Config) -> TokenDataset:

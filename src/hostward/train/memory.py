@@ -55,12 +55,12 @@ def need(config: Config, parameters: int) -> Need:
     return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
 
 
-def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks, waiting_bytes: int = 0) -> Need:
+def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks, away_bytes: int = 0) -> Need:
     """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is. The
     ranks of a node ask it together.
 
     Args:
-        waiting_bytes: of weights that leave, and are never on the device all at once.
+        away_bytes: of this rank's weights that leave, and are never all on the device while there are gradients.
 
     Raises:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
@@ -71,9 +71,9 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     of_experts = sum(math.prod(shapes[name]) for name in held if ".experts." in name)
     config = share_of(config, ranks.data_size)
     least = need(config, -(-count // ranks.of_stage) if ranks.divided else count)
-    # Divided weights are whole besides, from forward to backward.
+    # Divided weights are whole besides, from forward to backward, unless one layer at a time is.
     gathered = (count - of_experts) // ranks.sharing + of_experts // config.model.expert_model_parallel_size
-    whole_bytes = need(config, gathered).weight_bytes if ranks.divided else 0
+    whole_bytes = need(config, gathered).weight_bytes if ranks.divided and not ranks.resharded else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share
@@ -89,7 +89,7 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     phase = PhaseNeeds(STEADY_STEP, {}, parts, {})
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        there = {Owner.WEIGHTS.value: waiting_bytes, Owner.STATE.value: offloaded_bytes}
+        there = {Owner.WEIGHTS.value: away_bytes, Owner.STATE.value: offloaded_bytes}
         gone = {**there, Owner.GRADIENTS.value: leaving_bytes}
         here = {owner: size_bytes - gone.get(owner, 0) for owner, size_bytes in parts.items()}
         phase = PhaseNeeds(STEADY_STEP, here, {**there, Owner.GRADIENTS.value: landing_bytes}, {})

@@ -119,7 +119,8 @@ def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
 
 def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
     """Over the ranks of a stage. Each layer is gathered for itself, and stays whole from its forward to its backward,
-    as in Megatron. Layers of experts are gathered for themselves, from the ranks that have the same experts.
+    as in Megatron, unless it is to be resharded in between. Layers of experts are gathered for themselves, from the
+    ranks that have the same experts.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -142,7 +143,7 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
         gathered += [model.model.norm] if has_weights(model.model.norm) else []
     reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.ddp.grad_reduce_in_fp32 else None)
     for module, over in [*apart, *((module, mesh) for module in [*gathered, model])]:
-        fully_shard(module, mesh=over, mp_policy=reduced, reshard_after_forward=False)
+        fully_shard(module, mesh=over, mp_policy=reduced, reshard_after_forward=ranks.resharded)
 
 
 def _divide_experts(
@@ -172,12 +173,12 @@ def _ends(model: Any) -> list[torch.nn.Module]:
     return [] if len({id(module.weight) for module in ends}) < len(ends) else ends
 
 
-def synchronise_gradients(model: Any, *, last: bool) -> None:
-    """Say whether the coming backward is that of the last microbatch: weights stay whole until then. Gradients are
-    reduced in every one, so that sums take a rank's part of them alone.
+def synchronise_gradients(model: Any, *, last: bool, resharded: bool) -> None:
+    """Say whether the coming backward is that of the last microbatch: unless they are `resharded` anyway, weights stay
+    whole until then. Gradients are reduced in every one, so that sums take a rank's part of them alone.
     """
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):  # of a pipeline without further ranks each has its stage to itself
         model.set_is_last_backward(last)
-        model.set_reshard_after_backward(last)
+        model.set_reshard_after_backward(last or resharded)

@@ -65,7 +65,7 @@ class WholeModel:
             last = microbatch == run.microbatches - 1
             inputs, labels = samples(run, microbatch)
             if run.ranks.size > 1:
-                synchronise_gradients(run.model, last=last)
+                synchronise_gradients(run.model, last=last, resharded=run.ranks.resharded)
             with run.optimizer.accumulate(last=taken and last):
                 mean = training_loss(run.model, inputs, labels) / run.microbatches
                 total += mean.detach().float()
@@ -135,7 +135,7 @@ class Pipeline:
         last = self._left == 0
         if last:
             run.sampler.sample(run.iteration, FORWARD)
-        synchronise_gradients(part.model, last=last_of_part)
+        synchronise_gradients(part.model, last=last_of_part, resharded=run.ranks.resharded)
         with run.optimizer.accumulate(last=self._taken and last):
             yield
 

@@ -192,9 +192,7 @@ def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, la
 
 
 def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
-    """`before`, changed by hand. Raises ConfigError for a pattern that nothing matches, or too many layers, and
-    NotBuiltError for weights that leave several GPUs.
-    """
+    """`before`, changed by hand. Raises ConfigError for a pattern that nothing matches, or too many layers."""
     placements, activations = dict(before.placements), dict(before.activations)
     buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
     layers = [(layer.name,) for layer in workload.repeated]
@@ -204,11 +202,6 @@ def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
     if hand.weights is not None:
         _require_fewer(hand.weights, len(layers))
         chosen = frozenset(layer.name for layer in workload.repeated[: hand.weights])
-    if chosen and workload.ranks > 1:
-        raise NotBuiltError(
-            f"weights that leave, shared among {workload.ranks} GPUs, are known, but not built yet",
-            fix="leave --weights and model.cpu_offloading_weights out, or plan for one GPU",
-        )
     return replace(before, placements=placements, activations=activations, offloaded_weights=chosen)
 
 

@@ -21,6 +21,7 @@ from hostward.config import Config
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 from hostward.host.threads import CpuFacts, read_cpu_facts
 from hostward.rank_failures import Failure, raised_by_all
+from hostward.rule_table import resharded
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Ranks:
         sharing: neighbours, among whom one microbatch is divided: they train on the same samples.
         stages: parts of a pipeline, each of `size // stages` neighbours, which have layers that the others have not.
         divided: weights, gradients and state are divided over all of a stage; else each of these has all of them.
+        resharded: divided weights of a layer are whole only while it runs; else from its forward to its backward.
     """
 
     rank: int = 0
@@ -43,6 +45,7 @@ class Ranks:
     sharing: int = 1
     stages: int = 1
     divided: bool = False
+    resharded: bool = False
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Ranks:
@@ -61,7 +64,8 @@ class Ranks:
         """This process, with the place that the options give it."""
         model = config.model
         placed = replace(self, sharing=model.tensor_model_parallel_size, stages=model.pipeline_model_parallel_size)
-        return replace(placed, divided=placed.of_stage > 1 and config.ddp.use_distributed_optimizer)
+        divided = placed.of_stage > 1 and config.ddp.use_distributed_optimizer
+        return replace(placed, divided=divided, resharded=divided and resharded(config))
 
     @property
     def first(self) -> bool:

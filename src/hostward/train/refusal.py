@@ -11,7 +11,7 @@ import torch
 from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES
-from hostward.errors import ModelError, NotBuiltError
+from hostward.errors import ModelError
 from hostward.hardware import Rates, host_memory
 from hostward.hardware_profile import Hardware, profile_of
 from hostward.inventory import Dtype, cut_buckets
@@ -90,7 +90,7 @@ def require_fit(
         return Weighed()
     in_fp32 = widened(config, ranks.size)
     if ranks.divided:
-        workload = sharded(workload, ranks.size, reduced_in_fp32=in_fp32)
+        workload = sharded(workload, ranks.size, reduced_in_fp32=in_fp32, resharded=ranks.resharded)
     else:
         workload = replace(workload, microbatches=microbatches(config, ranks.size), reduced_in_fp32=in_fp32)
     choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
@@ -162,7 +162,8 @@ def estimate(
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: Ranks) -> None:
     """Raises ConfigError if the plan's buckets are not those of the model, divided among `ranks`, or if it cannot be
-    carried out; NotBuiltError if that is not built. A plan for a step of other sizes is carried out, and it is said.
+    carried out; NotBuiltError if options divide it in another way. A plan for a step of other sizes is carried out, and
+    it is said.
     """
     require_by_rows(config, "--plan", ranks.size)
     plan.require_ranks(ranks.size)
@@ -177,11 +178,7 @@ def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: R
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
     whole = inventory_of(model, split_master=split_master)
     plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), split_master=split_master))
-    if layers_of(plan).weights and ranks.size > 1:
-        raise NotBuiltError(
-            f"the plan lets weights leave, which with {ranks.size} processes is known, but not built yet",
-            fix="edit the plan: weights are device in all layers",
-        )
+    layers_of(plan)  # raises for what cannot be carried out
 
 
 def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = None) -> Choice:

@@ -17,19 +17,22 @@ from hostward.training.planned import layers_of
 
 from .drawn import fill, without_memory
 from .models import meta_model
+from .ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """Weights of the first `layers` layers, and their bytes: they wait on the CPU until they are attached."""
+class Leaving:
+    """Weights of the first `layers` layers, and this rank's bytes of them. Of one process they wait on the CPU until
+    they are attached; parts of what ranks share lie on the device until then, where FSDP2 takes them.
+    """
 
     layers: int
     weight_bytes: int
 
 
-def waiting_weights(
-    config: Config, plan: PlanFile | None, vocab_size: int | None, dtype: torch.dtype
-) -> Waiting | None:
+def leaving_weights(
+    config: Config, plan: PlanFile | None, vocab_size: int | None, dtype: torch.dtype, ranks: Ranks
+) -> Leaving | None:
     """What options, or the plan, let leave; None: all weights are to lie on the device."""
     if plan is not None:
         count = layers_of(plan).weights
@@ -41,7 +44,8 @@ def waiting_weights(
     model = meta_model(config, vocab_size, dtype)
     names = {path for path, _ in find_layers(model)[:count]}
     held = sum(math.prod(p.shape) for name, p in model.named_parameters() if layer_of(name) in names)
-    return Waiting(count, held * dtype.itemsize)
+    parts = ranks.of_stage if ranks.divided else 1
+    return Leaving(count, -(-held * dtype.itemsize // parts))
 
 
 def build_on_cpu(

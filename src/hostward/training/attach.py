@@ -60,8 +60,7 @@ def attach(
         optimizer: shares its lanes, so that copies do not get into each other's way.
         activations: how; a number is that of layers. None: they stay.
         weights: how weights leave; a number is that of layers. Frozen ones, and those that the host steps
-            (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`). Of a model that FSDP2 has sharded this rank's parts
-            leave, and come before they are gathered. None: they stay.
+            (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`). Of sharded ones this rank's parts. None: they stay.
         recompute: what layers run again in backward instead of saving it, by names of `hostward.training.recompute`;
             ("layernorm", "mlp_act") costs little, and what remains is offloaded as `activations` says. With numbers
             of layers, from the first on: {"mlp_act": None, "layernorm": 9}; None: all.

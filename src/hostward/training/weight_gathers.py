@@ -6,7 +6,7 @@ layers one. What is gathered next is guessed from what was; a wrong guess costs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,16 +78,22 @@ class Gathers:
         layers, residency = self._layers, self._residency
         at = layers.places.get(group)
         if at is None:
+            if not backward and group < layers.numbers[0]:  # what comes before the layers: a forward begins
+                self._fetch(range(GATHERED_AHEAD))
             return
         if at < layers.offloaded and stream is None:
             residency.ensure(at)
         elif at < layers.offloaded and stream is not None:
             # Not by a wait of the compute lane: what it still has to do would come before the gather then.
             residency.hold(at, stream)
-        for steps in range(1, GATHERED_AHEAD + 1):
-            other = at - steps if backward else at + steps
-            if 0 <= other < layers.offloaded and layers.groups.is_divided(layers.numbers[other]):
-                residency.prefetch(other)
+        self._fetch(at - steps if backward else at + steps for steps in range(1, GATHERED_AHEAD + 1))
+
+    def _fetch(self, places: Iterable[int]) -> None:
+        """Ahead of their gathers, unless they are whole."""
+        layers = self._layers
+        for at in places:
+            if 0 <= at < layers.offloaded and layers.groups.is_divided(layers.numbers[at]):
+                self._residency.prefetch(at)
 
     def gathered(self, group: int) -> None:
         at = self._layers.places.get(group)
