@@ -112,7 +112,7 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
     saver = checkpoint.Saver(folder / str(mode), mode=mode)
     if mode == "snapshot":  # the first one takes its memory
         saver.save(0, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
-        saver.finish()
+        shutil.rmtree(saver.finish())
     training.optimizer.wait()
     start_s = time.perf_counter()
     path = saver.save(1, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})

@@ -7,6 +7,7 @@ loaded before the optimizer is made, or its state that is not; a GPU that is ask
 
 from __future__ import annotations
 
+import bisect
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,6 +204,36 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
     require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
     with pytest.raises(MemoryLimitError, match="bytes of device memory"):
         require_memory(plain, device, 257, Ranks())
+
+
+def least_bytes(monkeypatch: pytest.MonkeyPatch, config: Config, ranks: Ranks, away_bytes: int) -> int:
+    """Of device memory, so that weights, gradients and state are not refused."""
+
+    def taken(free: int) -> bool:
+        free_bytes(monkeypatch, free)
+        try:
+            require_memory(config, torch.device("cuda"), 257, ranks, away_bytes)
+        except MemoryLimitError:
+            return False
+        return True
+
+    return bisect.bisect_left(range(GIB), True, key=taken)
+
+
+def test_with_ranks_a_share_of_what_leaves_is_counted_and_whole_layers_that_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen red: all that leaves instead of a rank's share; all layers whole where one is at a time."""
+    config = configured(*LEAVING, "train.global_batch_size=2", "train.micro_batch_size=1")
+    alone, ranks = Ranks(), Ranks(0, 2, 0, 2, divided=True)
+    whole, found = (leaving_weights(config, None, 257, torch.bfloat16, r) for r in (alone, ranks))
+    assert whole is not None
+    assert found is not None
+    assert (found.layers, found.weight_bytes) == (whole.layers, -(-whole.weight_bytes // 2))
+    stays = least_bytes(monkeypatch, config, ranks, 0)
+    assert stays - least_bytes(monkeypatch, config, ranks, found.weight_bytes) == found.weight_bytes
+    resharded = least_bytes(monkeypatch, config, replace(ranks, resharded=True), 0)
+    assert stays - resharded == recipe_workload(config, vocab_size=257).weight_bytes
 
 
 def test_other_plans_are_told_beside_a_run_that_was_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
