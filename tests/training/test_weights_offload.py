@@ -134,6 +134,15 @@ def test_conservation_of_bytes() -> None:
         assert f"weights: {host_bytes:,} bytes on the host" in run.report().explain()
 
 
+def test_weights_alone_tell_nothing_of_saved_tensors() -> None:
+    """Seen red: what all layers save, under the weights, as what stays."""
+    model = frozen()
+    with away(model) as run:
+        loss_of(model, 0).backward()
+        assert run.report().kept_bytes
+        assert "its layer stays" not in run.report().explain()
+
+
 def test_there_is_one_host_copy_of_a_weight_that_the_host_steps() -> None:
     model = network("Llama")
     backend = SimulatedBackend(threads=1)
