@@ -116,6 +116,9 @@ class StepModel:
         """Of layers that are gathered from several ranks."""
         self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
         """By layer, those of all before it."""
+        tied = workload.resharded and not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
+        self._root = self._whole[0] if tied else 0
+        """An embedding that is the output layer as well: gathered by the root, it is whole in all of a pass."""
         self._reduced = 2 if workload.reduced_in_fp32 else 1
         """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
@@ -269,17 +272,19 @@ class StepModel:
         copied from until the next is gathered.
         """
         if self._workload.resharded:
-            return 2 * self._whole[i]
+            return 2 * self._whole[i] + (self._root if i > 0 else 0)
         if self._workload.microbatches > 1:
             return self._whole_before[-1]
         return self._whole_before[i + 2]
 
     def _gathered_behind(self, i: int) -> float:
-        """In backward: the gradient of the whole layer is made, and that of the one behind it scattered. What
-        was resharded is gathered one layer ahead.
+        """In backward: the gradient of the whole layer is made, and that of the one behind it scattered. What was
+        resharded is gathered one layer ahead; what the root has is whole until the end, and the first half of its
+        gradient as well.
         """
         if self._workload.resharded:
-            return sum(self._whole[max(0, i - 1) : i + 1]) + self._scattered(i)
+            root = self._root * min(i, 2)  # of the first layers it counts as gathered ahead, and as made
+            return sum(self._whole[max(0, i - 1) : i + 1]) + self._scattered(i) + root
         return self._whole_before[i + 1] + self._scattered(i)
 
     def _scattered(self, i: int) -> float:

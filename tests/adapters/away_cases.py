@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hostward
 from hostward import checkpoint
+from hostward.engine.simulated import SimulatedBackend
 
 AWAY = hostward.Weights(num_layers=2, min_elements=0)
 
@@ -94,9 +95,9 @@ def frozen(*, away: bool) -> dict[str, Any]:
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
+        found = None if run is None else run.report().weights
         with torch.no_grad():
             loss_of(model, step)
-    found = None if run is None else run.report().weights
     if run is not None:
         run.detach()
     model.reshard()
@@ -145,3 +146,35 @@ def groups_of_their_own() -> dict[str, int]:
     away = run.report().weights
     assert away is not None
     return {"offloaded": away.offloaded_bytes, "fetched": away.fetched_bytes}
+
+
+def some_frozen(*, away: bool) -> dict[str, str]:
+    """Bits where each group has frozen weights beside trained ones, and the frozen ones were loaded in between."""
+    model: Any = Net()
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+        fully_shard(block, mesh=mesh_of("four"))
+    fully_shard(model, mesh=mesh_of("four"))
+    optimizer = adamw(model, "host", "late")
+    run = hostward.attach(model, optimizer, weights=AWAY) if away else None
+    trained(model, optimizer, 0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: 2 * value if "up" in name else value for name, value in state.items()})
+    trained(model, optimizer, 1, 2)
+    if run is not None:
+        run.detach()
+    return snapshot(model, optimizer)
+
+
+def evaluated() -> tuple[int, int, int]:
+    """Bytes that five forwards without backward had to wait for, those fetched, and those of a unit."""
+    model: Any = sharded()
+    model.requires_grad_(False)
+    run = hostward.attach(model, weights=AWAY, backend=SimulatedBackend(threads=1))
+    for seed in range(5):
+        with torch.no_grad():
+            loss_of(model, seed)
+    report = run.report().weights
+    assert report is not None
+    run.detach()
+    return report.on_demand_bytes, report.fetched_bytes, report.offloaded_bytes

@@ -97,6 +97,17 @@ def _weights_away_beside_their_policy() -> None:
     hostward.attach(model, weights=2, backend=SimulatedBackend(threads=1))
 
 
+def _moved() -> None:
+    hostward.move(sharded(), "cpu", weights=2)
+
+
+def _replaced_by_loading() -> None:
+    model: Any = sharded()
+    model.requires_grad_(False)
+    hostward.attach(model, weights=hostward.Weights(2, min_elements=0), backend=SimulatedBackend(threads=1))
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
 def _weights_away_of_matrices() -> None:
     model: Any = Net()
     for block in model.blocks:

@@ -81,6 +81,19 @@ def test_frozen_ones_leave_beside_an_optimizer_of_torch(world: World) -> None:
     assert all(rank["freed"] > 0 for rank in away)
 
 
+def test_frozen_ones_that_are_loaded_beside_trained_ones_are_what_was_loaded(world: World) -> None:
+    """Seen red: fetched over, after the next step, with what they had been; read by FSDP2 when they had gone again."""
+    here, away = world.run("away_cases.some_frozen", away=False), world.run("away_cases.some_frozen", away=True)
+    assert away == here
+
+
+def test_forwards_without_backward_foresee_the_next(world: World) -> None:
+    """Seen red: the first parts of every one but the first."""
+    for unforeseen, fetched, offloaded in world.run("away_cases.evaluated"):
+        assert unforeseen == 0
+        assert 5 * offloaded <= fetched <= 6 * offloaded
+
+
 def test_a_forward_that_fails_leaves_nothing_behind(world: World) -> None:
     for interrupted, expected in world.run("away_cases.interrupted"):
         assert interrupted == expected

@@ -385,6 +385,59 @@ def test_a_replaced_weight_is_refused() -> None:
     assert run is not None
 
 
+def test_a_weight_replaced_by_loading_is_refused() -> None:
+    """Seen red: the replaced one was used, and the old one saved."""
+    model = frozen()
+    run = hostward.attach(model, weights=ALL, backend=SimulatedBackend(threads=1))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match="of an offloaded layer was replaced"):
+        model.load_state_dict(state, assign=True)
+    with pytest.raises(ModelError, match="of an offloaded layer was replaced"):
+        model.state_dict()
+    run.detach()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_frozen_weights_loaded_beside_trained_ones(attached: bool) -> None:
+    """Seen red: fetched over, after the next step, with what they had been."""
+
+    def run(attached: bool) -> list[torch.Tensor]:
+        model = network("Qwen3")
+        for number in range(len(model.model.layers)):  # type: ignore[union-attr, arg-type]
+            layer(model, number).mlp.up_proj.requires_grad_(False)
+        optimizer = hostward.AdamW(model, lr=1e-2, backend=SimulatedBackend(threads=1, order=LATE), **ON_HOST)
+        run = hostward.attach(model, optimizer, weights=ALL) if attached else None
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                state = model.state_dict()
+                model.load_state_dict({n: 2 * v if "up_proj" in n else v for n, v in state.items()})
+        if run is not None:
+            run.detach()
+        optimizer.wait()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert same(run(attached), run(False))
+
+
+def test_a_fetch_without_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: what had been allocated for the layer's first weights, which nobody counted."""
+    model = frozen()
+    with away(model) as run:
+        assert run._weights is not None
+        held = run._weights._residency.layers[0]
+        assert held is not None
+        room_bytes, held.weights[-1].room_bytes = held.weights[-1].room_bytes, -1
+        with pytest.raises(RuntimeError):
+            loss_of(model, 0)
+        assert not any(w.storage.nbytes() for w in held.weights)
+        held.weights[-1].room_bytes = room_bytes
+        whole = gradients(frozen())
+        assert same(gradients(model), whole)
+
+
 def test_a_module_within_a_layer_called_on_its_own() -> None:
     model = frozen()
     x = torch.randn(3, 64, dtype=torch.bfloat16)

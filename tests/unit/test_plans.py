@@ -23,6 +23,7 @@ from workload_cases import llama
 
 from hostward.choice import LEAVES, Choice, Keep
 from hostward.errors import ConfigError
+from hostward.gradient_model import Facts, Gradients
 from hostward.hardware_profile import profile
 from hostward.inventory import align
 from hostward.lowering.optimizer import StepShape, lower_step
@@ -40,6 +41,7 @@ from hostward.planning.time_model import least_s, predict, predict_of
 from hostward.planning.turn import Turn
 from hostward.schedule import operands
 from hostward.sizes import GIB
+from hostward.step_model import StepModel
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
@@ -392,6 +394,19 @@ def test_resharded_layers_are_whole_one_at_a_time_and_parts_that_leave_three() -
     # The last layer's, which stay, and those of the two that are gathered next.
     ends_bytes = part.weight_bytes - layers * part.repeated[0].weight_bytes
     assert less["weights"] == ends_bytes + 3 * part.repeated[0].weight_bytes
+
+
+def test_an_embedding_that_is_the_output_layer_is_whole_all_the_time() -> None:
+    """Seen red: counted while the embedding runs alone."""
+    part = sharded(replace(llama_1b(batch=1), microbatches=8), 8, resharded=True)
+    tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
+    choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
+    apart, together = (
+        StepModel(facts := Facts(of), choice, Gradients(facts, choice))._timeline.samples for of in (part, tied)
+    )
+    embedding_bytes = 8 * part.layers[0].weight_bytes
+    assert min(sample.gathered for sample in together[:-1]) >= embedding_bytes
+    assert min(sample.gathered for sample in apart[:-1]) < embedding_bytes
 
 
 def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:

@@ -33,8 +33,9 @@ KNOWN_VERSIONS = "2.11 to 2.13"
 _USED_OF_GROUPS = (
     "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
     "mesh_info", "mp_policy", "offload_policy", "reduce_grads", "all_reduce_grads", "_training_state",
-    "_all_gather_result", "_reset_sharded_params",
+    "_all_gather_result", "_reset_sharded_params", "unshard_in_backward",
 )  # fmt: skip
+_USED_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "reset_sharded_param", "_init_extensions")
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -296,6 +297,8 @@ def _groups_of(module: torch.nn.Module) -> list[Any]:
 def _require_known(group: Any) -> None:
     """Raises ModelError for a torch whose FSDP2 is built in another way."""
     missing = [name for name in _USED_OF_GROUPS if not hasattr(group, name)]
+    for p in getattr(group, "fsdp_params", [])[:1]:
+        missing += [name for name in _USED_OF_PARAMETERS if not hasattr(p, name)]
     if missing:
         raise ModelError(
             f"FSDP2 of torch {torch.__version__} is not known to hostward",

@@ -38,6 +38,9 @@ ConfigFile = Annotated[
 ]
 Sequence = Annotated[int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.")]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, help="With --config: sequences in a step, of all GPUs.")]
+Reshard = Annotated[
+    bool, typer.Option("--reshard", help="With --config and several GPUs: layers are whole only while they run.")
+]
 Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.")]
 Device = Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="Of each GPU, as in 40GiB.")]
 Host = Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Of the machine, all GPUs together.")]
@@ -78,6 +81,7 @@ def plan(
     sequence: Sequence = None,
     batch: Batch = None,
     micro_batch: Micro = None,
+    reshard: Reshard = False,
     device_memory: Device = None,
     host_memory: Host = None,
     pinned_memory: Pinned = None,
@@ -115,18 +119,16 @@ def plan(
     hand = partial(by_hand, place or [], keep or [], weights)
     if config is not None and (recipe is not None or words):
         raise ConfigError("--config goes with neither --recipe nor overrides", fix="leave one of them out")
-    given = [o for o, v in (("--seq", sequence), ("--batch", batch), ("--micro-batch", micro_batch)) if v is not None]
-    if config is None and given:
-        raise ConfigError(
-            f"{given[0]} goes with --config",
-            fix="for a recipe: model.seq_length, train.global_batch_size, train.micro_batch_size",
+    if config is None:
+        _require_none_of_a_file(
+            {"--seq": sequence, "--batch": batch, "--micro-batch": micro_batch, "--reshard": reshard}
         )
 
     def asked(count: int) -> Question:
         budgets = _budgets(machine, count, device_memory, host_memory, pinned_memory)
         if config is not None:
             chosen = hand(None)
-            workload, forced, phases = _of_file(config, sequence, batch, micro_batch, count)
+            workload, forced, phases = _of_file(config, sequence, batch, micro_batch, count, resharded=reshard)
         else:
             options = configured(recipe or DEFAULT_RECIPE, words)
             chosen = hand(options.model.num_layers if options.model.hf_model_path is None else None)
@@ -234,8 +236,19 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     return workload, asked_of(config, workload, speeds), phases_of(config)
 
 
+def _require_none_of_a_file(given: dict[str, int | None]) -> None:
+    """Raises ConfigError for options that belong to a `config.json`, where there is none."""
+    for option, value in given.items():
+        if value:
+            raise ConfigError(
+                f"{option} goes with --config",
+                fix="for a recipe: model.seq_length, train.global_batch_size, train.micro_batch_size, "
+                "ddp.data_parallel_sharding_strategy",
+            )
+
+
 def _of_file(
-    path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int
+    path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
 ) -> tuple[Workload, Forced, tuple[str, ...]]:
     from hostward.memory_model import TRAINING
     from hostward.planning.assignment import Forced
@@ -256,7 +269,7 @@ def _of_file(
         microbatches=total // size,
         folder=usual_folder(),
     )
-    return sharded(workload, gpus), Forced(), TRAINING
+    return sharded(workload, gpus, resharded=resharded), Forced(), TRAINING
 
 
 def _hardware(text: str | None) -> Hardware:

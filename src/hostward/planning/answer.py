@@ -97,10 +97,7 @@ def answer(question: Question, required: Required) -> Answer:
     gpu, device_bytes = question.hardware.gpu, question.budgets.device_bytes
     most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
     frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
-    chosen = frontier.best(question.budgets)
-    if chosen is None:
-        frontier.widen()
-        chosen = frontier.best(question.budgets)
+    chosen = frontier.best_at_last(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     changes = [] if chosen else _changes(question, frontier, required)
     return Answer(question, frontier, speeds, chosen, nearest, tuple(changes))
@@ -140,21 +137,20 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         found.append("--no-pin")
     if question.forced != Forced():
         free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
-        if free.best(question.budgets) is not None:
+        if free.best_at_last(question.budgets) is not None:
             found.append("the planner's own choice: no --place, --keep, --weights, and no options that say what leaves")
     if question.workload.ranks > 1 and not question.workload.resharded:
         tried = replace(question.workload, resharded=True)
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
-        again.widen()
-        if again.best(question.budgets) is not None:
-            found.append(f"{RESHARDED}, by which layers are whole only while they run")
+        if again.best_at_last(question.budgets) is not None:
+            found.append(f"layers that are whole only while they run: {RESHARDED}, or with --config --reshard")
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
     while sequences > 1:
         sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
         tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
-        if again.best(question.budgets) is not None:
+        if again.best_at_last(question.budgets) is not None:
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
             break
     if not found:

@@ -125,11 +125,20 @@ class Frontier:
         self._weigh_all()
 
     def widen(self) -> None:
-        """Weigh what takes more than the device has as well: what else it would take is asked then. Parts of weights
-        that ranks share leave only if nothing else does: what gathers wait for is not timed.
-        """
-        self._most_bytes, self._sets = math.inf, self._weight_sets()
+        """Weigh what takes more than the device has as well: what else it would take is asked then."""
+        self._most_bytes = math.inf
         self._weigh_all()
+
+    def best_at_last(self, budgets: Budgets) -> Candidate | None:
+        """As `best`, and if that is none, among all there is. Parts of weights that ranks share leave only then: what
+        gathers wait for is not timed.
+        """
+        found = self.best(budgets)
+        if found is None:
+            self._sets = self._weight_sets()
+            self.widen()
+            found = self.best(budgets)
+        return found
 
     def _weigh_all(self) -> None:
         for weights in self._sets:

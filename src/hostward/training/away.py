@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ConfigError, DeviceError, ModelError
+from hostward.inspect import local_of
 
 from .layers import find_layers
 from .weight_choice import count_sharing, why_stays
@@ -40,7 +41,7 @@ def move(
     ends the process.
 
     Args:
-        model: on the CPU, without gradients.
+        model: on the CPU, without gradients, and not sharded: FSDP2 takes parts where it finds the parameters.
         weights: as for `attach`; None: `Weights()`.
         layers: the layers in order of use, where they cannot be found.
 
@@ -51,6 +52,12 @@ def move(
     device, found = _checked_device(device), find_layers(model, layers)
     how = weights_of(Weights() if weights is None else weights, len(found))
     for name, parameter in model.named_parameters():
+        if local_of(parameter) is not parameter:
+            raise ModelError(
+                f"move() of a model that is sharded: weight {name!r} is one of several ranks'",
+                why="its parts lie where fully_shard found the parameter, and leave from there",
+                fix="leave move() out: fully_shard the model on the device, then attach(weights=...)",
+            )
         if parameter.device.type != "cpu" or is_away(parameter) or parameter.grad is not None:
             raise ModelError(
                 f"weight {name!r} {'has a gradient' if parameter.grad is not None else 'is not on the CPU'}",

@@ -30,6 +30,6 @@ def require_room(plan: PlanFile, device: torch.device) -> None:
 
 def _cure(plan: PlanFile) -> str:
     leaving = sum(row.weights == "host" for row in plan.layers)
-    if not leaving:
+    if not leaving or plan.workload.ranks > 1:
         return _CURE
     return f"{_CURE}; weights that leave need no room at first: hostward.move(model, device, weights={leaving})"

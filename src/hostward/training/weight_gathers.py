@@ -99,6 +99,14 @@ class Gathers:
         at = self._layers.places.get(group)
         if at is not None and at < self._layers.offloaded:
             self._residency.release(at)
+        elif at == len(self._layers.numbers) - 1 and not _backward_follows():
+            # FSDP2 leaves the root whole then, so nothing else tells of the next forward.
+            self._fetch(range(GATHERED_AHEAD))
 
     def close(self) -> None:
         self._layers.groups.close()
+
+
+def _backward_follows() -> bool:
+    """Or is under way: it runs without gradients of its own."""
+    return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1

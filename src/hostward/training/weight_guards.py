@@ -103,6 +103,7 @@ class StateHook(_Guard):
                     why="the parameters themselves come and go",
                     fix="leave keep_vars out, or detach() first",
                 )
+            weight.require_in(module, name)
             if prefix + name in state_dict:
                 state_dict[prefix + name] = self._offloaded.value(weight)
 
@@ -111,12 +112,14 @@ class StateHook(_Guard):
 
 
 class LoadHook(_Guard):
-    """Before and after `load_state_dict` of a module."""
+    """Before and after `load_state_dict` of a module. `about`: its weights, by name."""
 
     def __call__(self, *given: Any) -> None:
         if self._offloaded is None:
             return
         if len(given) == 2:  # (module, incompatible keys): after
+            for name, weight in (self._about or {}).items():
+                weight.require_in(given[0], name)  # assign=True puts others there
             self._offloaded.loaded(self._numbers)
         else:
             for number in self._numbers:

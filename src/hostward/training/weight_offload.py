@@ -192,7 +192,8 @@ class OffloadedWeights:
                 names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
                 numbers = self._numbers(names.values())
                 if names or owner is layer:
-                    loaded = LoadHook(self, all_here if owner is layer else numbers)
+                    # They stay until all of the layer is loaded: FSDP2 reads a module's parts behind its children's.
+                    loaded = LoadHook(self, all_here if owner is layer else (), names)
                     self._handles.append(owner.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
                 if names:
                     self._handles.append(owner.register_state_dict_post_hook(StateHook(self, numbers, names)))  # type: ignore[no-untyped-call]
@@ -297,7 +298,7 @@ class OffloadedWeights:
             held = self._residency.layers[number]
             if held is None:
                 continue
-            if held.save is None and self._optimizer is not None:
+            if self._optimizer is not None and any(w.changed is not None for w in held.weights):
                 self._optimizer._follow_weights()
             self._residency.empty(number)
 

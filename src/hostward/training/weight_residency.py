@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -79,6 +79,16 @@ class Weight:
         # The node that accumulates its gradient holds it, too.
         return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
 
+    def require_in(self, module: torch.nn.Module, name: str) -> None:
+        """Raises ModelError if a module has another parameter in its place now."""
+        if module._parameters.get(name) is not self.parameter:
+            raise self.replaced(f"{type(module).__name__} has another parameter as its {name} since attach()")
+
+    def replaced(self, why: str) -> ModelError:
+        """The error for it."""
+        what = f"weight {self.name!r} of an offloaded layer was replaced"
+        return ModelError(what, why=why, fix="detach(), change the model, and attach again")
+
     def written(self) -> bool:
         """Whether what is on the device now is not what the host copy holds."""
         return self.counted != self.version if self.changed is None else self.changed()
@@ -117,6 +127,7 @@ class LayerWeights:
     arrive: Work
     empty: Batch
     save: Batch | None
+    """Of those whose host copies are ours."""
     resident: bool = True
     stale: bool = False
     """A step has written the host copy since it was fetched."""
@@ -131,6 +142,10 @@ class LayerWeights:
     def nbytes(self) -> int:
         return sum(w.nbytes for w in self.weights)
 
+    def written(self, *, ours: bool) -> bool:
+        """Whether a weight of it was, of those whose host copies are ours, or the optimizer's."""
+        return any(w.written() for w in self.weights if (w.changed is None) is ours)
+
 
 def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Sequence[Event]) -> LayerWeights:
     """Bind the operations of `hostward.lowering.weights`. `steps`: of the optimizer's buckets that write the copies."""
@@ -144,8 +159,8 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     room = backend.mark("offload/wait/room", WEIGHT["room"].lane, writes=here)
     events["room"] = room.done
     # A copy that goes out because somebody has written the weight comes before the next that comes in.
-    out = [(host, device) for device, host in pairs]
-    made = backend.mark("offload/wait/made", Lane.COMPUTE, writes=here)
+    out = [(h, d) for w in weights if w.changed is None for d, (_, h) in zip(w.here, w.pieces, strict=True)]
+    made = backend.mark("offload/wait/made", Lane.COMPUTE, writes=[device for _, device in out])
     save = backend.copy(Lane.D2H, out, name=f"offload/d2h/weight/{name}", waits=[made.done])
     saved = backend.mark("offload/wait/saved", Lane.COMPUTE, waits=[save.done])
     fetch = backend.copy(
@@ -156,9 +171,8 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     retire = backend.retire(here, WEIGHT["empty"].lane, waits=waits("empty"))
     # What the compute lane holds comes before the memory goes.
     empty = backend.batch([retire, backend.mark("offload/empty", Lane.COMPUTE)])
-    own = all(w.changed is None for w in weights)
     return LayerWeights(
-        name, list(weights), room, fetch, arrive, empty, backend.batch([made, save, saved]) if own else None
+        name, list(weights), room, fetch, arrive, empty, backend.batch([made, save, saved]) if out else None
     )
 
 
@@ -227,11 +241,7 @@ class Residency:
             )
         for weight in layer.weights:
             if local_of(weight.parameter).untyped_storage()._cdata != weight.storage._cdata:
-                raise ModelError(
-                    f"weight {weight.name!r} of an offloaded layer was replaced",
-                    why="the model was moved, or .data assigned, after attach()",
-                    fix="detach(), change the model, and attach again",
-                )
+                raise weight.replaced("the model was moved, or .data assigned, after attach()")
             if weight.changed is None and weight.parameter.requires_grad:
                 raise ModelError(
                     f"frozen weight {weight.name!r} of an offloaded layer is to be trained now",
@@ -239,10 +249,13 @@ class Residency:
                     fix="detach(), change what is trained, and attach again",
                 )
         if not layer.resident:
-            for weight in layer.weights:
-                weight.storage.resize_(weight.room_bytes)
-                if weight.padding is not None:
-                    weight.padding.zero_()
+            with ExitStack() as undo:
+                for weight in layer.weights:
+                    undo.callback(weight.storage.resize_, 0)
+                    weight.storage.resize_(weight.room_bytes)
+                    if weight.padding is not None:
+                        weight.padding.zero_()
+                undo.pop_all()
             self._count(layer, 1)
             layer.stream = self.backend.compute_key()
         layer.room.issue()
@@ -267,10 +280,10 @@ class Residency:
             return
         if layer.stream is not None and layer.stream != self.backend.compute_key():
             return  # the allocator would give it to who follows on that stream, and this one is still at it
-        if any(w.written() for w in layer.weights):
-            if layer.save is None:
-                return  # the optimizer follows at its next step
+        if layer.written(ours=True):
             self.save(layer)
+        if layer.written(ours=False):
+            return  # the optimizer follows at its next step
         layer.empty.issue()
         for weight in layer.weights:
             weight.storage.resize_(0)
@@ -283,7 +296,7 @@ class Residency:
         self.backend.ledger.held_bytes[Tier.DEVICE, "weights"] += sign * tracked
 
     def save(self, layer: LayerWeights) -> None:
-        """The weights on the device have been written: take them over into the host copy."""
+        """Weights on the device have been written: take them over into our host copies."""
         if layer.save is not None:
             layer.save.issue()
         for weight in layer.weights:
@@ -316,6 +329,8 @@ class Residency:
         """Host copies are about to be written; fetches from now on wait for that."""
         for layer in self.layers:
             if layer is not None and layer.resident and any(w.changed is not None for w in layer.weights):
+                if layer.written(ours=True):
+                    self.save(layer)  # all of the layer is fetched
                 layer.stale = True
                 self._fetch(layer)
         for number in range(self._ahead):
