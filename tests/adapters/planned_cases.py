@@ -106,9 +106,9 @@ def net_by_plan(plan: str | None, dtype: str = "bf16") -> dict[str, Any]:
     return {"norms": norms, "bits": snapshot(model, optimizer), "state": state_of(optimizer), "attached_bytes": left}
 
 
-def net_refused(mesh: str, plan: str, what: str) -> str:
+def net_refused(mesh: str, plan: str, what: str, *, resharded: bool = True) -> str:
     """What `AdamW(plan=...)` or `attach(plan=...)` say of the network on a mesh; "whole": it is not sharded."""
-    model: Any = Net() if mesh == "whole" else sharded(mesh)
+    model: Any = Net() if mesh == "whole" else sharded(mesh, reshard_after_forward=resharded)
     try:
         made = PlanFile.from_json(plan)
         _ = adamw(model, plan=made) if what == "AdamW" else hostward.attach(model, plan=made)

@@ -151,6 +151,16 @@ def test_a_plan_for_other_ranks_is_refused(world: World, mesh: str, ranks: int, 
         assert found.startswith(f"ConfigError: {told}")
 
 
+def test_a_plan_for_layers_that_are_whole_one_at_a_time_is_refused_where_they_stay_whole(world: World) -> None:
+    made = net_plan(SIZE)
+    text = replace(made, workload=replace(made.workload, resharded=True)).to_json()
+    told = "ConfigError: the plan is for layers that are whole only while they run"
+    for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach", resharded=False):
+        assert found.startswith(told)
+    for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach"):
+        assert found == "no error"
+
+
 def test_a_division_by_columns_is_refused(world: World) -> None:
     for found in world.run("planned_cases.columns_refused", plan=net_plan(SIZE).to_json()):
         assert "and parameter '0.weight' is divided otherwise\n  why: it is (Shard(dim=1),)" in found
@@ -186,10 +196,12 @@ def device(of: Any) -> tuple[Placement, ...]:
 
 def test_plans_that_cannot_be_carried_out_are_refused_on_every_rank(world: World) -> None:
     of, pair = workload((), QWEN3, SIZE), workload((), QWEN3, 2)
+    resharded = replace(of, resharded=True)
     made = plan(of, replace(choice_of(of, STAY), placements=device(of))).to_json()
     cases = {
         plan(pair, choice_of(pair, STAY)).to_json(): "the plan shares the model among 2 GPUs, and here it is 4",
         changed(made, buckets={"bucket": "0000.other"}): "the plan is of another model",
+        plan(resharded, choice_of(resharded, STAY)).to_json(): "the plan is for layers that are whole only while they",
     }
     for text, told in cases.items():
         for found in world.run("planned_cases.refused", words=[], recipe=QWEN3, plan=text):

@@ -34,6 +34,7 @@ _USED_OF_GROUPS = (
     "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
     "mesh_info", "mp_policy", "offload_policy", "reduce_grads", "all_reduce_grads", "_training_state",
     "_all_gather_result", "_reset_sharded_params", "unshard_in_backward",
+    "_reshard_after_forward",
 )  # fmt: skip
 _USED_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "reset_sharded_param", "_init_extensions")
 
@@ -175,6 +176,12 @@ class Groups:
         """By group: its parameters, and all of its modules. It is gathered when one of these modules is entered."""
         of = {id(group): _parameters(group.fsdp_params) for group in self._groups}
         return [(own, [p for inside in self._inside[number] for p in of[inside]]) for number, own in of.items()]
+
+    def resharded(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are divided again after forward."""
+        asked = {id(p) for p in parameters}
+        own = (group for group in self._groups if any(id(p) in asked for p in _parameters(group.fsdp_params)))
+        return all(group._reshard_after_forward for group in own)
 
     def reshard(self) -> None:
         """Let go of whole parameters, except in the middle of a pass. FSDP2 leaves those of the root whole after a

@@ -304,14 +304,14 @@ def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None,
 
 def _diff(words: list[str]) -> None:
     """Exit code 1 if the plans differ."""
-    from hostward.planning import plan_file
+    from hostward.planning import plan_diff, plan_file
 
     if len(words) != 2:
         raise ConfigError(f"plan diff takes two files, got {len(words)}", fix="hostward plan diff A.json B.json")
     plans = plan_file.load(Path(words[0])), plan_file.load(Path(words[1]))
-    lines = plan_file.differences(*plans)
+    lines = plan_diff.differences(*plans)
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([*lines, plan_file.summary(*plans)]))
+    typer.echo("\n".join([*lines, plan_diff.summary(*plans)]))
     raise typer.Exit(1)

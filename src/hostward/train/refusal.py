@@ -167,6 +167,7 @@ def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: R
     """
     require_by_rows(config, "--plan", ranks.size)
     plan.require_ranks(ranks.size)
+    plan.require_resharded(ranks.resharded)
     sizes = config.model.seq_length, config.train.micro_batch_size, microbatches(config, ranks.size)
     if ranks.first and (others := plan.workload.other_sizes(*sizes)):
         log.warning(

@@ -89,7 +89,7 @@ def attach(
     _require_not_attached(model)
     found = find_layers(model, layers)
     given, device = planned(plan), next((p.device for p in model.parameters()), torch.device("cpu"))
-    by_plan = None if given is None else _planned(given, model, len(found), activations, weights, recompute)
+    by_plan = None if given is None else _planned(given, model, found, activations, weights, recompute)
     if by_plan is not None:
         activations, weights = by_plan.activations or None, by_plan.weights or None
         recompute = by_plan.recompute(found)
@@ -135,18 +135,23 @@ def offload_activations(
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
 
-def _planned(given: PlanFile, model: torch.nn.Module, n_layers: int, *others: object) -> PlannedLayers:
+def _planned(
+    given: PlanFile, model: torch.nn.Module, layers: Sequence[tuple[str, torch.nn.Module]], *others: object
+) -> PlannedLayers:
     """What a plan says about layers. `others`: what else `attach` was given."""
     require_division(given, model.named_parameters())
+    sharding = groups_of(model)
+    if sharding is not None:
+        given.require_resharded(sharding.resharded(p for _, layer in layers for p in layer.parameters()))
     if any(other is not None for other in others):
         raise ConfigError(
             "attach() with plan=... and activations, weights or recompute",
             why="the plan says what becomes of each layer",
             fix="leave the others out, or edit the plan",
         )
-    if len(given.layers) != n_layers:
+    if len(given.layers) != len(layers):
         raise ConfigError(
-            f"the plan has {len(given.layers)} layers, the model has {n_layers}",
+            f"the plan has {len(given.layers)} layers, the model has {len(layers)}",
             why="it is a plan of another model",
             fix="make a plan of this model: hostward plan --json FILE",
         )
