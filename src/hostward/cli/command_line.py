@@ -130,7 +130,7 @@ def train(
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_tell, tell), metered=metered)
     with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
-        stack.callback(run.ranks.leave)
+        stack.callback(run.ranks.gather, None)  # `main` ends each rank when all are here
         if first_rank and files.report is not None:
             stack.callback(write_json, json_file, files.report.to_json())
             if trace_file is not None and run.trace is not None:
@@ -199,7 +199,7 @@ def verify(
     verdict = verification.verify(recipe, config, chosen)
     with ExitStack() as stack:
         # When one rank ends with an exit code the launcher ends the rest.
-        stack.callback(here.leave if verdict.passed else partial(here.gather, None))
+        stack.callback(here.gather, None)
         if here.first:
             stack.callback(write_report, json_file, verdict.to_dict())
             print_tables(verification.render(verdict))
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.excepthook(*sys.exc_info())
             ranks.end_at_once(1)
         raise
-    if code and ranks.met():
+    if ranks.met():
         ranks.end_at_once(code)
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from hostward.errors import RankError
@@ -52,9 +53,11 @@ def of_lost_rank(error: BaseException) -> RankError | None:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this rank, so that the launcher ends the others. An interpreter that ends in the ordinary way lets go of
-    communicators, and may wait there for ranks that wait for this one.
+    """End this rank; one that failed so that the launcher ends the others. An interpreter that ends in the ordinary way
+    lets go of communicators, and may wait there for ranks that wait for this one; and threads of a backend that want
+    Python's lock then are ended in the middle of C++, which aborts the process (seen with gloo, behind a PASS).
     """
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # as in `hostward train | head`
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
