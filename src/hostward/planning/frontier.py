@@ -120,8 +120,8 @@ class Frontier:
         self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
         """Everything on the device, nothing computed twice, as far as nothing else is forced."""
         self._add(plain)
-        forced_or_alone = self._forced.offloaded_weights is not None or workload.ranks == 1
-        self._sets = self._weight_sets() if forced_or_alone else [frozenset()]
+        last_resort = workload.ranks > 1 and self._forced.offloaded_weights is None
+        self._sets = [frozenset()] if last_resort else self._weight_sets()
         self._weigh_all()
 
     def widen(self) -> None:

@@ -134,7 +134,7 @@ class OffloadedWeights:
         self.count = len(chosen.layers)
         """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
-        trained = {i for i, held in enumerate(chosen.layers) if held and any(w.changed for w in held.weights)}
+        trained = {i for i, held in enumerate(chosen.layers) if held and held.stepped}
         shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
         self.schedule: Schedule = lower_weights(shape)
         """One turn, as data."""
@@ -298,7 +298,7 @@ class OffloadedWeights:
             held = self._residency.layers[number]
             if held is None:
                 continue
-            if self._optimizer is not None and any(w.changed is not None for w in held.weights):
+            if self._optimizer is not None and held.stepped:
                 self._optimizer._follow_weights()
             self._residency.empty(number)
 

@@ -142,6 +142,11 @@ class LayerWeights:
     def nbytes(self) -> int:
         return sum(w.nbytes for w in self.weights)
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimizer's host step writes some of their host copies."""
+        return any(w.changed is not None for w in self.weights)
+
     def written(self, *, ours: bool) -> bool:
         """Whether a weight of it was, of those whose host copies are ours, or the optimizer's."""
         return any(w.written() for w in self.weights if (w.changed is None) is ours)
@@ -328,7 +333,7 @@ class Residency:
     def after_step(self) -> None:
         """Host copies are about to be written; fetches from now on wait for that."""
         for layer in self.layers:
-            if layer is not None and layer.resident and any(w.changed is not None for w in layer.weights):
+            if layer is not None and layer.resident and layer.stepped:
                 if layer.written(ours=True):
                     self.save(layer)  # all of the layer is fetched
                 layer.stale = True
