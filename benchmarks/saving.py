@@ -2,19 +2,22 @@
 
     python benchmarks/saving.py --folder /mnt/disk --layers 16 --width 4096 --json benchmarks/results/DATE-saving.json
 
-A stack of linear layers is trained with random input. First the disk: as many bytes as a checkpoint has, by as many
-threads as a save has, written plainly into files of their own and made durable; the best of four times. Then --steps
-steps without a save, and for each way of saving the steps that run while one checkpoint is saved, at least as many.
-Columns:
+A stack of linear layers is trained with random input. For each way of saving: --steps steps without a save, then the
+steps that run while one checkpoint is saved. A disk that others use too changes from minute to minute, so it is
+measured before the first row and after each: as many bytes as a checkpoint has (--probe: a share of them), by as many
+threads as a save has, written plainly into files of their own and made durable. A row is compared with the faster of
+the two beside it. Columns:
 
     step        median seconds of a step beside a save, over the median without one
     stall       seconds by which the steps until the save ended took longer than as many without a save
-    of 50       those seconds over 50 steps without a save: what saving costs that is done every 50 steps
+    allowed     seconds in which the disk takes as many bytes
+    of 50       the stall over 50 steps without a save: what saving costs that is done every 50 steps
     save        seconds from the call to the published checkpoint
     rate        bytes of the checkpoint over those seconds, and over the disk's rate
-    held        host bytes besides the state while it is saved, by owner
+    held        host bytes besides the state while it is saved, by owner (in the file)
 
-`wait` is a save that is waited for: no step runs beside it.
+`wait` is a save that is waited for: no step runs beside it. `snapshot` is saved twice, and its second save counts: the
+first takes the memory.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,22 +37,22 @@ from typing import Any
 import torch
 
 import hostward
-from hostward import checkpoint
+from hostward import checkpoint, save_buffers
 from hostward.engine.backend import Tier
 from hostward.save_buffers import PIECE_BYTES, writer_count
 
 from machine import describe
 
-WAYS: tuple[checkpoint.Mode | None, ...] = (None, "snapshot", "stream")
+WAYS: dict[str, checkpoint.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream"}
 OWNERS = ("buffers of a save", "snapshot of a save")
 
 
 class Stack(torch.nn.Module):
     """Linear layers, one after the other."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, **where: Any) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False, **where) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -56,9 +60,9 @@ class Stack(torch.nn.Module):
         return x
 
 
-def disk_bytes_per_s(folder: Path, size_bytes: int, *, early: bool) -> float:
-    """Plain writes of several threads into files of their own, made durable; `early`: the disk is asked to begin with
-    every piece at once, and else left to begin when it likes.
+def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
+    """Plain writes of several threads into files of their own, made durable; the disk is asked to begin with every
+    piece at once, as a save asks it.
     """
     count = writer_count()
     data = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
@@ -68,8 +72,7 @@ def disk_bytes_per_s(folder: Path, size_bytes: int, *, early: bool) -> float:
             total = left = size_bytes // count
             while left > 0:
                 written = file.write(data[: min(left, len(data))])
-                if early:
-                    os.posix_fadvise(file.fileno(), total - left, written, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), total - left, written, os.POSIX_FADV_DONTNEED)
                 left -= written
             os.fsync(file.fileno())
 
@@ -89,7 +92,7 @@ class Training:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
         torch.manual_seed(0)
-        self.model = Stack(args.layers, args.width).to(device=device, dtype=dtype)
+        self.model = Stack(args.layers, args.width, device=device, dtype=dtype)
         self.optimizer = hostward.AdamW(self.model, lr=1e-4, max_grad_norm=1.0, offload_fraction=args.fraction)
         self._input = torch.randn(args.tokens, args.width, device=device, dtype=dtype)
         self._device = device
@@ -106,13 +109,14 @@ class Training:
         return time.perf_counter() - start_s
 
 
-def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: int, disk: float) -> dict[str, Any]:
+def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: int) -> dict[str, Any]:
     """One save, and the steps beside it."""
     without_s = [training.step_s() for _ in range(steps)]
-    saver = checkpoint.Saver(folder / str(mode), mode=mode)
+    saver = checkpoint.Saver(folder, mode=mode)
     if mode == "snapshot":  # the first one takes its memory
         saver.save(0, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
         shutil.rmtree(saver.finish())
+        progress("saved for the first time")
     training.optimizer.wait()
     start_s = time.perf_counter()
     path = saver.save(1, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
@@ -125,23 +129,46 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
     held = training.optimizer.backend.ledger.by_owner(Tier.HOST)
     saver.close()
     size_bytes = sum(file.stat().st_size for file in path.iterdir())
-    shutil.rmtree(folder / str(mode))
+    shutil.rmtree(folder)
     usual_s = statistics.median(without_s)
+    stall_s = called_s + sum(beside_s) - usual_s * len(beside_s)
     return {
-        "way": mode or "wait",
         "step_s": usual_s,
         "beside_step_s": statistics.median(beside_s) if beside_s else None,
         "steps_beside": len(beside_s),
         "call_s": called_s,
-        "stall_s": called_s + sum(beside_s) - usual_s * len(beside_s),
-        "stall_of_50_steps": (called_s + sum(beside_s) - usual_s * len(beside_s)) / (50 * usual_s),
-        "longest_stall_allowed_s": size_bytes / disk,
+        "stall_s": stall_s,
+        "stall_of_50_steps": stall_s / (50 * usual_s),
         "save_s": saved_s,
         "bytes": size_bytes,
         "bytes_per_s": size_bytes / saved_s,
-        "share_of_disk": size_bytes / saved_s / disk,
         "held_bytes": {owner: held[owner] for owner in OWNERS if owner in held},
     }
+
+
+def beside_disk(row: dict[str, Any], before: float, after: float) -> dict[str, Any]:
+    """A row beside the disk's rates, bytes/s, before and after it."""
+    disk = max(before, after)
+    return row | {
+        "disk_bytes_per_s": [before, after],
+        "longest_stall_allowed_s": row["bytes"] / disk,
+        "share_of_disk": row["bytes_per_s"] / disk,
+    }
+
+
+def progress(said: str) -> None:
+    print(f"{time.perf_counter():.0f} s: {said}", file=sys.stderr, flush=True)
+
+
+def show(row: dict[str, Any]) -> None:
+    slower = "" if row["beside_step_s"] is None else f"{row['beside_step_s'] / row['step_s']:.3f}"
+    before, after = (rate / 1e9 for rate in row["disk_bytes_per_s"])
+    print(
+        f"{row['way']:10}{slower:>8}{row['stall_s']:>10.2f}{row['longest_stall_allowed_s']:>9.2f}"
+        f"{row['stall_of_50_steps']:>8.3f}{row['save_s']:>9.2f}{row['bytes_per_s'] / 1e9:>8.2f}"
+        f"{row['share_of_disk']:>9.2f}   disk {before:.2f}, {after:.2f} GB/s",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -153,29 +180,39 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="in this order")
+    parser.add_argument("--writers", type=int, default=save_buffers.MOST_WRITERS, help="threads that write, at most")
+    parser.add_argument("--probe", type=float, default=1.0, help="share of a checkpoint's bytes that probes write")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    save_buffers.MOST_WRITERS = args.writers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = Training(args, device)
     parameters = sum(p.numel() for p in training.model.parameters())
     for _ in range(3):
         training.step_s()
+    rows: list[dict[str, Any]] = []
+    print(f"{parameters:,} parameters, {writer_count()} threads write")
+    print(
+        f"{'way':10}{'step':>8}{'stall s':>10}{'allowed':>9}{'of 50':>8}{'save s':>9}{'GB/s':>8}{'of disk':>9}",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        checkpoint_bytes = parameters * (14 if args.dtype == "bf16" else 12)
-        disk = max(disk_bytes_per_s(folder, checkpoint_bytes, early=early) for early in (False, True, False, True))
-        rows = [one(training, mode, folder, args.steps, disk) for mode in WAYS]
-    print(f"{parameters:,} parameters, disk {disk / 1e9:.2f} GB/s")
-    print(f"{'way':10}{'step':>8}{'stall s':>10}{'of 50':>8}{'save s':>9}{'GB/s':>8}{'of disk':>9}")
-    for row in rows:
-        slower = "" if row["beside_step_s"] is None else f"{row['beside_step_s'] / row['step_s']:.3f}"
-        print(
-            f"{row['way']:10}{slower:>8}{row['stall_s']:>10.2f}{row['stall_of_50_steps']:>8.3f}{row['save_s']:>9.2f}"
-            f"{row['bytes_per_s'] / 1e9:>8.2f}{row['share_of_disk']:>9.2f}"
-        )
-    if args.json is not None:
-        report = {"machine": describe(), "parameters": parameters, "disk_bytes_per_s": disk, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        probe_bytes = int(args.probe * parameters * (14 if args.dtype == "bf16" else 12))
+        progress("trained")
+        before = disk_bytes_per_s(folder, probe_bytes)
+        for way in args.ways:
+            progress(f"{way}: the disk writes {before / 1e9:.2f} GB/s")
+            row = one(training, WAYS[way], folder / way, args.steps)
+            progress(f"saved in {row['save_s']:.1f} s")
+            after = disk_bytes_per_s(folder, probe_bytes)
+            rows.append({"way": way} | beside_disk(row, before, after))
+            before = after
+            show(rows[-1])
+            if args.json is not None:
+                report = {"machine": describe(), "parameters": parameters, "writers": writer_count(), "rows": rows}
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
