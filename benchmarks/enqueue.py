@@ -12,7 +12,9 @@ operation, the fastest of --turns turns:
     driver   the driver's calls alone: the same command lists without anything written into them
     ratio    batch over driver
 
-Then whole steps of an optimizer are timed, from gradients that lie in `.grad` to weights that have arrived, per bucket.
+Then whole steps of an optimizer are timed, from gradients that lie in `.grad` to weights that have arrived, per bucket;
+and, on a GPU, how long step() takes while the device is busy for about a second, with a trace and without: it returns
+at once, unless the driver lets no more operations wait.
 
 With --off-device the driver is a few C functions that return at once (a C compiler is needed) and kernels are launches
 of nothing, so `driver` is the cost of the calls into native code and everything else is Python's. Without it, on a GPU,
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import shutil
 import subprocess
@@ -63,6 +66,8 @@ from hostward.schedule import Lane
 from machine import describe
 
 RANGE_ELEMENTS = 4096
+BUSY_CYCLES = int(1.7e9)
+PENDING = (64, 128, 256, 512)
 MIXES: Mapping[str, Mapping[str, float]] = {
     "device": {"offload_fraction": 0.0},
     "host": {"offload_fraction": 1.0, "streamed_fraction": 0.0},
@@ -304,6 +309,35 @@ def triton_launch_us(buckets: Buckets, turns: int) -> float:
     return fastest_s(buckets, turns, lambda: [launch() for _ in range(n)]) / n * 1e6
 
 
+def pending_steps(counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Seconds of step() behind a busy device, and until all of it is done, by mix and number of buckets."""
+    import hostward
+
+    for mix, traced, count in itertools.product(("host", "streamed"), (False, True), counts):
+        model = torch.nn.ModuleList(Layer() for _ in range(count)).to("cuda", torch.bfloat16)
+        optimizer = hostward.AdamW(model, max_grad_norm=1.0, **MIXES[mix])
+
+        def took_s(cycles: int, model: torch.nn.Module = model, optimizer: Any = optimizer) -> tuple[float, float]:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            torch.cuda._sleep(cycles)
+            start = time.perf_counter()
+            optimizer.step()
+            issued_s = time.perf_counter() - start
+            optimizer.arrive()
+            torch.cuda.synchronize()
+            return issued_s, time.perf_counter() - start
+
+        for _ in range(6):
+            took_s(0)
+        optimizer.wait()
+        with optimizer.trace() if traced else contextlib.nullcontext():
+            took_s(0)
+            issued_s, passed_s = took_s(BUSY_CYCLES)
+        buckets = len(optimizer.plan.buckets)
+        yield {"mix": mix, "traced": traced, "buckets": buckets, "step_s": issued_s, "until_done_s": passed_s}
+
+
 class Layer(torch.nn.Module):
     """A bucket of three parameters."""
 
@@ -364,6 +398,12 @@ def main() -> None:
     result["steps"] = list(whole_steps(a.buckets, a.turns, backend))
     for row in result["steps"]:
         print(f"step() and arrive(), {row['mix']}: {row['us_per_bucket']:.1f} us for each of {row['buckets']} buckets")
+    if not a.off_device:
+        result["pending"] = list(pending_steps(PENDING))
+        for row in result["pending"]:
+            traced = " with a trace" if row["traced"] else ""
+            print(f"step() of {row['buckets']} buckets, {row['mix']}, behind a busy device{traced}: ", end="")
+            print(f"{row['step_s'] * 1e3:.1f} ms of {row['until_done_s'] * 1e3:.0f}")
     if a.json:
         a.json.write_text(json.dumps(result, indent=1) + "\n")
 

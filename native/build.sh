@@ -18,7 +18,7 @@ compile() { # SOURCE FLAGS...
     "$cxx" $flags $sanitize "$@" -c "$here/src/$source.cpp" -o "$objects/$source.o"
 }
 
-for source in accumulate adamw copy isa issue memory norm; do compile "$source"; done
+for source in accumulate adamw clocked copy isa issue memory norm; do compile "$source"; done
 compile kernels_scalar -fno-tree-vectorize -fno-tree-slp-vectorize
 case $(uname -m) in
 x86_64)

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define HOSTWARD_ABI_VERSION 5
+#define HOSTWARD_ABI_VERSION 6
 
 #if defined(__GNUC__)
 #define HOSTWARD_API __attribute__((visibility("default")))
@@ -148,6 +148,17 @@ typedef struct {
 
 /* Copies host memory on up to `threads` threads, the calling one included. On an error nothing has been written. */
 HOSTWARD_API int hostward_copy(const hostward_copy_range* ranges, int64_t n_ranges, int32_t threads, int32_t isa);
+
+/* A host function that is clocked: CUDA's own timed events beside one keep the caller of cuLaunchHostFunc until the
+ * stream has come that far. */
+typedef struct {
+  void* function; /* a C function like hostward_adamw_host_function */
+  void* argument;
+  int64_t started_ns, ended_ns; /* written by the call: CLOCK_MONOTONIC */
+} hostward_clocked_call;
+
+/* Calls call->function(call->argument); `call` is a hostward_clocked_call. */
+HOSTWARD_API void hostward_clocked_host_function(void* call);
 
 enum hostward_command_kind {
   HOSTWARD_COMMAND_WAIT = 0,   /* the stream waits for event a */

@@ -40,13 +40,23 @@ class FakeBackend:
         self.threads = 1
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
         self.turn = 1
-        self.meter: Any = None
+        self._meter: Any = None
         self.timed_events = 0
         self.in_capture = False
         self.kept: defaultdict[int, list[object]] = defaultdict(list)
         self._events = 0x1000
         self.timings = Timings(self._timed_event, self._elapsed_ms)
         self.uploads = Uploads(torch.device("cpu"), lambda size: torch.zeros(size, dtype=torch.uint8), RING)
+
+    @property
+    def meter(self) -> Any:
+        return self._meter
+
+    @meter.setter
+    def meter(self, meter: Any) -> None:
+        self._meter = meter
+        if meter is not None:
+            self.timings.anchor(self.fake.records.append)
 
     def event(self) -> Event:
         self._events += 1

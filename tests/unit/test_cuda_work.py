@@ -3,7 +3,8 @@
 Seen red: a table copied at every turn, or never again; tables not forgotten after a refused call; one host copy of a
 table for all turns; timed events left in after the meter is gone; a batch that enqueues after the kernel that torch
 launches; addresses of copies not written; one pair of timed events for all issues of a work in a turn; timed events not
-used again; timed events used again before they were read; a host task of another turn; pieces of a copy on one stream,
+used again; timed events used again before they were read; timed events beside a host function; a host function that is
+not clocked, or by a clock that another pending turn has; a host task of another turn; pieces of a copy on one stream,
 without a wait between them, without their offsets, or left behind on the second stream.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -21,20 +24,14 @@ from hypothesis import given, strategies as st
 from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
 from hostward.engine.commands import Command, NativeCall, Verb
 from hostward.engine.cuda_copies import copying
+from hostward.engine.cuda_host_work import HostWork, TaskWork
 from hostward.engine.cuda_lanes import INDEX, PIECE_BYTES, SECOND, copy_commands
-from hostward.engine.cuda_work import (
-    TOGETHER,
-    CommandWork,
-    HostWork,
-    KernelWork,
-    TableWork,
-    TaskWork,
-    batch_of,
-)
+from hostward.engine.cuda_timing import Timings
+from hostward.engine.cuda_work import TOGETHER, CommandWork, KernelWork, TableWork, batch_of
 from hostward.engine.host_task import add_task
 from hostward.errors import DeviceError
 from hostward.host.adamw import bias_tables
-from hostward.host.library import AccumulateTaskStruct, Task
+from hostward.host.library import AccumulateTaskStruct, ClockedCall, Task, load
 from hostward.inventory import MasterKind
 from hostward.schedule import Lane
 
@@ -389,6 +386,68 @@ def test_every_pending_turn_has_a_task_of_its_own_over_the_same_operands() -> No
     ]
 
 
+def test_a_host_function_is_clocked_by_the_thread_that_calls_it() -> None:
+    """No timed event stands beside it: whoever enqueues it would wait for the stream."""
+    backend, heard = FakeBackend(), Heard()
+    buffers = [Buffer(Tier.HOST, torch.ones(5), "x") for _ in range(2)]
+    task = functools.partial(add_task, buffers[:1], buffers[1:], 1, first=False, partials=None)
+    wait, done = backend.event(), backend.event()
+    work = TaskWork(backend, "add", task, [wait], done)  # type: ignore[arg-type]
+    mark = CommandWork(backend, "retire", Lane.HOST, [], backend.event())  # type: ignore[arg-type]
+    backend.meter = heard
+    called: list[ClockedCall] = []
+    for turn in range(2 * RING):
+        backend.begin_turn()
+        work.issue()
+        mark.issue()
+        calls = backend.calls()
+        assert [call[0] for call in calls] == ["wait", "host", "record", "record"]
+        assert [call[1] for call in calls if call[0] == "record"] == [done.native, mark.done.native]
+        _, _, function, argument = calls[1]
+        assert function == load().clocked_host_function
+        call = ClockedCall.from_address(argument)
+        assert all(ctypes.addressof(other) != argument for other in called[-(RING - 1) :])
+        called.append(call)
+        before_ns = time.monotonic_ns()
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+        assert before_ns <= call.started_ns <= call.ended_ns <= time.monotonic_ns()
+        assert buffers[0].data.tolist() == [2.0 + turn] * 5
+    backend.meter = None  # the next issue calls the task itself
+    work.issue()
+    assert backend.calls()[1][2] == load().accumulate_host_function
+    assert len(heard.spans) == RING
+    spans = [span[1:3] for span in heard.spans]
+    assert spans == sorted(spans)
+    assert all(0 <= end_s - start_s < 1 for start_s, end_s in spans)
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 0.03])
+def test_the_host_s_clock_is_that_of_the_device_to_within_the_shortest_wait(waits_s: float) -> None:
+    """The device's clock is ahead by 5 s here; some records take longer to be waited for than others."""
+    recorded: dict[int, float] = {}
+    handles = itertools.count(1)
+    timings = Timings(lambda: next(handles), lambda begin, end: 1e3 * (recorded[end] - recorded[begin]))
+    waits = itertools.chain([0.0, waits_s, waits_s, 0.0], itertools.repeat(waits_s))
+
+    def record_and_wait(event: int) -> None:
+        recorded[event] = 5 + time.monotonic()
+        time.sleep(next(waits))
+
+    timings.anchor(record_and_wait)
+    origin_s = next(iter(recorded.values())) - 5
+    (base,) = timings.begin(1)
+    recorded[base] = 5 + time.monotonic()
+    heard, call = Heard(), timings.take_call(1)
+    assert call is not None
+    call.started_ns = time.monotonic_ns()
+    call.ended_ns = call.started_ns + 7_000_000
+    timings.note(1, CommandWork(FakeBackend(), "step", Lane.HOST, [], Event(1)), 0, call)  # type: ignore[arg-type]
+    timings.read(1, heard)
+    ((_, start_s, end_s, *_),) = heard.spans
+    assert start_s == pytest.approx(call.started_ns / 1e9 - origin_s, abs=5e-3)
+    assert end_s - start_s == pytest.approx(7e-3)
+
+
 def test_a_batch_is_its_works_one_after_the_other() -> None:
     """Whatever lies between: kernels that torch launches, and more works than one call takes."""
 
@@ -426,12 +485,14 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
                 for calls in (backend.calls(), other.calls())
             )
             assert ours == theirs
-    backend.meter, other.meter = meters
     for _ in range(RING):
+        backend.meter, other.meter = meters
         backend.begin_turn()
         other.begin_turn()
     assert len(meters[0].spans) == 2 * len(works)
-    assert meters[0].spans == meters[1].spans
+    # Host functions are not called here, so their clocks show nothing.
+    assert [span for span in meters[0].spans if span[2] >= 0] == [span for span in meters[1].spans if span[2] >= 0]
+    assert sorted(span[0] for span in meters[0].spans) == sorted(span[0] for span in meters[1].spans)
 
 
 def test_a_batch_makes_few_native_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from .backend import (
     Clipping,
     Event,
     Ledger,
+    Meter,
     Partials,
     Scalars,
     Tier,
@@ -34,29 +35,14 @@ from .backend import (
 from .commands import Command, CommandList, Streams, Verb, driver_table
 from .cuda_compute import ComputeLane
 from .cuda_copies import copying
+from .cuda_events import DriverEvents
+from .cuda_host_work import HostWork, TaskWork
 from .cuda_kernels import KernelTables
 from .cuda_lanes import INDEX, LANES, LaneStreams
 from .cuda_memory import device_slab, fetch, host_blocks, memory_of
 from .cuda_timing import Timings
-from .cuda_work import (
-    CommandWork,
-    CudaEvent,
-    HostWork,
-    KernelWork,
-    TableWork,
-    TaskWork,
-    batch_of,
-)
-from .driver import (
-    capture_number,
-    event_create,
-    event_destroy,
-    event_elapsed_ms,
-    event_query,
-    event_synchronize,
-    pci_address,
-    stream_synchronize,
-)
+from .cuda_work import CommandWork, CudaEvent, KernelWork, TableWork, batch_of
+from .driver import capture_number, event_elapsed_ms, event_query, event_synchronize, pci_address
 from .host_task import add_task, added_partials, isa_name, own_threads, partials_task
 from .pools import numa_node_of
 
@@ -69,6 +55,8 @@ class CudaBackend(Backend):
     The compute lane is whatever stream is current when an operation is issued; when that changes, the new one waits
     for the old one, so that the lane stays one queue (H2).
     """
+
+    _meter: Meter | None = None
 
     def __init__(self, device: torch.device | None = None, *, threads: int | None = None) -> None:
         """Raises DeviceError without a CUDA device."""
@@ -85,23 +73,23 @@ class CudaBackend(Backend):
         """Error words of the host functions of each pending turn."""
         self._lanes = LaneStreams(self.device)
         self._side, self.streams, self.context = self._lanes.side, self._lanes.table, self._lanes.context
-        self._events: list[int] = []
+        self._events = DriverEvents()
         self._unused: list[int] = []
         self._unused_in_captures: list[int] = []
-        now, turned = torch.cuda.current_stream(self.device).cuda_stream, self._plain_event(self._unused)
+        now, turned = torch.cuda.current_stream(self.device).cuda_stream, self._events.plain(self._unused)
         self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
-        self._fences = [[self._plain_event(self._unused) for _ in LANES] for _ in range(RING)]
+        self._fences = [[self._events.plain(self._unused) for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
         # Between the streams of copy lanes: recording one anew changes no wait that is enqueued.
-        self.turned = {lane: self._plain_event(self._unused) for lane in LANES}
+        self.turned = {lane: self._events.plain(self._unused) for lane in LANES}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
-        self.timings = Timings(self._timed_event, event_elapsed_ms)
+        self.timings = Timings(self._events.timed, event_elapsed_ms)
         numa_node = numa_node_of(pci_address(self.device.index))
         self._host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
         current = functools.partial(self.current, Lane.COMPUTE)
         self._kernels = KernelTables(self.device, self._upload_arena, current)
         # Pending host functions write to memory of this process: they end before it, and before this object (H22).
-        weakref.finalize(self, _drain, self._lanes.all(), self._events)
+        weakref.finalize(self, self._events.drain, self._lanes.all())
 
     # ---------------------------------------------------------------- memory
 
@@ -150,7 +138,7 @@ class CudaBackend(Backend):
     def event(self) -> Event:
         # Outside of its capture the driver refuses to wait for an event, until it is recorded anew.
         unused = self._unused_in_captures if self.capturing() else self._unused
-        return CudaEvent(self._plain_event(unused), unused)
+        return CudaEvent(self._events.plain(unused), unused)
 
     def copy(
         self,
@@ -285,6 +273,21 @@ class CudaBackend(Backend):
 
     # ---------------------------------------------------------------- turns
 
+    @property
+    def meter(self) -> Meter | None:
+        return self._meter
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        self._meter = meter
+        if meter is not None:
+            self.follow_compute()
+            self.timings.anchor(self._record_and_wait)
+
+    def _record_and_wait(self, event: int) -> None:
+        CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], event)], self.driver).issue(self.streams)
+        event_synchronize(event)
+
     def begin_turn(self) -> None:
         self.turn += 1
         slot = self.turn % RING
@@ -373,27 +376,8 @@ class CudaBackend(Backend):
         """Keep it alive until this turn is over: a host function uses it."""
         self._kept[self.turn % RING].append(memory)
 
-    def _timed_event(self) -> int:
-        handle = event_create(timing=True)
-        self._events.append(handle)
-        return handle
-
-    def _plain_event(self, unused: list[int]) -> int:
-        if unused:
-            return unused.pop()
-        handle = event_create(timing=False)
-        self._events.append(handle)
-        return handle
-
     def _raise_error(self, slot: int) -> None:
         code = int(self.errors[slot][0])
         if code:
             self.errors[slot][0] = 0
             check(code, "a host step")
-
-
-def _drain(streams: Sequence[torch.cuda.Stream], events: Sequence[int]) -> None:
-    for stream in streams:
-        stream_synchronize(stream.cuda_stream)
-    for event in events:
-        event_destroy(event)

@@ -1,17 +1,29 @@
-"""When operations of a CUDA device ran: every issue has timed events of its own, read once its turn is over."""
+"""When operations of a CUDA device ran: every issue has timed events of its own, read once its turn is over.
+
+Host functions are clocked by the thread that runs them. Timed events beside one keep the caller of cuLaunchHostFunc
+until the stream has come that far, so the step that is timed would wait for the device, and the next forward with it.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
+
+from hostward.host.library import ClockedCall
 
 from .backend import RING, Meter, Work
 
 UNTIMED = (0, 0)
 """Recording event 0 does nothing."""
+_ATTEMPTS = 5
+
+Timed = tuple[int, int] | ClockedCall
+"""What says when an issue ran: events before and after it, or the call."""
 
 
 class Timings:
-    """Pairs of timed events, taken for one issue each and used again when they have been read.
+    """Pairs of timed events and clocked calls, taken for one issue each and used again when they have been read.
 
     Args:
         event: makes a timed event.
@@ -22,21 +34,42 @@ class Timings:
         self._event = event
         self._elapsed_ms = elapsed_ms
         self._spare: list[tuple[int, int]] = []
-        self._noted: list[list[tuple[Work, int, tuple[int, int]]]] = [[] for _ in range(RING)]
+        self._spare_calls: list[ClockedCall] = []
+        self._noted: list[list[tuple[Work, int, Timed]]] = [[] for _ in range(RING)]
         self._turns = [-1] * RING
         """By slot: the last turn that has a base."""
         self._bases = [event() for _ in range(RING)]
         self._origin, self._has_origin = event(), False
+        self._moment = event()
+        self._anchor_s, self._anchor_ns = 0.0, 0
+
+    def anchor(self, recorded: Callable[[int], None]) -> None:
+        """Find out what the host's clock shows at a moment of the device's: called before the first turn that is timed,
+        while the device is idle.
+
+        Args:
+            recorded: records an event and waits for it.
+        """
+        if not self._has_origin:
+            self._has_origin = True
+            recorded(self._origin)
+        shortest_ns = math.inf
+        for _ in range(_ATTEMPTS):
+            before_ns = time.monotonic_ns()
+            recorded(self._moment)
+            after_ns = time.monotonic_ns()
+            if after_ns - before_ns < shortest_ns:
+                shortest_ns = after_ns - before_ns
+                self._anchor_ns = (before_ns + after_ns) // 2
+                self._anchor_s = self._elapsed_ms(self._origin, self._moment) / 1e3
 
     def begin(self, turn: int) -> list[int]:
-        """Events to record where the turn begins. Times count from there, and the time of that from the very first
-        turn: floats hold short spans better.
+        """Events to record where the turn begins. Times count from there, and the time of that from the first anchor:
+        floats hold short spans better.
         """
         slot = turn % RING
         self._turns[slot] = turn
-        first = [] if self._has_origin else [self._origin]
-        self._has_origin = True
-        return [*first, self._bases[slot]]
+        return [self._bases[slot]]
 
     def take(self, turn: int) -> tuple[int, int]:
         """Events to record before and after an operation that is issued in this turn. UNTIMED if `begin` was not called
@@ -46,19 +79,36 @@ class Timings:
             return UNTIMED
         return self._spare.pop() if self._spare else (self._event(), self._event())
 
-    def note(self, turn: int, work: Work, nbytes: int, events: tuple[int, int]) -> None:
-        """An operation has been issued between these events."""
-        if events is not UNTIMED:
-            self._noted[turn % RING].append((work, nbytes, events))
+    def take_call(self, turn: int) -> ClockedCall | None:
+        """The same for a host function; None instead of UNTIMED."""
+        if self._turns[turn % RING] != turn:
+            return None
+        return self._spare_calls.pop() if self._spare_calls else ClockedCall()
+
+    def note(self, turn: int, work: Work, nbytes: int, timed: Timed) -> None:
+        """An operation has been issued between these events, or by this call."""
+        if timed is not UNTIMED:
+            self._noted[turn % RING].append((work, nbytes, timed))
 
     def read(self, slot: int, meter: Meter | None) -> None:
         """Report what was issued in the last turn of this slot, which is over."""
         noted, self._noted[slot] = self._noted[slot], []
-        self._spare += [events for *_, events in noted]
-        if meter is None or not noted:
-            return
+        for *_, timed in noted:
+            if not isinstance(timed, ClockedCall):
+                self._spare.append(timed)
+        if meter is not None and noted:
+            self._report(noted, slot, meter)
+        self._spare_calls += [timed for *_, timed in noted if isinstance(timed, ClockedCall)]
+
+    def _report(self, noted: list[tuple[Work, int, Timed]], slot: int, meter: Meter) -> None:
         base = self._bases[slot]
         offset_s = self._elapsed_ms(self._origin, base) / 1e3
-        for work, nbytes, events in noted:
-            start_s, end_s = (offset_s + self._elapsed_ms(base, event) / 1e3 for event in events)
+        for work, nbytes, timed in noted:
+            if isinstance(timed, ClockedCall):
+                start_s, end_s = map(self._host_s, (timed.started_ns, timed.ended_ns))
+            else:
+                start_s, end_s = (offset_s + self._elapsed_ms(base, event) / 1e3 for event in timed)
             meter(work.name, work.lane, start_s, end_s, nbytes, self._turns[slot])
+
+    def _host_s(self, clock_ns: int) -> float:
+        return self._anchor_s + (clock_ns - self._anchor_ns) / 1e9

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from hostward.host.accumulate import AccumulateTask, NormTask
-from hostward.host.adamw import AdamWTask
 from hostward.schedule import Lane
 
-from .backend import RING, AdamWOperands, Batch, Buffer, Event, Scalars, Tier, Work
+from .backend import RING, Batch, Buffer, Event, Tier, Work
 from .commands import Command, CommandBatch, CommandList, KernelLaunch, Verb
 from .cuda_lanes import INDEX, copy_commands
-from .cuda_timing import UNTIMED
-from .host_task import host_task
+from .cuda_timing import UNTIMED, Timed
 from .uploads import Table
 
 if TYPE_CHECKING:
@@ -50,7 +46,7 @@ class CudaWork(Work):
     """Waits, then the operation proper, then the record of `done`, all on one lane.
 
     With a meter, two timed events of this issue stand before and after the operation; without, these two commands
-    record nothing.
+    record nothing. On the host lane there are none (`hostward.engine.cuda_timing`).
     """
 
     __slots__ = ("_backend", "_timed", "_waits", "nbytes")
@@ -63,8 +59,10 @@ class CudaWork(Work):
         """Where the two timed events stand."""
         self.nbytes = 0
 
-    def time(self) -> tuple[int, int]:
+    def time(self) -> Timed:
         """Write the timed events of an issue into the commands. Done if `is_timed`; `untime` comes afterwards."""
+        if not self._timed:
+            return UNTIMED
         events = self._backend.timings.take(self._backend.turn)
         for (words, at), event in zip(self._timed, events, strict=True):
             words[at] = event
@@ -85,6 +83,8 @@ class CudaWork(Work):
         self, before: Sequence[Command], operation: Sequence[Command], after: Sequence[Command]
     ) -> CommandList:
         """The list of all of these, the operation between timed events."""
+        if self.lane is Lane.HOST:
+            return CommandList([*before, *operation, *after], self._backend.driver)
         timed = Command(Verb.RECORD, INDEX[self.lane], 0)
         made = CommandList([*before, timed, *operation, timed, *after], self._backend.driver)
         for at in (len(before), len(before) + 1 + len(operation)):
@@ -121,7 +121,7 @@ def enqueue(
     prepare. Raises DeviceError.
     """
     backend.follow_compute()
-    timed: list[tuple[int, int]] = []
+    timed: list[Timed] = []
     metered = is_timed(backend)
     try:
         if metered:
@@ -137,8 +137,8 @@ def enqueue(
         if metered:
             for work in works:
                 work.untime()
-    for work, events in zip(works, timed, strict=False):
-        backend.timings.note(backend.turn, work, work.nbytes, events)
+    for work, when in zip(works, timed, strict=False):
+        backend.timings.note(backend.turn, work, work.nbytes, when)
 
 
 def batch_of(backend: CudaBackend, works: Sequence[Work]) -> Batch:
@@ -214,88 +214,6 @@ class CommandWork(ListedWork):
             words[at] = data.data_ptr() + first
         if self.nbytes:
             self._backend.ledger.copied_bytes[self.lane] += self.nbytes
-
-
-class HostCall(ListedWork):
-    """A host function; which one, and over what, is written at every issue."""
-
-    __slots__ = ("_function_at", "_task_at")
-
-    def __init__(self, backend: CudaBackend, name: str, waits: Sequence[Event], done: Event) -> None:
-        super().__init__(backend, name, Lane.HOST, waits, done)
-        self.listed = made = self.commands(self._waits, [Command(Verb.HOST, INDEX[Lane.HOST], 0)], self.recording())
-        at = len(self._waits) + 1
-        self._function_at, self._task_at = made.word(at, Verb.HOST, "a"), made.word(at, Verb.HOST, "b")
-
-    def call(self, task: object, function: int, argument: int) -> None:
-        """This issue calls `function(argument)`, which needs `task` until then."""
-        words = self.listed.words
-        words[self._function_at], words[self._task_at] = function, argument
-        self._backend.keep(task)
-
-
-class HostWork(HostCall):
-    """AdamW of a bucket as a host function. Tasks are immutable once enqueued: a ring of them, one for each turn that
-    may be pending, each with hyper-parameters of its own.
-    """
-
-    __slots__ = ("_hypers", "_operands", "_scalars", "_tables", "_tasks")
-
-    def __init__(
-        self,
-        backend: CudaBackend,
-        name: str,
-        operands: AdamWOperands,
-        scalars: Scalars,
-        waits: Sequence[Event],
-        done: Event,
-    ) -> None:
-        super().__init__(backend, name, waits, done)
-        self._operands = operands
-        self._scalars = scalars
-        self._tasks: list[tuple[AdamWTask, int, int, Any]] = []
-        self._hypers = [np.zeros(5, dtype=np.float64) for _ in range(RING)]
-        self._tables: object = None
-
-    def prepare(self) -> None:
-        constants = self._operands.constants
-        if self._tables is not constants.tables:
-            self._make_tasks()
-        task, function, argument, hyper = self._tasks[self._backend.turn % RING]
-        now = constants.hyper
-        hyper[0], hyper[1], hyper[2], hyper[3], hyper[4] = now.lr, now.weight_decay, now.beta1, now.beta2, now.eps
-        self.call(task, function, argument)
-
-    def _make_tasks(self) -> None:
-        backend = self._backend
-        self._tables = self._operands.constants.tables
-        self._tasks = []
-        for hyper, error in zip(self._hypers, backend.errors, strict=True):
-            task = host_task(self._operands, self._scalars, backend.threads, hyper=hyper, error=error)
-            self._tasks.append((task, *task.host_function(), hyper.data))
-
-
-class TaskWork(HostCall):
-    """A host function over operands that stay where they are: one immutable task for each turn that may be pending,
-    which differ in where they report errors.
-    """
-
-    __slots__ = ("_tasks",)
-
-    def __init__(
-        self,
-        backend: CudaBackend,
-        name: str,
-        task: Callable[..., AccumulateTask | NormTask],
-        waits: Sequence[Event],
-        done: Event,
-    ) -> None:
-        super().__init__(backend, name, waits, done)
-        tasks = [task(error=error) for error in backend.errors]
-        self._tasks = [(made, *made.host_function()) for made in tasks]
-
-    def prepare(self) -> None:
-        self.call(*self._tasks[self._backend.turn % RING])
 
 
 class TableKernel(ABC):
@@ -385,15 +303,15 @@ class KernelWork(CudaWork):
     def issue(self) -> Event:
         backend = self._backend
         backend.follow_compute()
-        events = self.time() if is_timed(backend) else UNTIMED
+        timed = self.time() if is_timed(backend) else UNTIMED
         try:
-            if self._waits or events is not UNTIMED:
+            if self._waits or timed is not UNTIMED:
                 self._before.issue(backend.streams)
             with torch.no_grad(), backend.current(self.lane):
                 self._kernel()
             self._after.issue(backend.streams)
         finally:
-            if events is not UNTIMED:
+            if timed is not UNTIMED:
                 self.untime()
-        backend.timings.note(backend.turn, self, self.nbytes, events)
+        backend.timings.note(backend.turn, self, self.nbytes, timed)
         return self.done

@@ -12,7 +12,7 @@ from typing import Any
 
 from hostward.errors import NativeError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_PATH = Path(__file__).resolve().parent.parent / "_native" / "libhostward_native.so"
 
 _BUILD = (
@@ -129,6 +129,17 @@ class AccumulateTaskStruct(ctypes.Structure):
     ]
 
 
+class ClockedCall(ctypes.Structure):
+    """hostward_clocked_call: the clock is that of `time.monotonic_ns`."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+        ("started_ns", ctypes.c_int64),
+        ("ended_ns", ctypes.c_int64),
+    ]
+
+
 class CopyRange(ctypes.Structure):
     """hostward_copy_range."""
 
@@ -183,9 +194,11 @@ class Library:
     isa_best: Callable[[], int]
     isa_supported: Callable[[int], int]
     adamw_host_function: int
-    """Address of a function `void (*)(void *task)`, for stream-ordered launch; so the two below."""
+    """Address of a function `void (*)(void *task)`, for stream-ordered launch; so the three below."""
     norm_host_function: int
     accumulate_host_function: int
+    clocked_host_function: int
+    """Its task is a ClockedCall."""
 
     def supported_isas(self) -> tuple[Isa, ...]:
         """Instruction sets that this processor runs, without BEST, slowest first."""
@@ -247,6 +260,7 @@ def open_library(path: Path) -> Library:
         adamw_host_function=_address(dll.hostward_adamw_host_function),
         norm_host_function=_address(dll.hostward_norm_host_function),
         accumulate_host_function=_address(dll.hostward_accumulate_host_function),
+        clocked_host_function=_address(dll.hostward_clocked_host_function),
     )
 
 
