@@ -83,15 +83,6 @@ _STAGE_RULES = (
         "set model.share_embeddings_and_output_weights=false, or model.pipeline_model_parallel_size=1",
     ),
     Rule(
-        "stages-in-fp16",
-        UNTIL_BUILT,
-        (PIPELINE, "model.params_dtype"),
-        lambda c, _: c.model.pipeline_model_parallel_size > 1 and c.model.params_dtype == "fp16",
-        "model.params_dtype=fp16 with model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}: one loss"
-        " scale on all stages is not built yet",
-        "set model.params_dtype=bf16, which needs no loss scale",
-    ),
-    Rule(
         "stages-of-divided-weights",
         UNTIL_BUILT,
         (PIPELINE, STRATEGY),

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from sharded_cases import mesh_of
+from sharded_cases import mesh_of, snapshot
 from train_cases import MOE, QWEN3, launched, small
 
 from hostward.errors import HostwardError, MemoryLimitError
-from hostward.train import loop
+from hostward.train import loop, resume
 from hostward.train.parts import Held
 from hostward.train.passes import passes_of
 from hostward.training.placeholder import MovedGradient
@@ -31,6 +31,34 @@ def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
     )
     loop.backward(run)
     return {"last": found[-1], "before": any(found[:-1]), "microbatches": len(found) == run.microbatches}
+
+
+def scaled(words: list[str], recipe: str = QWEN3, *, until: int, save: bool = False) -> dict[str, Any]:
+    """`scales_of` on this rank; afterwards the run is saved, if it is to be."""
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    found = scales_of(run, until)
+    if save:
+        with resume.saves(run):
+            resume.save(run)
+    return found
+
+
+def scales_of(run: loop.Run, until: int) -> dict[str, Any]:
+    """Scale and growth tracker at the start and after each iteration, bits, and iterations that were skipped, if in
+    iteration 2 a gradient of the second layer alone is infinite.
+    """
+    scaler, name = run.scaler, "model.layers.1.mlp.up_proj.weight"
+    assert scaler is not None
+    scaler.set_growth_interval(2)
+    for weight in (p for n, p in run.model.named_parameters() if n == name):
+        weight.register_hook(lambda gradient: gradient * (float("inf") if run.iteration == 2 else 1.0))  # type: ignore[no-untyped-call]
+    scales = [(scaler.get_scale(), scaler.state_dict()["_growth_tracker"])]
+    while run.iteration < until:
+        loop.train_iteration(run)
+        scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    loop.collect(run, everything=True)
+    return {"scales": scales, "skipped": run.skipped, "bits": snapshot(run.model, run.optimizer)}
 
 
 def failing() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pipeline_cases import scales_of
 from sharded_cases import digest, snapshot
 from train_cases import MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradients, small
 from world import World, commands
@@ -63,6 +64,7 @@ def joined(ranks: list[Any]) -> dict[str, str]:
 BITS = {
     "experts, half on the host": (MOE, FOUR, HALF),
     "sums on the host, in float32": (QWEN3, [*FOUR, "model.params_dtype=bf16"], [*HOST, "optimizer.gradients=host"]),
+    "fp16": (QWEN3, [*FOUR, "model.params_dtype=fp16"], HALF),
     "activations leave, layers run again": (
         QWEN3,
         [*EIGHT, *LARGE],
@@ -91,6 +93,38 @@ def test_a_pipeline_has_the_bits_of_one_process_at_every_placement(trained: Any,
     assert joined(found) == expected["bits"]
     assert all(rank["offloaded_bytes"] > 0 for rank in found)
     assert all((rank["left_bytes"] > 0) == ("leave" in case) for rank in found)
+
+
+FP16 = ["model.params_dtype=fp16", "train.train_iters=6"]
+
+
+@pytest.mark.parametrize("placed", [(), ("optimizer.overlap_cpu_optimizer_d2h_h2d=False", *HALF[:2])], ids=str)
+@pytest.mark.parametrize("stages", [FOUR, [*EIGHT, TURNS]], ids=["four", "in turns"])
+def test_an_overflow_on_one_stage_lowers_the_scale_of_all(world: World, stages: list[str], placed: Any) -> None:
+    """As in one process, whether gradients have left when the scaler looks at them, or not."""
+    words = [*stages, *FP16, *placed]
+    expected = scales_of(loop.prepare(QWEN3, config_of(words, QWEN3)), 6)
+    found = world.run("pipeline_cases.scaled", words=words, until=6)
+    for rank in found:
+        assert rank["scales"] == expected["scales"]
+        assert rank["skipped"] == expected["skipped"]
+        assert 2 in rank["skipped"]
+        assert len(rank["skipped"]) < 6
+    assert joined(found) == expected["bits"]
+
+
+def test_the_scale_of_all_stages_is_saved_and_goes_on(world: World, tmp_path: Path) -> None:
+    words = [*FOUR, *FP16, *HOST]
+    straight = world.run("pipeline_cases.scaled", words=words, until=6)
+    before = world.run("pipeline_cases.scaled", words=[*words, f"checkpoint.save={tmp_path}"], until=4, save=True)
+    after = world.run("pipeline_cases.scaled", words=[*words, f"checkpoint.load={tmp_path}"], until=6)
+    for first, second, whole in zip(before, after, straight, strict=True):
+        assert [*first["scales"], *second["scales"][1:]] == whole["scales"] == straight[0]["scales"]
+        assert second["scales"][0] == first["scales"][-1]
+        assert second["bits"] == whole["bits"]
+    alone = loop.prepare(QWEN3, config_of([*words, f"checkpoint.load={tmp_path}"], QWEN3))
+    assert alone.scaler is not None
+    assert (alone.scaler.get_scale(), alone.scaler.state_dict()["_growth_tracker"]) == before[0]["scales"][-1]
 
 
 # -------------------------------------------------------------------- stages that several ranks share

@@ -84,6 +84,10 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reduced in float32": (QWEN3, ("ddp.grad_reduce_in_fp32=True", "train.global_batch_size=2")),
     "tied matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
     "stages": (QWEN3, ("model.pipeline_model_parallel_size=2",)),
+    "stages in fp16": (
+        QWEN3,
+        ("model.pipeline_model_parallel_size=2", "model.params_dtype=fp16", "train.train_iters=8"),
+    ),
 }
 AWAY = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=2")
 WEIGHTS = (*AWAY, "model.cpu_offloading_weights=True", "model.cpu_offloading_activations=False")
@@ -126,6 +130,7 @@ def trained(recipe: str, *words: str) -> dict[str, Any]:
         "bits": bits(run),
         "losses": run.losses,
         "norms": run.grad_norms,
+        "skipped": run.skipped,
         "offloaded_bytes": run.optimizer.plan.offloaded_bytes,
         "pinned_bytes": run.optimizer.backend.ledger.pinned_bytes,
     }

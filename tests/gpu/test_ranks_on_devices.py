@@ -49,6 +49,7 @@ def test_every_placement_gives_the_same_bits(found: Any, layout: str) -> None:
         expected = rank["device"]
         assert expected["offloaded_bytes"] == 0
         assert max(expected["norms"]) > 0.5  # clipped
+        assert len(expected["skipped"]) < len(expected["losses"])
         for placement in set(rank) - {"device"}:
             told = rank[placement]
             assert told["offloaded_bytes"] > 0
@@ -63,6 +64,7 @@ def test_ranks_agree_on_losses_and_norms(found: Any, layout: str) -> None:
     for placement, told in first.items():
         assert told["losses"] == second[placement]["losses"]
         assert told["norms"] == second[placement]["norms"]
+        assert told["skipped"] == second[placement]["skipped"]
 
 
 def test_activations_leave_with_the_same_bits(found: Any) -> None:

@@ -12,8 +12,8 @@ from networks import MIXES, loss_of, make, microbatch
 from optimizer_cases import assert_equal, snapshot
 
 from hostward.engine.simulated import Order
-from hostward.errors import NotBuiltError
-from hostward.training.sharded import require_no_scaler
+from hostward.errors import ModelError
+from hostward.training.scaling import require_one_scale
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 
@@ -85,9 +85,18 @@ def test_a_scaler_and_gradients_set_by_hand(context: bool) -> None:
     assert_equal(*results)
 
 
-def test_a_scaler_over_stages_is_refused_until_all_of_them_know_what_one_saw() -> None:
-    flag = torch.zeros(1)
-    require_no_scaler(None, flag, flag)
-    require_no_scaler("stages", None, None)
-    with pytest.raises(NotBuiltError, match="a gradient scaler over the stages of a pipeline"):
-        require_no_scaler("stages", None, flag)
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_scaler_that_looks_at_one_stage_alone_is_refused(taken: bool) -> None:
+    """Unless gradients were taken: then it is told what the norm over all stages finds."""
+    model, optimizer = make("mixed")
+    stages, scaler = object(), torch.amp.GradScaler("cpu")
+    with microbatch(optimizer, taken, True):
+        scaler.scale(loss_of(model, 0)).backward()
+    optimizer._stages = stages  # type: ignore[assignment]
+    if taken:
+        scaler.step(optimizer)
+        return
+    with pytest.raises(ModelError, match="looked at the gradients of one stage of a pipeline alone"):
+        scaler.step(optimizer)
+    optimizer.looked_at_over = stages  # type: ignore[attr-defined]
+    require_one_scale(optimizer, stages, taken=False)

@@ -499,15 +499,6 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             " the first and on the last stage is not built yet"
         ),
     ),
-    "stages-in-fp16": (
-        TINY,
-        "model.pipeline_model_parallel_size=2 model.params_dtype=fp16",
-        4,
-        (
-            "model.params_dtype=fp16 with model.pipeline_model_parallel_size=2: one loss scale on all stages is not"
-            " built yet"
-        ),
-    ),
     "microbatches-for-stages": (
         TINY,
         "model.pipeline_model_parallel_size=4 train.micro_batch_size=2",

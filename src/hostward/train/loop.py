@@ -40,7 +40,7 @@ from .data import TokenDataset
 from .garbage import collect_garbage, collected_by_hand
 from .memory import lock_limit
 from .parts import hold
-from .passes import Passes, WholeModel, passes_of
+from .passes import Passes, WholeModel, passes_of, scaler_of
 from .placing import make_optimizer, share_of, staying_gradients, with_plan
 from .ranks import Ranks
 from .ranks_report import ranks_report
@@ -234,11 +234,10 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
     optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
-    scaler = torch.amp.GradScaler(device.type) if dtype is torch.float16 else None
     for whole in [part.model for part in held.parts] or [model]:
         recompute_layers(whole, config, plan)
     run = Run(
-        recipe, config, device, dataset, model, optimizer, scaler, predicted=found.predicted,
+        recipe, config, device, dataset, model, optimizer, scaler_of(held, device, dtype), predicted=found.predicted,
         frontier=found.frontier if plan is None else plan.frontier, ranks=ranks, passes=passes_of(held, share, device),
     )  # fmt: skip
     if resume_from is not None and waiting is None:

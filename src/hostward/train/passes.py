@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from hostward.rule_table import captured
+from hostward.training.scaling import StagesScaler
 
 from .models import training_loss
 from .parts import synchronise_gradients
@@ -54,6 +55,13 @@ def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
     if held.stages is None:
         return WholeModel()
     return Pipeline(held.parts, held.stages, share, device)
+
+
+def scaler_of(held: Held, device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler | None:
+    """What scales the loss of weights of this dtype: on all stages in the same way. None: nothing has to."""
+    if dtype is not torch.float16:
+        return None
+    return torch.amp.GradScaler(device.type) if held.stages is None else StagesScaler(device.type, held.stages)
 
 
 class WholeModel:
@@ -108,6 +116,9 @@ class Pipeline:
         self._run, self._taken = run, taken
         self._total = torch.zeros((), dtype=torch.float32, device=run.device)
         self._left = len(self._parts) * self._microbatches
+        if run.scaler is not None:
+            # It makes its factor when it first scales something, and the last stage alone has a loss.
+            run.scaler.scale(self._total)
         first, last = (any(getattr(part, end) for part in self._parts) for end in ("first", "last"))
         inputs = labels = None
         if first or last:
@@ -126,7 +137,7 @@ class Pipeline:
 
         mean = loss_of(self._parts[-1].model, output, labels) / self._microbatches
         self._total += mean.detach().float()
-        return mean
+        return mean if self._run.scaler is None else self._run.scaler.scale(mean)
 
     @contextmanager
     def _around(self, part: Part, last_of_part: bool) -> Iterator[None]:

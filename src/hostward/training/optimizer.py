@@ -37,7 +37,8 @@ from .mix import Mix, ShareOf
 from .options import named_options
 from .placeholder import Where
 from .saving import Saving
-from .sharded import EmptyParts, Sharded, accumulate_in, across_ranks, ranks_of, require_no_scaler, require_sharding
+from .scaling import require_one_scale
+from .sharded import EmptyParts, Sharded, accumulate_in, across_ranks, ranks_of, require_sharding
 from .slots import CudaGauge, Slots
 from .sources import Readers
 from .state import (
@@ -334,7 +335,7 @@ class AdamW(Saving):
                 then.
         """
         self._issuer.require_whole()
-        require_no_scaler(self._stages, *self._scaling())
+        require_one_scale(self, self._stages, taken=bool(self._handover.unscaled))
         loss = None
         if closure is not None:
             with torch.enable_grad():

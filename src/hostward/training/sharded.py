@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hostward.engine.across import Across, Fragment, GroupRanks
 from hostward.engine.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
-from hostward.errors import ModelError, NotBuiltError
+from hostward.errors import ModelError
 from hostward.inspect import Places, Tracked, local_of
 
 from .gradients import Handover
@@ -71,16 +71,6 @@ def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Se
         if len(kept) == len(groups):
             return found
         groups = kept
-
-
-def require_no_scaler(stages: object, *scaling: torch.Tensor | None) -> None:
-    """Raises NotBuiltError for what a gradient scaler says, where there are stages of a pipeline."""
-    if stages is not None and any(found is not None for found in scaling):
-        raise NotBuiltError(
-            "a gradient scaler over the stages of a pipeline is not built yet",
-            why="each stage's scaler would see its own gradients alone, and their scales would drift apart",
-            fix="train in bf16 or fp32",
-        )
 
 
 def ranks_of(tracked: Sequence[Tracked]) -> GroupRanks | None:
