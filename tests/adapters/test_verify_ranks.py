@@ -14,6 +14,7 @@ from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
 from world import SIZE, World, commands
 
 BF16 = "model.params_dtype=bf16"
+STAGES_IN_FP16 = ("model.pipeline_model_parallel_size=2", "model.params_dtype=fp16")
 UNEVEN = ("model.vocab_size=4099", "model.ffn_hidden_size=97")
 
 
@@ -68,11 +69,12 @@ def test_microbatches_are_those_of_a_rank(world: World) -> None:
     assert "--microbatches 4 does not divide train.global_batch_size=8, of which each rank has 2" in told
 
 
-def test_without_a_deterministic_form_ranks_are_fed_the_same_gradients(world: World) -> None:
-    found = verdicts(world, BF16, undeterministic=True)
+@pytest.mark.parametrize("words", [(BF16,), STAGES_IN_FP16], ids=["bf16", "stages in fp16"])
+def test_without_a_deterministic_form_ranks_are_fed_the_same_gradients(world: World, words: tuple[str, ...]) -> None:
+    found = verdicts(world, *words, undeterministic=True)
     assert found["passed"], found["sentence"]
     assert found["same_gradients"]
-    assert not verdicts(world, BF16, undeterministic=True, wrong=1)["passed"]
+    assert not verdicts(world, *words, undeterministic=True, wrong=1)["passed"]
 
 
 def test_what_cannot_be_verified_is_refused_on_every_rank(world: World) -> None:

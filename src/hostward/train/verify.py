@@ -251,7 +251,7 @@ def _train_on_same_gradients(recipe: str, case: Case) -> tuple[Outcome, Outcome]
                     theirs.grad_dtype = mine.grad.dtype  # also where each microbatch's goes to the host by itself
                     theirs.grad = mine.grad.clone()
         for run in (reference, candidate):
-            loop.step(run, loss)
+            loop.step(run, loss.clone())  # ranks add theirs to it in place
             run.optimizer.zero_grad()
             loop.collect(run)
     outcomes = _outcome(reference, start), _outcome(candidate, start)
