@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from hostward.config import Config
-from hostward.rule_table import DENSE, Kind, Rule, divided_sizes, microbatches, resharded
+from hostward.rule_table import DENSE, Kind, Rule, divided_sizes, microbatches
 
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
 
 EXPERTS, MATRICES = "model.expert_model_parallel_size", "model.tensor_model_parallel_size"
 PIPELINE, ROUNDS = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"
-STRATEGY = "ddp.data_parallel_sharding_strategy"
 BATCH = (MATRICES, "train.global_batch_size", "train.micro_batch_size", "model.context_parallel_size")
 
 
@@ -81,26 +80,6 @@ _STAGE_RULES = (
         "model.share_embeddings_and_output_weights=true with model.pipeline_model_parallel_size="
         "{model.pipeline_model_parallel_size}: one weight on the first and on the last stage is not built yet",
         "set model.share_embeddings_and_output_weights=false, or model.pipeline_model_parallel_size=1",
-    ),
-    Rule(
-        "stages-of-divided-weights",
-        UNTIL_BUILT,
-        (PIPELINE, STRATEGY),
-        lambda c, _: c.model.pipeline_model_parallel_size > 1 and resharded(c),
-        "ddp.data_parallel_sharding_strategy=optim_grads_params with model.pipeline_model_parallel_size="
-        "{model.pipeline_model_parallel_size}: stages whose layers are gathered for each microbatch are not built yet",
-        "set ddp.data_parallel_sharding_strategy=optim_grads, or model.pipeline_model_parallel_size=1",
-    ),
-    Rule(
-        "stages-whose-weights-leave",
-        UNTIL_BUILT,
-        (PIPELINE, "model.cpu_offloading", "model.cpu_offloading_weights"),
-        lambda c, _: (
-            c.model.pipeline_model_parallel_size > 1 and c.model.cpu_offloading and c.model.cpu_offloading_weights
-        ),
-        "model.cpu_offloading_weights=true with model.pipeline_model_parallel_size="
-        "{model.pipeline_model_parallel_size}: weights that leave a stage are not built yet",
-        "set model.cpu_offloading_weights=false, or model.pipeline_model_parallel_size=1",
     ),
     Rule(
         "microbatches-for-stages",

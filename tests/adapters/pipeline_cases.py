@@ -7,8 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 from sharded_cases import mesh_of, snapshot
-from train_cases import MOE, QWEN3, launched, small
+from train_cases import MOE, QWEN3, launched, small, weights_of
 
+from hostward.adapters import fsdp2
+from hostward.adapters.pipelines import Part
 from hostward.errors import HostwardError, MemoryLimitError
 from hostward.train import loop, resume
 from hostward.train.parts import Held
@@ -31,6 +33,31 @@ def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
     )
     loop.backward(run)
     return {"last": found[-1], "before": any(found[:-1]), "microbatches": len(found) == run.microbatches}
+
+
+def between_passes(words: list[str], recipe: str = QWEN3) -> dict[str, Any]:
+    """What is on the device between passes of two steps: in how many of them something that FSDP2 gathers is whole, or
+    on its way; the most bytes of weights that leave. And what these come to, after each step.
+    """
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    groups = [g for m in run.model.modules() for g in fsdp2._groups_of(m)]
+    passes: Any = run.passes
+    whole: list[bool] = []
+    here: list[int] = []
+    passed = passes.passed
+
+    def seen(part: Part, *, backward: bool) -> None:
+        passed(part, backward=backward)
+        whole.append(not all(g.is_sharded and g._all_gather_result is None for g in groups))
+        here.append(weights_of(run).get("here", 0))
+
+    passes.passed = seen
+    after = []
+    for _ in range(2):
+        loop.train_iteration(run)
+        after.append(weights_of(run))
+    return {"passes": len(whole), "whole": sum(whole), "here": max(here), "after": after, "groups": len(groups)}
 
 
 def scaled(words: list[str], recipe: str = QWEN3, *, until: int, save: bool = False) -> dict[str, Any]:

@@ -28,8 +28,17 @@ EIGHT = ["model.num_layers=8", "model.pipeline_model_parallel_size=4"]
 TURNS = "model.virtual_pipeline_model_parallel_size=2"
 SHARED = "model.tensor_model_parallel_size=2"
 SEQUENCES = [SHARED, "model.sequence_parallel=true"]
+SIXTEEN = ["model.num_layers=16", "model.pipeline_model_parallel_size=4"]
+RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 LARGE = ["model.seq_length=64", "train.micro_batch_size=64", "train.global_batch_size=256"]
 """What layers save is large enough to leave."""
+
+
+def away(layers: int, *, activations: bool = False) -> list[str]:
+    """Weights of so many layers of each rank leave, which the host steps, with what they save or without."""
+    kept = [] if activations else ["model.cpu_offloading_activations=False"]
+    what = [*HOST, "model.cpu_offloading=True", "model.cpu_offloading_weights=True", *kept]
+    return [*what, f"model.cpu_offloading_num_layers={layers}"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +90,18 @@ BITS = {
             *["model.min_offloaded_tensor_size=64", *HOST],
         ],
     ),
+    "weights leave": (QWEN3, [*SIXTEEN, "model.params_dtype=fp16"], away(3)),
+    "weights and activations leave": (QWEN3, [*EIGHT, *LARGE], away(1, activations=True)),
+    "weights leave, stages take turns, layers run again": (
+        MOE,
+        [*SIXTEEN, TURNS, "model.params_dtype=bf16"],
+        [
+            *away(3),
+            "model.recompute_granularity=full",
+            "model.recompute_method=uniform",
+            "model.recompute_num_layers=1",
+        ],
+    ),
 }
 
 
@@ -92,7 +113,8 @@ def test_a_pipeline_has_the_bits_of_one_process_at_every_placement(trained: Any,
     assert [rank["told"] for rank in found] == [expected["told"]] * 4
     assert joined(found) == expected["bits"]
     assert all(rank["offloaded_bytes"] > 0 for rank in found)
-    assert all((rank["left_bytes"] > 0) == ("leave" in case) for rank in found)
+    assert all((rank["left_bytes"] > 0) == ("activations" in case or "parts" in case) for rank in found)
+    assert all((rank["weights"].get("fetched", 0) > 0) == ("weights" in case) for rank in found)
 
 
 FP16 = ["model.params_dtype=fp16", "train.train_iters=6"]
@@ -171,6 +193,66 @@ def test_stages_over_ranks_have_the_same_bits_at_every_placement(trained: Any, l
         assert mine["bits"] == reference["bits"]
         assert mine["offloaded_bytes"] > 0
         assert mine["microbatches"] == 4
+
+
+GATHERED = {
+    "divided": ("divided", [*HALF, RESHARDED]),
+    "experts": ("experts", [*STREAMED, RESHARDED]),
+    "stages take turns": ("stages take turns", [*HOST, RESHARDED]),
+    "weights leave": ("four layers each", [*away(3), RESHARDED]),
+    "weights leave, stages take turns": ("four layers each, in turns", [*away(3), RESHARDED]),
+    "weights leave, whole in a step": ("four layers each, in turns", away(3)),
+}
+LAYERS = ["model.num_layers=8", "model.pipeline_model_parallel_size=2"]
+WORDS = {**LAYOUTS, "four layers each": (QWEN3, LAYERS), "four layers each, in turns": (MOE, [*LAYERS, TURNS])}
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_layers_that_are_whole_one_at_a_time_and_weights_away_change_no_bit(trained: Any, case: str) -> None:
+    layout, placed = GATHERED[case]
+    recipe, words = WORDS[layout]
+    words = [*words, "model.params_dtype=bf16"]
+    expected = trained(*words, recipe=recipe)
+    for mine, reference in zip(trained(*words, *placed, recipe=recipe), expected, strict=True):
+        assert mine["told"] == reference["told"]
+        assert mine["bits"] == reference["bits"]
+        assert mine["offloaded_bytes"] > 0
+        assert (mine["weights"].get("fetched", 0) > 0) == ("weights" in case)
+
+
+@pytest.mark.parametrize("turns", [[], [TURNS]], ids=["1F1B", "in turns"])
+def test_layers_are_divided_between_passes_of_microbatches(world: World, turns: list[str]) -> None:
+    """Nothing of a stage is whole, or on its way, when another microbatch goes forward."""
+    for rank in world.run("pipeline_cases.between_passes", words=[*LAYERS, *turns, RESHARDED]):
+        assert rank["groups"] > 3
+        assert rank["whole"] == 0
+    for rank in world.run("pipeline_cases.between_passes", words=[*LAYERS, *turns]):
+        assert rank["whole"] > rank["passes"] // 2
+
+
+AWAY = {
+    "of one rank": SIXTEEN,
+    "of one rank, in turns": [*SIXTEEN, TURNS],
+    "divided": [*LAYERS, RESHARDED],
+    "divided, in turns": [*LAYERS, RESHARDED, TURNS],
+}
+
+
+@pytest.mark.parametrize("case", AWAY)
+def test_weights_of_a_stage_are_here_as_its_passes_come_and_foreseen_from_the_second_step_on(
+    world: World, case: str
+) -> None:
+    """Of the three of a rank's four layers that leave: between passes what the next one begins with is here, the first
+    layer, or of divided ones the parts of two.
+    """
+    for rank in world.run("pipeline_cases.between_passes", words=[*AWAY[case], *away(3)]):
+        first, second = rank["after"]
+        assert 3 * rank["here"] == (2 if "divided" in case else 1) * second["offloaded"]
+        assert second["on_demand"] == first["on_demand"]
+        assert second["held"] == 0
+        # A pass fetches each layer of its stage once.
+        of_passes = rank["passes"] // 2 * second["offloaded"]
+        assert second["fetched"] - first["fetched"] <= (of_passes // 2 if "turns" in case else of_passes)
 
 
 MATRICES = {
@@ -253,6 +335,23 @@ def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> Non
     assert joined(trained(*FOUR, *STREAMED, "train.train_iters=2", load)) == saved["bits"]
     found = trained(*FOUR, *STREAMED, "train.train_iters=3", load)
     assert joined(found) == alone(whole, "train.train_iters=3", load)["bits"]
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"), [(EIGHT, 1), ([*LAYERS, TURNS, RESHARDED], 3)], ids=["one rank", "divided"]
+)
+def test_stages_whose_weights_leave_are_saved_and_go_on_with_them_here(
+    trained: Any, tmp_path: Path, words: list[str], layers: int
+) -> None:
+    """Bit for bit, and the other way round, from a save beside training."""
+    straight = trained(*words, *HOST, "train.train_iters=4")
+    save = [f"checkpoint.save={tmp_path}", "checkpoint.async_save=True", "checkpoint.async_save_mode=snapshot"]
+    trained(*words, *away(layers), *save, "train.train_iters=2")
+    for placed in (HOST, away(layers)):
+        resumed = trained(*words, *placed, f"checkpoint.load={tmp_path}", "train.train_iters=4")
+        for before, after in zip(straight, resumed, strict=True):
+            assert after["bits"] == before["bits"]
+            assert after["told"][0] == before["told"][0][2:]
 
 
 # -------------------------------------------------------------------- the command

@@ -127,6 +127,8 @@ def trained(recipe: str, *words: str) -> dict[str, Any]:
         run.attachment.detach()  # weights that leave come back
     told = {
         "weights_away_bytes": 0 if weights is None else weights.offloaded_bytes,
+        "weights_unforeseen_bytes": 0 if weights is None else weights.on_demand_bytes,
+        "weights_fetched_bytes": 0 if weights is None else weights.fetched_bytes,
         "bits": bits(run),
         "losses": run.losses,
         "norms": run.grad_norms,
@@ -159,6 +161,20 @@ def weights_leave() -> dict[str, Any]:
     for name, words in {"whole": (), "one at a time": (RESHARDED,)}.items():
         found |= {name: trained(QWEN3, *words, *WEIGHTS)}
         found |= {f"{name}, with activations": trained(QWEN3, *words, *WEIGHTS[:-1])}
+    return found
+
+
+def weights_of_stages_leave() -> dict[str, Any]:
+    """By schedule: three of the four layers that a rank has, with what they save and without."""
+    found = {}
+    for name, turns in {"1F1B": (), "in turns": ("model.virtual_pipeline_model_parallel_size=2",)}.items():
+        words = ("model.num_layers=8", "model.pipeline_model_parallel_size=2", *turns)
+        three = "model.cpu_offloading_num_layers=3"
+        found[name] = {
+            "device": trained(QWEN3, *words),
+            "away": trained(QWEN3, *words, *WEIGHTS, three),
+            "away, with activations": trained(QWEN3, *words, *WEIGHTS[:-1], three),
+        }
     return found
 
 
@@ -235,7 +251,10 @@ def main(folder: Path) -> None:
         dist.init_process_group("gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     cases: dict[str, Callable[[], Any]] = {name: lambda name=name: layout(name) for name in LAYOUTS}
-    cases |= {f.__name__: f for f in (activations_leave, weights_leave, saved, norm_of_given, no_waits)}
+    cases |= {
+        f.__name__: f
+        for f in (activations_leave, weights_leave, weights_of_stages_leave, saved, norm_of_given, no_waits)
+    }
     wanted = sys.argv[2:] or (SHARED if alone else list(cases))
     found: dict[str, Any] = {}
     for name in wanted:

@@ -81,6 +81,17 @@ def test_weights_leave_with_the_same_bits(found: Any) -> None:
             assert (told["weights_away_bytes"] > 0) == (way != "resharded")
 
 
+def test_weights_of_stages_leave_with_the_same_bits(found: Any) -> None:
+    for rank in found("weights_of_stages_leave"):
+        for schedule, ways in rank.items():
+            expected = ways.pop("device")
+            for way, told in ways.items():
+                assert (told["bits"], told["losses"]) == (expected["bits"], expected["losses"]), (schedule, way)
+                assert told["weights_away_bytes"] > 0
+                # Nobody knows the order of a first step; there are four.
+                assert told["weights_unforeseen_bytes"] < told["weights_fetched_bytes"] / 4
+
+
 def test_a_saved_run_goes_on_bit_for_bit_at_another_placement(found: Any) -> None:
     for rank in found("saved"):
         assert rank["resumed"]["bits"] == rank["straight"]["bits"]

@@ -37,7 +37,7 @@ from hostward.planning.speeds import measured, speeds_of
 from hostward.sizes import GIB, MIB
 from hostward.train import loop
 from hostward.train.memory import require_memory
-from hostward.train.models import build_model
+from hostward.train.models import build_model, on_meta, transformers_config
 from hostward.train.parts import Held
 from hostward.train.ranks import Ranks
 from hostward.train.refusal import Weighed, cure_of_plan, require_fit
@@ -204,6 +204,29 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
     require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
     with pytest.raises(MemoryLimitError, match="bytes of device memory"):
         require_memory(plain, device, 257, Ranks())
+
+
+def test_a_stage_is_weighed_without_what_leaves_of_its_own_layers(tmp_path: Path) -> None:
+    """The fourth layer has no experts. Seen red: the first layers of the model on every stage."""
+    described = transformers_config(configured("model.num_layers=8").model, vocab_size=257)
+    described.mlp_only_layers = [3]
+    described.save_pretrained(tmp_path)
+    sizes = dict.fromkeys(range(8), 0)
+    for name, p in on_meta(described, torch.bfloat16).named_parameters():
+        if ".layers." in name:
+            sizes[int(name.split(".")[2])] += 2 * p.numel()
+    assert sizes[3] != sizes[2]
+    stages = [f"model.hf_model_path={tmp_path}", "model.pipeline_model_parallel_size=2"]
+    turns = "model.virtual_pipeline_model_parallel_size=2"
+    for words, held in ((stages, [[0, 1, 2], [4, 5, 6]]), ([*stages, turns], [[0, 1, 4], [2, 3, 6]])):
+        config = configured(*LEAVING, *words, "model.cpu_offloading_num_layers=3")
+        for rank, layers in enumerate(held):
+            expected = sum(sizes[layer] for layer in layers)
+            for of_stage in (1, 2):
+                ranks = replace(Ranks(of_stage * rank, 2 * of_stage), stages=2, divided=of_stage > 1)
+                waiting = leaving_weights(config, None, 257, torch.bfloat16, ranks)
+                assert waiting is not None
+                assert waiting.weight_bytes == -(-expected // of_stage)
 
 
 def least_bytes(monkeypatch: pytest.MonkeyPatch, config: Config, ranks: Ranks, away_bytes: int) -> int:

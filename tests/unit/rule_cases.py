@@ -294,28 +294,6 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
             "output of core_attn, which is needed in core_attn.backward()."
         ),
     ),
-    "stages-of-divided-weights": (
-        TINY,
-        "ddp.data_parallel_sharding_strategy=optim_grads_params model.pipeline_model_parallel_size=2",
-        2,
-        (
-            "ddp.data_parallel_sharding_strategy=optim_grads_params with model.pipeline_model_parallel_size=2: stages "
-            "whose layers are gathered for each microbatch are not built yet"
-        ),
-    ),
-    "stages-whose-weights-leave": (
-        TINY,
-        (
-            "model.cpu_offloading=true model.cpu_offloading_num_layers=1 model.cpu_offloading_weights=true "
-            "model.pipeline_model_parallel_size=2 optimizer.optimizer_cpu_offload=true "
-            "optimizer.optimizer_offload_fraction=1.0"
-        ),
-        2,
-        (
-            "model.cpu_offloading_weights=true with model.pipeline_model_parallel_size=2: weights that leave a stage "
-            "are not built yet"
-        ),
-    ),
     "mix-with-states": (
         TINY,
         "optimizer.optimizer_cpu_offload=true optimizer.offload_optimizer_states=true optimizer.offload_mix=auto",

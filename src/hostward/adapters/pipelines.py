@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,26 @@ def require_divisible(layers: int, tied: bool, count: int) -> None:
         )
 
 
+def gather_in_passes(model: Any) -> None:
+    """Let a backward pass of a part, which FSDP2 gathers again for it, gather ahead its own layers alone.
+
+    FSDP2 gathers ahead by the order in which all forwards have ended, as if their backward passes followed on one
+    another: the first layer's would gather the last layer, which then was whole while another microbatch goes forward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    divided = [module for module in _as_they_end(model) if isinstance(module, FSDPModule)]
+    for before, module in zip([divided[0], *divided], divided, strict=False):  # ahead of the first: itself, so nothing
+        module.set_modules_to_backward_prefetch([before])
+
+
+def _as_they_end(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Modules in the order in which their forwards end."""
+    for inner in module.children():
+        yield from _as_they_end(inner)
+    yield module
+
+
 def together(parts: Sequence[Part]) -> torch.nn.Module:
     """One module that holds what several parts have, by the names of the whole model. It is not called: they are."""
     whole, inner, layers = torch.nn.Module(), torch.nn.Module(), torch.nn.ModuleList()
@@ -150,27 +170,34 @@ def _own_errors() -> Iterator[None]:
         raise
 
 
+class Told(Protocol):
+    """Is told of the passes of this process's parts."""
+
+    def around(self, part: Part, *, last_of_part: bool) -> AbstractContextManager[None]:
+        """Entered for each backward pass; the part has no other in this step if it is its last one."""
+
+    def passed(self, part: Part, *, backward: bool) -> None:
+        """A forward or backward pass has ended."""
+
+
 class _Stage(PipelineStage):
-    """A stage that tells of its backward passes.
+    """A stage that tells of its passes."""
 
-    Args:
-        around: entered for each, with the part and whether it is the part's last one of the step.
-    """
-
-    def __init__(
-        self, part: Part, around: Callable[[Part, bool], AbstractContextManager[None]], *args: Any, **options: Any
-    ) -> None:
+    def __init__(self, part: Part, told: Told, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._part = part
-        self._around = around
+        self._told = told
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         with _own_errors():
-            return super().forward_one_chunk(*args, **options)
+            output = super().forward_one_chunk(*args, **options)
+        self._told.passed(self._part, backward=False)
+        return output
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> None:
-        with _own_errors(), self._around(self._part, bool(options.get("last_backward"))):
+        with _own_errors(), self._told.around(self._part, last_of_part=bool(options.get("last_backward"))):
             super().backward_one_chunk(*args, **options)
+        self._told.passed(self._part, backward=True)
 
 
 def schedule_of(
@@ -182,7 +209,7 @@ def schedule_of(
     microbatches: int,
     device: torch.device,
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
-    around: Callable[[Part, bool], AbstractContextManager[None]],
+    told: Told,
 ) -> Any:
     """The schedule that runs a step: 1F1B, interleaved where this process has several parts. Gradients are sums over
     microbatches.
@@ -210,7 +237,7 @@ def schedule_of(
             logits = torch.empty((sequences, tokens, described.vocab_size), dtype=dtype, device="meta")
             made = logits.requires_grad_(), *made[1:]
         return _Stage(
-            part, around, _Forward(part, balanced), part.index, part.count, device,
+            part, told, _Forward(part, balanced), part.index, part.count, device,
             input_args=(ids,) if part.first else between(part.before), output_args=made, group=group,
         )  # fmt: skip
 

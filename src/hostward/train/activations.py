@@ -12,6 +12,8 @@ from hostward.training.planned import layers_of, recompute_whole
 from .models import layers_of as of_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from hostward.config import Config
@@ -39,9 +41,17 @@ def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | No
 
 
 def attach_activations(
-    model: torch.nn.Module, optimizer: AdamW, config: Config, plan: PlanFile | None = None
+    model: torch.nn.Module,
+    optimizer: AdamW,
+    config: Config,
+    plan: PlanFile | None = None,
+    stages: Sequence[torch.nn.Module] = (),
 ) -> Attachment | None:
-    """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None."""
+    """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None.
+
+    Args:
+        stages: those of a pipeline that `model` consists of.
+    """
     if plan is not None:
         layers = layers_of(plan)
         # What does not fit was refused before the weights were allocated.
@@ -55,7 +65,10 @@ def attach_activations(
     if how is None and modules is None and weights is None:
         return None
     inner = [layer for _, layer in of_model(model)]
-    return attach(model, optimizer, activations=how, weights=weights, recompute=modules, layers=inner)
+    attached = attach(model, optimizer, activations=how, weights=weights, recompute=modules, layers=inner)
+    if stages:
+        attached.in_runs([len(of_model(stage)) for stage in stages])
+    return attached
 
 
 def _offloaded(config: Config) -> Activations | None:

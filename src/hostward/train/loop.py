@@ -234,7 +234,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
     # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
     optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
-    for whole in [part.model for part in held.parts] or [model]:
+    stages = [part.model for part in held.parts]
+    for whole in stages or [model]:
         recompute_layers(whole, config, plan)
     run = Run(
         recipe, config, device, dataset, model, optimizer, scaler_of(held, device, dtype), predicted=found.predicted,
@@ -243,7 +244,7 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
     if resume_from is not None and waiting is None:
         resume.load(run, resume_from)
     # It takes weights over as they are.
-    run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan))
+    run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan, stages))
     if resume_from is not None and waiting is not None:
         resume.load(run, resume_from, with_weights=False)
     run.begin_at(run.iteration)

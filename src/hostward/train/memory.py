@@ -109,8 +109,7 @@ def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
     """
     places = {name: place_in_model(name) for name in names}
     layers = 1 + int(max(place for place in places.values() if place < math.inf))
-    each = layers // (ranks.stages * rounds)
-    return [n for n, p in places.items() if int(min(max(p, 0), layers - 1)) // each % ranks.stages == ranks.stage]
+    return [n for n, p in places.items() if ranks.has_layer(int(min(max(p, 0), layers - 1)), layers, rounds)]
 
 
 def _too_large(

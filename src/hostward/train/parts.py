@@ -144,6 +144,10 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
     reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.ddp.grad_reduce_in_fp32 else None)
     for module, over in [*apart, *((module, mesh) for module in [*gathered, model])]:
         fully_shard(module, mesh=over, mp_policy=reduced, reshard_after_forward=ranks.resharded)
+    if ranks.stages > 1 and ranks.resharded:
+        from hostward.adapters.pipelines import gather_in_passes
+
+        gather_in_passes(model)
 
 
 def _divide_experts(

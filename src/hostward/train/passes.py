@@ -105,17 +105,19 @@ class Pipeline:
             microbatches=self._microbatches,
             device=device,
             loss=self._loss,
-            around=self._around,
+            told=self,
         )
         self._run: Run
         self._taken = False
         self._total: torch.Tensor
-        self._left = 0
+        self._left = self._done = 0
+        self._order: list[tuple[int, bool]] = []
+        """Passes of a step: of which part, and whether backward."""
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
         self._run, self._taken = run, taken
         self._total = torch.zeros((), dtype=torch.float32, device=run.device)
-        self._left = len(self._parts) * self._microbatches
+        self._left, self._done = len(self._parts) * self._microbatches, 0
         if run.scaler is not None:
             # It makes its factor when it first scales something, and the last stage alone has a loss.
             run.scaler.scale(self._total)
@@ -140,7 +142,8 @@ class Pipeline:
         return mean if self._run.scaler is None else self._run.scaler.scale(mean)
 
     @contextmanager
-    def _around(self, part: Part, last_of_part: bool) -> Iterator[None]:
+    def around(self, part: Part, *, last_of_part: bool) -> Iterator[None]:
+        """As `pipelines.Told`."""
         run = self._run
         self._left -= 1
         last = self._left == 0
@@ -149,6 +152,15 @@ class Pipeline:
         synchronise_gradients(part.model, last=last_of_part, resharded=run.ranks.resharded)
         with run.optimizer.accumulate(last=self._taken and last):
             yield
+
+    def passed(self, part: Part, *, backward: bool) -> None:
+        """As `pipelines.Told`. Every step has the order of the first: what is next is known from the second on."""
+        self._done += 1
+        if self._done > len(self._order):
+            self._order.append((self._parts.index(part), backward))
+        elif self._done < len(self._order) and self._run.attachment is not None:
+            place, is_backward = self._order[self._done]
+            self._run.attachment.expect(place, backward=is_backward)
 
 
 def samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,6 +80,10 @@ class Ranks:
     def stage(self) -> int:
         return self.rank // self.of_stage
 
+    def has_layer(self, layer: int, layers: int, rounds: int) -> bool:
+        """Whether a layer of a model of so many is in one of the `rounds` stages that this rank has."""
+        return layer // (layers // (self.stages * rounds)) % self.stages == self.stage
+
     @property
     def data_rank(self) -> int:
         """Of those of a stage that train on samples of their own."""

@@ -22,8 +22,8 @@ from .ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Weights of the first `layers` layers, and this rank's bytes of them. Of one process they wait on the CPU until
-    they are attached; parts of what ranks share lie on the device until then, where FSDP2 takes them.
+    """Weights of the first `layers` layers that are here, and this rank's bytes of them. Of one process they wait on
+    the CPU until they are attached; stages, and parts of what ranks share, lie on the device until then.
     """
 
     layers: int
@@ -42,7 +42,9 @@ def leaving_weights(
     if not count:
         return None
     model = meta_model(config, vocab_size, dtype)
-    names = {path for path, _ in find_layers(model)[:count]}
+    paths, rounds = find_layers(model), config.model.virtual_pipeline_model_parallel_size or 1
+    here = [path for i, (path, _) in enumerate(paths) if ranks.has_layer(i, len(paths), rounds)]
+    names = set(here[:count])
     held = sum(math.prod(p.shape) for name, p in model.named_parameters() if layer_of(name) in names)
     parts = ranks.of_stage if ranks.divided else 1
     return Leaving(count, -(-held * dtype.itemsize // parts))

@@ -178,6 +178,30 @@ class Attachment:
         self._attached = True
         weakref.finalize(self, backend.drain)
 
+    def in_runs(self, lengths: Sequence[int]) -> None:
+        """Layers are called in runs of so many, in any order of runs, forward or backward: as those of the stages of a
+        pipeline. Weights that leave are then fetched ahead within a run, and for the one that is expected.
+
+        Raises:
+            ConfigError: these are not all layers.
+        """
+        if sum(lengths) != self._shape.visits or min(lengths) < 1:
+            raise ConfigError(
+                f"runs of {list(lengths)} layers, of {self._shape.visits} in all",
+                fix="give the number of layers of each run, in order; together they are all that are attached",
+            )
+        if self._weights is not None:
+            self._weights.in_runs(lengths)
+
+    def expect(self, run: int, *, backward: bool) -> None:
+        """The layers of this run come next. What comes without being expected is fetched when it is needed.
+
+        Raises:
+            ConfigError: there is no such run.
+        """
+        if self._weights is not None:
+            self._weights.expect(run, backward=backward)
+
     def report(self) -> ActivationReport:
         """What has been offloaded so far."""
         movement = self._movement

@@ -7,12 +7,14 @@ layers one. What is gathered next is guessed from what was; a wrong guess costs 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from hostward.lowering.weights import GATHERED_AHEAD
 
+from .runs import Runs
 from .weight_residency import Residency
 
 if TYPE_CHECKING:
@@ -33,17 +35,22 @@ class GatheredLayers:
         together = [own for own, _ in groups.gathered_together()]
         self._group_of = {id(p): number for number, own in enumerate(together) for p in own}
         found: dict[int, str] = {}
-        self.offloaded = 0
-        for i, (path, layer) in enumerate(layers):
+        counts = [0]
+        for path, layer in layers:
             # Modules come before what they hold, so the outer group of a layer, which is gathered first, does.
             for number in sorted({self._group_of[id(p)] for p in layer.parameters() if id(p) in self._group_of}):
                 found.setdefault(number, path)
-            if i < count:
-                self.offloaded = len(found)
+            counts.append(len(found))
+        self._counts, self.offloaded = counts, counts[count]
         self.numbers, self.names = list(found), list(found.values())
         self.places = {number: at for at, number in enumerate(self.numbers)}
         for number in self.numbers[: self.offloaded]:
             groups.settle(number)
+
+    def runs_of(self, lengths: Sequence[int]) -> Runs:
+        """Runs of so many layers, counted in what is gathered of them."""
+        ends = [self._counts[end] for end in accumulate(lengths)]
+        return Runs([end - first for first, end in pairwise([0, *ends])])
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether FSDP2 gathers it."""
@@ -72,6 +79,7 @@ class Gathers:
 
     def __init__(self, layers: GatheredLayers, residency: Residency) -> None:
         self._layers, self._residency = layers, residency
+        self._runs = Runs([len(layers.numbers)])
         layers.groups.serve(self)
 
     def needed(self, group: int, stream: torch.Stream | None, *, backward: bool) -> None:
@@ -86,7 +94,18 @@ class Gathers:
         elif at < layers.offloaded and stream is not None:
             # Not by a wait of the compute lane: what it still has to do would come before the gather then.
             residency.hold(at, stream)
-        self._fetch(at - steps if backward else at + steps for steps in range(1, GATHERED_AHEAD + 1))
+        run = self._runs.beside(at)
+        ahead = (at - steps if backward else at + steps for steps in range(1, GATHERED_AHEAD + 1))
+        self._fetch(place for place in ahead if place in run)
+
+    def in_runs(self, lengths: Sequence[int]) -> None:
+        """So many layers are gathered one after another; nothing is fetched ahead beyond the end of such a run."""
+        self._runs = self._layers.runs_of(lengths)
+
+    def expect(self, number: int, *, backward: bool) -> None:
+        """That run comes next."""
+        run = self._runs.run(number)
+        self._fetch(reversed(run[-GATHERED_AHEAD:]) if backward else run[:GATHERED_AHEAD])
 
     def _fetch(self, places: Iterable[int]) -> None:
         """Ahead of their gathers, unless they are whole."""

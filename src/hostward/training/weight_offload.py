@@ -23,6 +23,7 @@ from hostward.schedule import Schedule
 
 from .given import tensors_of
 from .options import named_fields, require_fewer, require_whole
+from .runs import Runs
 from .saved_tensors import raise_modified
 from .visit_hooks import Enter, Leave, Mark
 from .weight_choice import choose
@@ -134,6 +135,7 @@ class OffloadedWeights:
         self.count = len(chosen.layers)
         """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
+        self._runs = Runs([self._layers])
         trained = {i for i, held in enumerate(chosen.layers) if held and held.stepped}
         shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
         self.schedule: Schedule = lower_weights(shape)
@@ -212,10 +214,10 @@ class OffloadedWeights:
         self._stack.append(number)
         self.use(number)
         if torch._C._current_graph_task_id() != -1:
-            residency.prefetch(number - 1)
+            residency.prefetch(self._beside(number, -1))
             return
         residency.sweep((*self._stack, number + 1))
-        residency.prefetch(number + 1)
+        residency.prefetch(self._beside(number, 1))
 
     def leave(self, number: int, output: object) -> None:
         """A layer has run, or failed."""
@@ -244,13 +246,33 @@ class OffloadedWeights:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self.use(number)
         residency.sweep((*self._stack, number, number - 1))
-        residency.prefetch(number - 1)
+        residency.prefetch(self._beside(number, -1))
 
     def _end(self) -> None:
         """A backward has ended: perhaps one inside another, so what was fetched ahead stays."""
         self._task = -1
         expected = self._residency.expected
         self._residency.sweep(self._stack if expected is None else (*self._stack, expected))
+
+    def _beside(self, number: int, steps: int) -> int:
+        """The layer so many steps further in the same run; -1: there is none."""
+        return number + steps if number + steps in self._runs.beside(number) else -1
+
+    def in_runs(self, lengths: Sequence[int]) -> None:
+        """As `Attachment.in_runs`."""
+        if self._gathers is None:
+            self._runs = Runs(lengths)
+        else:
+            self._gathers.in_runs(lengths)
+
+    def expect(self, run: int, *, backward: bool) -> None:
+        """As `Attachment.expect`."""
+        if self._gathers is not None:
+            self._gathers.expect(run, backward=backward)
+            return
+        number = self._runs.run(run)[-1 if backward else 0]
+        self._residency.sweep((number,))
+        self._residency.prefetch(number)
 
     def use(self, number: int) -> None:
         """The compute lane may read a layer's weights from here on."""
