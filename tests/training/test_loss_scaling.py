@@ -99,4 +99,7 @@ def test_a_scaler_that_looks_at_one_stage_alone_is_refused(taken: bool) -> None:
     with pytest.raises(ModelError, match="looked at the gradients of one stage of a pipeline alone"):
         scaler.step(optimizer)
     optimizer.looked_at_over = stages  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
     require_one_scale(optimizer, stages, taken=False)
+    with pytest.raises(ModelError, match="of one stage of a pipeline alone"):  # the next step is another look
+        require_one_scale(optimizer, stages, taken=False)

@@ -229,6 +229,23 @@ def test_a_stage_is_weighed_without_what_leaves_of_its_own_layers(tmp_path: Path
                 assert waiting.weight_bytes == -(-expected // of_stage)
 
 
+def test_a_stage_whose_weights_leave_needs_room_for_them_until_they_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are added up on the host here, so a step needs less than that. Seen red: weighed for a step alone."""
+    words = ["model.num_layers=8", "model.pipeline_model_parallel_size=2", "model.cpu_offloading_num_layers=3"]
+    config, device = configured(*LEAVING, *words, "optimizer.gradients=host"), torch.device("cuda")
+    rank = replace(Ranks(0, 2), stages=2)
+    waiting = leaving_weights(config, None, 257, torch.bfloat16, rank)
+    assert waiting is not None
+    weights = require_memory(config, torch.device("cpu"), 257, rank).weight_bytes
+    free_bytes(monkeypatch, weights)
+    require_memory(config, device, 257, rank, waiting.weight_bytes)
+    free_bytes(monkeypatch, weights - 1)
+    with pytest.raises(MemoryLimitError, match="bytes of device memory") as told:
+        require_memory(config, device, 257, rank, waiting.weight_bytes)
+    assert "lie on the device until training begins" in str(told.value)
+    assert "load" in str(told.value)
+
+
 def least_bytes(monkeypatch: pytest.MonkeyPatch, config: Config, ranks: Ranks, away_bytes: int) -> int:
     """Of device memory, so that weights, gradients and state are not refused."""
 

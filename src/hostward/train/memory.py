@@ -14,7 +14,7 @@ from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
 from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, lock_limit_bytes
-from hostward.memory_model import STEADY_STEP, Needs, PhaseNeeds
+from hostward.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds
 from hostward.planning.needs import Budgets
 from hostward.planning.refuse import table
 from hostward.sizes import size
@@ -100,6 +100,12 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     if free_bytes is not None and phase.device_bytes > free_bytes:
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
         raise _too_large(least, phase, free, "device", phase.device_bytes, free_bytes, fix)
+    if (
+        free_bytes is not None and ranks.size > 1 and least.weight_bytes > free_bytes
+    ):  # until those that leave have left
+        loading = PhaseNeeds(LOAD, {Owner.WEIGHTS.value: least.weight_bytes}, {}, {})
+        fix = "divide it among more processes: with several, weights that leave lie on the device until training begins"
+        raise _too_large(least, loading, free, "device", least.weight_bytes, free_bytes, fix)
     return least
 
 

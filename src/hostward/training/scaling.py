@@ -39,7 +39,8 @@ def require_one_scale(optimizer: object, stages: object, *, taken: bool) -> None
         taken: some of them had left `.grad`, so that the scaler is told what the norm over all stages finds.
     """
     looked = getattr(optimizer, "found_inf", None) is not None
-    if stages is None or not looked or taken or getattr(optimizer, "looked_at_over", None) is stages:
+    together = vars(optimizer).pop("looked_at_over", None) is stages  # for this step alone
+    if stages is None or not looked or taken or together:
         return
     raise ModelError(
         "a gradient scaler has looked at the gradients of one stage of a pipeline alone",
