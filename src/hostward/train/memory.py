@@ -100,9 +100,8 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     if free_bytes is not None and phase.device_bytes > free_bytes:
         fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
         raise _too_large(least, phase, free, "device", phase.device_bytes, free_bytes, fix)
-    if (
-        free_bytes is not None and ranks.size > 1 and least.weight_bytes > free_bytes
-    ):  # until those that leave have left
+    # Weights that leave do so when all are there, and before there are gradients.
+    if free_bytes is not None and ranks.size > 1 and least.weight_bytes > free_bytes:
         loading = PhaseNeeds(LOAD, {Owner.WEIGHTS.value: least.weight_bytes}, {}, {})
         fix = "divide it among more processes: with several, weights that leave lie on the device until training begins"
         raise _too_large(least, loading, free, "device", least.weight_bytes, free_bytes, fix)
