@@ -220,21 +220,31 @@ def test_layers_that_are_whole_one_at_a_time_and_weights_away_change_no_bit(trai
         assert (mine["weights"].get("fetched", 0) > 0) == ("weights" in case)
 
 
-@pytest.mark.parametrize("turns", [[], [TURNS]], ids=["1F1B", "in turns"])
-def test_layers_are_divided_between_passes_of_microbatches(world: World, turns: list[str]) -> None:
+EXPERTS = [*LAYERS, "model.expert_model_parallel_size=2"]
+DIVIDED = {
+    "1F1B": (QWEN3, LAYERS),
+    "in turns": (QWEN3, [*LAYERS, TURNS]),
+    "experts by themselves": (MOE, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_layers_are_divided_between_passes_of_microbatches(world: World, case: str) -> None:
     """Nothing of a stage is whole, or on its way, when another microbatch goes forward."""
-    for rank in world.run("pipeline_cases.between_passes", words=[*LAYERS, *turns, RESHARDED]):
+    recipe, words = DIVIDED[case]
+    for rank in world.run("pipeline_cases.between_passes", words=[*words, RESHARDED], recipe=recipe):
         assert rank["groups"] > 3
         assert rank["whole"] == 0
-    for rank in world.run("pipeline_cases.between_passes", words=[*LAYERS, *turns]):
+    for rank in world.run("pipeline_cases.between_passes", words=words, recipe=recipe):
         assert rank["whole"] > rank["passes"] // 2
 
 
 AWAY = {
-    "of one rank": SIXTEEN,
-    "of one rank, in turns": [*SIXTEEN, TURNS],
-    "divided": [*LAYERS, RESHARDED],
-    "divided, in turns": [*LAYERS, RESHARDED, TURNS],
+    "of one rank": (QWEN3, SIXTEEN),
+    "of one rank, in turns": (QWEN3, [*SIXTEEN, TURNS]),
+    "divided": (QWEN3, [*LAYERS, RESHARDED]),
+    "divided, in turns": (QWEN3, [*LAYERS, RESHARDED, TURNS]),
+    "experts by themselves, in turns": (MOE, [*EXPERTS, RESHARDED, TURNS]),
 }
 
 
@@ -243,9 +253,10 @@ def test_weights_of_a_stage_are_here_as_its_passes_come_and_foreseen_from_the_se
     world: World, case: str
 ) -> None:
     """Of the three of a rank's four layers that leave: between passes what the next one begins with is here, the first
-    layer, or of divided ones the parts of two.
+    layer, or of divided ones the parts of two gathers.
     """
-    for rank in world.run("pipeline_cases.between_passes", words=[*AWAY[case], *away(3)]):
+    recipe, words = AWAY[case]
+    for rank in world.run("pipeline_cases.between_passes", words=[*words, *away(3)], recipe=recipe):
         first, second = rank["after"]
         assert 3 * rank["here"] == (2 if "divided" in case else 1) * second["offloaded"]
         assert second["on_demand"] == first["on_demand"]

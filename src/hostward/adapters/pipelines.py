@@ -90,7 +90,8 @@ def gather_in_passes(model: Any) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    divided = [module for module in _as_they_end(model) if isinstance(module, FSDPModule)]
+    # The model itself ends last, so what FSDP2 does is right; and it would gather ahead anew for each of its outputs.
+    divided = [m for m in _as_they_end(model) if isinstance(m, FSDPModule) and m is not model]
     for before, module in zip([divided[0], *divided], divided, strict=False):  # ahead of the first: itself, so nothing
         module.set_modules_to_backward_prefetch([before])
 
