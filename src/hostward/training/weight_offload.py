@@ -271,7 +271,7 @@ class OffloadedWeights:
             self._gathers.expect(run, backward=backward)
             return
         number = self._runs.run(run)[-1 if backward else 0]
-        self._residency.sweep((number,))
+        self._residency.sweep((*self._stack, number))
         self._residency.prefetch(number)
 
     def use(self, number: int) -> None:
