@@ -34,7 +34,7 @@ from hostward.overrides import apply_overrides
 from hostward.plan import Placement, Plan
 from hostward.planner import place_fraction
 from hostward.planning.shards import sharded
-from hostward.rule_table import widened
+from hostward.rule_table import resharded, widened
 from hostward.train.planning import asked_of, other_division
 from hostward.train.shares import shares
 from hostward.train.workload import recipe_workload
@@ -186,12 +186,18 @@ def tells_rates(row: dict[str, Any]) -> bool:
     return "rates" in row["of_ranks"][0]
 
 
+def _divided(config: Config, ranks: int) -> Workload:
+    """What one of several ranks has of a recipe's step."""
+    work = recipe_workload(config)
+    return sharded(work, ranks, reduced_in_fp32=widened(config, ranks), resharded=resharded(config))
+
+
 @cache
 def part(recipe: str, options: tuple[str, ...], length: int, ranks: int) -> tuple[Config, Workload]:
     """Of the first rank of so many, each with a sequence of its own."""
     sizes = (f"model.seq_length={length}", f"train.global_batch_size={ranks}", "train.micro_batch_size=1")
     config = apply_overrides(recipes.load(recipe), [*options, *sizes])
-    return config, sharded(recipe_workload(config), ranks, reduced_in_fp32=widened(config, ranks))
+    return config, _divided(config, ranks)
 
 
 def scaled(result: dict[str, Any], row: dict[str, Any]) -> tuple[Workload, Choice]:
@@ -221,10 +227,11 @@ def recipe_run(result: dict[str, Any]) -> tuple[str, Workload, Choice] | None:
     by_rows = ranks == 1 or (config.ddp.use_distributed_optimizer and other_division(config) is None)
     if isinstance(asked.streamed_fraction, str) or not by_rows:
         return None
-    work = sharded(recipe_workload(config), ranks, reduced_in_fp32=widened(config, ranks))
+    work = _divided(config, ranks)
     plan = place_fraction(work.inventory.buckets, asked.offload_fraction, asked.streamed_fraction)
     on_host = config.optimizer.gradients == "host"
-    keeps = (Keep.KEEP,) * len(work.repeated)
+    kept = asked_of(config, work, None).activations
+    keeps = tuple(kept.get(i, Keep.KEEP) for i in range(len(work.repeated)))
     name = " ".join([result["recipe"], *(w for w in words if w.startswith(("model.", "optimizer.gradients")))])
     return name, work, Choice(tuple(b.placement for b in plan.buckets), keeps, gradients_on_host=on_host)
 
