@@ -18,11 +18,13 @@ class Failure:
     what: str
     why: str
     fix: str
+    named: bool = False
+    """It is what several ranks have agreed on, and says of which one."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         if isinstance(error, HostwardError):
-            return cls(type(error).__name__, error.what, error.why, error.fix)
+            return cls(type(error).__name__, error.what, error.why, error.fix, error.everywhere)
         return cls("", f"{type(error).__name__}: {error}".strip(": "), "", "")
 
 
@@ -52,6 +54,6 @@ def raised_by_all(
         causes = filter(None, ("" if first.what == what else first.what, first.why))
         made: HostwardError = own(what, why=f"{name}: {'; '.join(causes)}", fix=first.fix or fix)
     else:
-        made = own(f"{name}: {first.what}", why=first.why, fix=first.fix or fix)
+        made = own(first.what if first.named else f"{name}: {first.what}", why=first.why, fix=first.fix or fix)
     made.everywhere = True
     return made

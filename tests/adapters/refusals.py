@@ -14,7 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import hostward
 from hostward import checkpoint
+from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import SimulatedBackend
+from hostward.errors import MemoryLimitError
 from hostward.training.workload_of import workload_of
 
 
@@ -143,3 +145,58 @@ def _a_gradient_without_ranks() -> None:
     for p in model.parameters():
         p.grad = torch.ones(p.shape)
     optimizer.step()
+
+
+class FullHost(SimulatedBackend):
+    """Has no memory for copies of a second layer's weights."""
+
+    def allocate(self, tier: Tier, *args: Any, **options: Any) -> list[Buffer]:
+        if tier is Tier.HOST and self.ledger.total_bytes(tier):
+            raise MemoryLimitError("the host is full", why="the machine is small", fix="free memory")
+        return super().allocate(tier, *args, **options)
+
+
+def _asked(model: Any, what: str, backend: SimulatedBackend, *, refuses: bool) -> dict[str, Any]:
+    """Of `attach`, so that this rank refuses or does not."""
+    if what == "stepped on the device":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("three"))  # of its three rows a fourth rank has none
+        optimizer = hostward.AdamW(model, backend=backend)
+        return {"optimizer": optimizer, "weights": hostward.Weights(2, min_elements=10**9)}
+    model.requires_grad_(False)
+    modules = ("down", "upp") if refuses and what == "modules" else ("down",)
+    return {
+        "activations": hostward.Activations(min_bytes=1, modules=modules),
+        "weights": hostward.Weights(2, min_elements=0),
+        "recompute": ("norm",),
+        "backend": backend,
+    }
+
+
+def refused_by_some(what: str, mesh: str, ranks: list[int]) -> dict[str, Any]:
+    """What a rank is told where these refuse; and the model and the host's bytes before it, and then."""
+    model: Any = sharded(mesh)
+    refuses = torch.distributed.get_rank() in ranks
+    backend = FullHost(threads=1) if refuses and what == "host memory" else SimulatedBackend(threads=1)
+    asked = _asked(model, what, backend, refuses=refuses)
+    before, told = (_state_of(model), backend.ledger.total_bytes(Tier.HOST)), "no error"
+    try:
+        hostward.attach(model, **asked)
+    except hostward.HostwardError as error:
+        told = f"{type(error).__name__}: {error}"
+    after = _state_of(model), backend.ledger.total_bytes(Tier.HOST)
+    loss_of(model, 0)  # gathers: nobody was left in another collective
+    with hostward.attach(model, **_asked(model, "", SimulatedBackend(threads=1), refuses=False)):
+        loss_of(model, 0)
+    return {"told": told, "before": before, "after": after}
+
+
+def _state_of(model: Any) -> dict[str, Any]:
+    """By module its hooks and what stands on the instance, by parameter the bytes that are there."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        hooks = {kind: len(held) for kind, held in vars(module).items() if kind.endswith("_hooks")}
+        found[name] = hooks, sorted(vars(module))
+    for name, parameter in model.named_parameters():
+        found[f"bytes of {name}"] = parameter.to_local().untyped_storage().nbytes()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ REFUSED = {
     "moved": "ModelError: move() of a model that is sharded: weight 'scale'",
     "replaced_by_loading": "ModelError: weight 'blocks.0.norm.weight' of an offloaded layer was replaced",
     "weights_away_of_matrices": "ModelError: weight 'blocks.0.up.weight' is a DTensor of no known FSDP2 module",
-    "weights_away_and_stepped_here": "ConfigError: weight 'blocks.0.",
+    "weights_away_and_stepped_here": f"ConfigError: rank 0 on {platform.node()} and 3 more: weight 'blocks.0.",
     "states_of_torch_streamed": "ModelError: a parameter (1,) is a DTensor",
     "a_gradient_not_reduced": "ModelError: parameter 'scale' has a gradient that is a DTensor, not placed as",
     "a_gradient_without_ranks": "ModelError: parameter 'scale' has a gradient that is a Tensor, not placed as",
@@ -38,6 +39,25 @@ def test_it_is_refused_on_every_rank(world: World, what: str) -> None:
     for told in world.run("refusals.told", what=what):
         assert told.startswith(REFUSED[what])
         assert "  fix: " in told
+
+
+@pytest.mark.parametrize(
+    ("what", "mesh", "ranks", "first", "then"),
+    [
+        ("stepped on the device", "four", [0, 1, 2], "ConfigError: rank 0{} and 2 more: weight 'blocks.0.three'", ""),
+        ("modules", "four", [2], "ConfigError: rank 2{}: no layer has a module 'upp'", "did you mean up"),
+        ("modules", "hybrid", [2], "ConfigError: rank 2{}: no layer has a module 'upp'", "did you mean up"),
+        ("host memory", "hybrid", [1, 3], "MemoryLimitError: rank 1{} and 1 more: the host is full", "free memory"),
+    ],
+)
+def test_what_one_rank_refuses_all_do_and_nothing_stays(
+    world: World, what: str, mesh: str, ranks: list[int], first: str, then: str
+) -> None:
+    """Seen red: the others went on, attached."""
+    for rank in world.run("refusals.refused_by_some", what=what, mesh=mesh, ranks=ranks):
+        assert rank["told"].startswith(first.format(f" on {platform.node()}"))
+        assert then in rank["told"]
+        assert rank["after"] == rank["before"]
 
 
 def test_a_torch_whose_fsdp2_is_built_in_another_way_is_named() -> None:

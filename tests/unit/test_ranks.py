@@ -105,6 +105,12 @@ def test_the_first_error_is_told_and_the_others_counted() -> None:
     assert (error.why, error.fix, error.everywhere) == ("why", "fix", True)
 
 
+def test_what_ranks_of_a_mesh_have_agreed_on_names_its_rank_once() -> None:
+    of_mesh = Failure.of(raised_by_all([("rank 2", None), ("rank 3", FULL)]))
+    error = raised_by_all([("rank 0", None), ("rank 1", None), ("rank 2", of_mesh), ("rank 3", of_mesh)])
+    assert error.what == "rank 3: full"
+
+
 def test_an_error_of_one_rank_says_what_all_cannot_do() -> None:
     error = raised_by_all([("rank 1", FULL)], what="cannot save", kind=CheckpointError)
     assert isinstance(error, MemoryLimitError)

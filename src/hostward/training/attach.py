@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,13 @@ from hostward.errors import ConfigError
 from hostward.inspect import groups_of
 from hostward.planning.plan_file import PlanFile
 
-from .attachment import Activations, Attachment
+from .agreement import agreed
+from .attachment import Activations, Attachment, marks_in
 from .control import Control
 from .layers import find_layers
 from .mix import planned
 from .options import named_options, require_fewer
-from .planned import PlannedLayers, layers_of, recompute_whole
+from .planned import PlannedLayers, layers_of, recompute_whole, require_whole_again
 from .rank_plan import require_division
 from .recompute import Regions
 from .room import require_room
@@ -53,7 +55,8 @@ def attach(
         print(run.report().explain())
         run.detach()
 
-    Gradients keep their bits. Use it as a context, or call `detach`.
+    Gradients keep their bits. Use it as a context, or call `detach`. Of a model that several ranks share all of them
+    call it, and where one refuses all raise its error.
 
     Args:
         model: is called as before; its layers' forward hooks tell where it is.
@@ -77,6 +80,56 @@ def attach(
             already; the plan is for other ranks. ModelError: no layers were found; a module that cannot be recomputed
             as asked; compiled layers with `recompute`. MemoryLimitError: a plan, or copies of weights, do not fit.
     """
+    parameters = list(model.parameters())
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    with contextlib.ExitStack() as undo:
+        put = agreed(
+            parameters,
+            device,
+            lambda: _put_on(
+                undo, model, optimizer, activations, weights, recompute, plan, layers, backend, device, force=force
+            ),
+        )
+        if put.planned is not None:  # once nothing else can be refused, on any rank: it is not undone
+            recompute_whole(model, [layer for _, layer in put.layers], put.planned.whole)
+        if put.regions is not None:
+            put.regions.warn_of_idle(put.layers)
+        run = Attachment(
+            model, put.backend, put.layers, put.how,
+            turns=optimizer is None, regions=put.regions, weights=put.away, marks=put.marks,
+        )  # fmt: skip
+        undo.pop_all()
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOn:
+    """What has been put on a model's layers, and what is to follow once all ranks have got so far."""
+
+    layers: Sequence[tuple[str, torch.nn.Module]]
+    backend: Backend
+    planned: PlannedLayers | None
+    how: Activations | None
+    regions: Regions | None
+    away: OffloadedWeights | None
+    marks: Sequence[dict[torch.nn.Module, bool]] | None
+
+
+def _put_on(
+    undo: contextlib.ExitStack,
+    model: torch.nn.Module,
+    optimizer: AdamW | None,
+    activations: Activations | int | None,
+    weights: Weights | int | None,
+    recompute: Sequence[str] | Mapping[str, int | None] | None,
+    plan: object,
+    layers: Sequence[torch.nn.Module] | None,
+    backend: Backend | None,
+    device: torch.device,
+    *,
+    force: bool,
+) -> _PutOn:
+    """All that may be refused. `undo` gets what takes it off again. Raises what `attach` raises."""
     if activations is None and weights is None and recompute is None and plan is None:
         raise ConfigError(
             "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
@@ -88,32 +141,27 @@ def attach(
         _require_optimizer_of(model, optimizer)
     _require_not_attached(model)
     found = find_layers(model, layers)
-    given, device = planned(plan), next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = planned(plan)
     by_plan = None if given is None else _planned(given, model, found, activations, weights, recompute)
     if by_plan is not None:
         activations, weights = by_plan.activations or None, by_plan.weights or None
         recompute = by_plan.recompute(found)
+        require_whole_again(model, [layer for _, layer in found], by_plan.whole)
     how = None if activations is None else _how(activations, len(found))
     moving = None if weights is None else weights_of(weights, len(found))
     if given is not None and not force:
         require_room(given, device)
     if backend is None:
         backend = backend_for(device, None) if optimizer is None else optimizer.backend
-    with contextlib.ExitStack() as undo:
-        regions = away = None
-        if recompute is not None:
-            regions = Regions(found, recompute)
-            undo.callback(regions.undo)
-        if moving is not None:
-            away = OffloadedWeights(model, found, optimizer, backend, moving)
-            undo.callback(away.detach)
-        if by_plan is not None:  # once nothing else can be refused: it is not undone
-            recompute_whole(model, [layer for _, layer in found], by_plan.whole)
-        if regions is not None:
-            regions.warn_of_idle(found)
-        run = Attachment(model, backend, found, how, turns=optimizer is None, regions=regions, weights=away)
-        undo.pop_all()
-    return run
+    regions = away = None
+    if recompute is not None:
+        regions = Regions(found, recompute)
+        undo.callback(regions.undo)
+    marks = None if how is None else marks_in(found, how, regions)
+    if moving is not None:
+        away = OffloadedWeights(model, found, optimizer, backend, moving)
+        undo.callback(away.detach)
+    return _PutOn(found, backend, by_plan, how, regions, away, marks)
 
 
 def offload_activations(

@@ -122,6 +122,26 @@ class ActivationReport:
         return [f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because {most}"]
 
 
+def marks_in(
+    layers: Sequence[tuple[str, torch.nn.Module]], how: Activations, regions: Regions | None
+) -> list[dict[torch.nn.Module, bool]] | None:
+    """By layer, where it begins to hold that saved tensors leave or stay; None: nowhere within layers.
+
+    Raises ConfigError for modules that are none, or that run again as a part of others.
+    """
+    if not how.modules:
+        return None
+    inner = [layer for _, layer in layers]
+    marks = marks_of(inner, how.modules, _leaving(layers, how), how.fraction)
+    if regions is not None:
+        regions.require_outside(inner, how.modules)
+    return marks
+
+
+def _leaving(layers: Sequence[object], how: Activations) -> int:
+    return len(layers) - 1 if how.num_layers is None else how.num_layers
+
+
 class Attachment:
     """Offloading that is on. `detach` takes it off; what has been saved by then still comes back."""
 
@@ -135,24 +155,18 @@ class Attachment:
         turns: bool,
         regions: Regions | None = None,
         weights: OffloadedWeights | None = None,
+        marks: Sequence[dict[torch.nn.Module, bool]] | None = None,
     ) -> None:
         """`how`: None offloads nothing. `turns`: nobody else counts the turns of the backend. `regions`: are on.
-        `weights`: come and go.
+        `weights`: come and go. `marks`: of `marks_in`.
         """
         self._weights = weights
         self._regions = regions
         self.recomputed = [] if regions is None else list(regions.names)
         """Paths of the modules that are recomputed in part or as a whole."""
-        on, offloaded = how is not None or weights is not None, len(layers) - 1
-        if how is None:
-            offloaded, how = 0, Activations()
-        elif how.num_layers is not None:
-            offloaded = how.num_layers
+        on, offloaded = how is not None or weights is not None, 0 if how is None else _leaving(layers, how)
+        how = how or Activations()
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
-        inner = [layer for _, layer in layers]
-        marks = marks_of(inner, how.modules, offloaded, how.fraction) if how.modules else None
-        if marks is not None and regions is not None:
-            regions.require_outside(inner, how.modules)
         self.layers = [name for name, _ in layers[:offloaded]]
         """Paths of the layers whose activations leave."""
         self._which = f" in {', '.join(how.modules)}" if how.modules else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,23 @@ def recompute_whole(
 
     Raises ConfigError for layers that have none.
     """
+    enable = require_whole_again(model, layers, chosen)
+    if chosen and enable is not None:
+        enable({"use_reentrant": False, "preserve_rng_state": draws})
+    for number, layer in enumerate(layers):
+        if hasattr(layer, _SWITCH):
+            setattr(layer, _SWITCH, number in chosen)
+
+
+def require_whole_again(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int]
+) -> Callable[[dict[str, bool]], object] | None:
+    """What puts transformers' checkpoints around layers, if the model has it. Raises ConfigError where layers are
+    chosen that have none.
+    """
     causal: Any = model
     # transformers 5.22 has renamed it.
+    enable: Callable[[dict[str, bool]], object] | None
     enable = getattr(causal, "activation_checkpointing_enable", None)
     enable = enable or getattr(causal, "gradient_checkpointing_enable", None)
     if chosen and (enable is None or not all(hasattr(layer, _SWITCH) for layer in layers)):
@@ -101,8 +116,4 @@ def recompute_whole(
             fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it; without a plan: "
             "model.recompute_granularity=selective, or null",
         )
-    if chosen and enable is not None:
-        enable({"use_reentrant": False, "preserve_rng_state": draws})
-    for number, layer in enumerate(layers):
-        if hasattr(layer, _SWITCH):
-            setattr(layer, _SWITCH, number in chosen)
+    return enable

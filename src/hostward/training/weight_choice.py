@@ -95,7 +95,7 @@ def choose(
                 kept[why] += local_of(parameter).nbytes
     leaving = {p for held in found for _, p in held}
     # Of whole weights, so that a rank that has none of a weight counts it. Whether the host steps a part is known where
-    # it is, so with state that is not all on the host a rank without parts may go on where the others refuse.
+    # it is: with state that is not all on the host a rank without parts goes on here, and `attach` lets all refuse.
     leaving_bytes = sum(p.numel() * p.element_size() for p in leaving)
     # Adapters beside frozen weights may stay; weights that are themselves trained are what was meant.
     if blocking and blocked_bytes > leaving_bytes:
