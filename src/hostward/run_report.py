@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import ConfigError
 from .plan import PlacedBucket
+from .run_ranks import RanksReport
 from .strict_json import parse, require_version
 from .text_files import read_text, replace_text
 
@@ -64,6 +65,15 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadPart:
+    """The same of one thing that leaves. exposed_s: None where nobody knows what the device has stood still for."""
+
+    transfer_s: Mapping[str, float]
+    transfer_bytes: Mapping[str, float]
+    exposed_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadReport:
     """What moving and stepping cost per step, measured over the iterations [first, last), and what of it was hidden.
 
@@ -81,6 +91,8 @@ class OffloadReport:
     transfer_bytes: Mapping[str, float]
     lines: tuple[str, ...]
     """The same for people."""
+    parts: Mapping[str, OffloadPart] = field(default_factory=dict)
+    """Of it, "weights of layers" and "saved activations", where they leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,43 +171,6 @@ class FrontierPoint:
     label: str
     device_bytes: int
     step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One process of a run of several. Bytes at its end; seconds per iteration, None where they were not measured."""
-
-    rank: int
-    node: str
-    device: str
-    host_bytes: int
-    pinned_bytes: int
-    device_peak_bytes: int | None
-    data_s: float
-    """Reading samples."""
-    host_step_s: float | None
-    transfer_s: float | None
-    """Both directions together."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRow:
-    """Sums over the ranks of one node."""
-
-    node: str
-    ranks: int
-    host_bytes: int
-    pinned_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RanksReport:
-    """What the ranks of a run say of themselves, in order."""
-
-    ranks: tuple[RankRow, ...]
-    nodes: tuple[NodeRow, ...]
-    stragglers: tuple[str, ...]
-    """Ranks that take much longer for something than the others, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +265,9 @@ class RunReport:
     """Of the optimizer state, in words."""
     plan: tuple[PlacedBucket, ...]
     activations: Mapping[str, Any] | None
-    """Of what layers saved for backward, where it is offloaded: an ActivationReport as plain values, and "words"."""
+    """Of what layers saved for backward, where it is offloaded: an ActivationReport as plain values, and "words", which
+    are "" where all of it stays. Its "weights" are those of layers that leave, with "words" of their own; or None.
+    """
     offload: OffloadReport | None
     """None where nothing was offloaded and no trace was asked for, or before anything was measured."""
     memory: MemoryReport
@@ -310,6 +287,8 @@ class RunReport:
     checkpoint: str | None
     ranks: RanksReport | None = None
     """Of a finished run of several processes; the rest of the report is that of rank 0."""
+    division: str | None = None
+    """What of the model each of several processes has, in words."""
 
     @property
     def simulated(self) -> bool:

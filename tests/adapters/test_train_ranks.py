@@ -191,8 +191,10 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
     assert "Gloo connectFullMesh failed" not in done.stderr
     assert done.stdout.count("loss, first and last") == 1
     assert "2 ranks, by node" in done.stdout
+    assert "each rank has" in done.stdout
     content = json.loads((tmp_path / "report.json").read_text())
     assert (content["first_iteration"], len(content["ranks"]["ranks"])) == (4, 2)
+    assert content["division"].startswith("weights, gradients and state divided over 2 ranks; a layer whole from its")
     expected = alone(small(*HOST, "train.train_iters=8")).losses
     assert content["losses"] == pytest.approx(expected[4:], rel=1e-5)
 

@@ -107,6 +107,14 @@ def test_drawn_weights_have_the_bits_of_a_run_on_the_device(
     assert different(saved(tmp_path / "away")[0], saved(tmp_path / "plain")[0]) == []
     assert min(before_optimizer[0].values()) > 0
     require_two_layers_away(before_optimizer[1])
+    weights = away["activations"]["weights"]
+    assert away["activations"]["words"] == ""  # all that layers save stays
+    assert weights["words"].startswith(f"weights: {weights['offloaded_bytes']:,} bytes on the host")
+    part = away["offload"]["parts"]["weights of layers"]
+    # At least once for forward and once for backward; without what the host step made of the other weights.
+    assert 2 * weights["offloaded_bytes"] <= part["transfer_bytes"]["h2d"] < away["offload"]["transfer_bytes"]["h2d"]
+    assert part["exposed_s"] is None
+    assert list(away["offload"]["parts"]) == ["weights of layers"]
 
 
 def test_a_plan_that_is_refused_says_how_to_make_one_for_what_is_free() -> None:

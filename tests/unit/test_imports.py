@@ -39,7 +39,7 @@ LAYERS = (
         "options_doc",
         "rank_failures",
     ),
-    ("plan", "planner", "workload", "workload_file", "choice", "run_report"),
+    ("plan", "planner", "workload", "workload_file", "choice", "run_report", "run_ranks"),
     ("save_buffers",),
     ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
     ("planning",),

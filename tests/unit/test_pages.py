@@ -154,6 +154,14 @@ def test_text_of_a_run_cannot_become_markup() -> None:
     assert page.all("h1")[0].text.startswith('<script>alert("1")</script>\ufffd&:')
 
 
+def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activations() -> None:
+    division = "weights, gradients and state divided over 2 ranks"
+    activations = {"words": "saved activations: 2 GiB", "weights": {"words": "weights: 5 GiB on the host"}}
+    text = render(replace(gpu_report(), activations=activations, division=division))
+    assert f"<p>Each rank has: {division}.</p>" in text
+    assert "<p>weights: 5 GiB on the host</p>\n<p>saved activations: 2 GiB</p>" in text
+
+
 # --- words ---
 
 
@@ -170,6 +178,13 @@ def test_the_answer_says_how_much_left_and_at_what_cost() -> None:
     assert words.answer(nothing) == "Nothing was offloaded: all 15.0 GiB of optimizer state stayed on the device."
     only = replace(gpu_report(), offloaded_bytes=0)
     assert words.answer(only).startswith("2.0 GiB of saved activations per step left the device, at")
+    weights = {"offloaded_bytes": 5 * GIB, "words": "weights: 5 GiB on the host"}
+    both = replace(gpu_report(), activations={**(gpu_report().activations or {}), "weights": weights})
+    assert words.answer(both).startswith(
+        "9.0 GiB of optimizer state (60 % of it), 5.0 GiB of weights of layers and 2.0 GiB of saved activations "
+    )
+    alone = replace(gpu_report(), offloaded_bytes=0, activations={"weights": weights, "words": ""})
+    assert words.answer(alone).startswith("5.0 GiB of weights of layers left the device, at")
 
 
 def test_a_cost_is_never_more_than_the_step() -> None:

@@ -23,12 +23,12 @@ from hostward.planning.needs import Budgets
 from hostward.planning.plan_file import PlanFile, plan_of
 from hostward.planning.speeds import speeds_of
 from hostward.rank_failures import Failure, raised_by_all
-from hostward.run_report import NodeRow, RankRow
+from hostward.run_ranks import NodeRow, RankRow
 from hostward.train import memory
 from hostward.train.alike import OWN, differing, what_runs
 from hostward.train.models import named_shapes
 from hostward.train.ranks import Ranks
-from hostward.train.ranks_report import nodes, stragglers
+from hostward.train.ranks_report import division, nodes, stragglers
 
 ROW = RankRow(0, "a", "cpu", 100, 60, None, data_s=0.001, host_step_s=0.1, transfer_s=0.05)
 
@@ -51,6 +51,43 @@ def test_stages_have_neighbouring_ranks_and_each_the_whole_batch() -> None:
     assert all(r.divided for r in found)
     assert not Ranks(0, 2).placed(config).divided
     assert Ranks(0, 1).of_model(7) == 7
+
+
+DIVIDED = "weights, gradients and state divided over"
+STRATEGY = "ddp.data_parallel_sharding_strategy=optim_grads"
+WHOLE = f"a layer whole from its forward to its backward ({STRATEGY})"
+MATRICES_TOO = "matrices first among 2 neighbours"
+STAGES, SEVERAL, MATRICES = (
+    f"model.{what}_model_parallel_size=2" for what in ("pipeline", "virtual_pipeline", "tensor")
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "told"),
+    [
+        ([], 1, None),
+        ([], 2, f"{DIVIDED} 2 ranks; {WHOLE}"),
+        (
+            [f"{STRATEGY}_params", "model.expert_model_parallel_size=2"],
+            4,
+            f"{DIVIDED} 4 ranks; experts first among 2; a layer whole only while it runs ({STRATEGY}_params)",
+        ),
+        (
+            ["ddp.use_distributed_optimizer=False"],
+            2,
+            "all weights, gradients and state on each of 2 ranks (ddp.use_distributed_optimizer=false)",
+        ),
+        ([STAGES], 2, "layers in 2 stages"),
+        (
+            [STAGES, SEVERAL, MATRICES],
+            8,
+            f"layers in 2 stages of 2 parts each; {DIVIDED} 4 ranks of each; {MATRICES_TOO}; {WHOLE}",
+        ),
+    ],
+)
+def test_a_report_says_what_of_the_model_each_rank_has(words: list[str], ranks: int, told: str | None) -> None:
+    config = apply_overrides(recipes.load("qwen3_moe_tiny_pretrain_config"), words)
+    assert division(config, Ranks(0, ranks).placed(config)) == told
 
 
 @pytest.mark.parametrize(("stages", "rounds"), [(1, None), (2, None), (2, 2), (4, 1)])

@@ -194,6 +194,35 @@ def test_sums_never_contradict_each_other(some: list[Span]) -> None:
     assert len(summary.explain().splitlines()) == 2
 
 
+def test_weights_of_layers_and_saved_activations_are_told_apart_from_what_the_step_moves() -> None:
+    def span(name: str, lane: Lane, start_s: float, end_s: float, nbytes: int = 0) -> Span:
+        kind = WAIT if "wait/" in name else COPY
+        return Span(f"offload/{name}", lane, start_s, end_s, nbytes, kind=kind)
+
+    spans = [
+        span("h2d/layer/layers.0", Lane.H2D, 0.0, 1.0, 3_000_000_000),
+        span("wait/weights/arrive", Lane.COMPUTE, 0.5, 1.0),
+        span("h2d/weight/0003.layers.2", Lane.H2D, 1.0, 2.0, 7_000_000_000),
+        span("wait/layers.2", Lane.COMPUTE, 1.75, 2.0),
+        span("wait/weights", Lane.COMPUTE, 2.0, 2.25),  # a module of that name
+        span("d2h/activation/0", Lane.D2H, 3.0, 4.0, 2_000_000_000),
+        span("h2d/activation/0", Lane.H2D, 5.0, 5.5, 2_000_000_000),
+    ]
+    summary = Trace(spans).summary()
+    weights, activations = summary.parts["weights of layers"], summary.parts["saved activations"]
+    assert (weights.transfer_bytes, weights.exposed_s) == ({"d2h": 0, "h2d": 3_000_000_000}, 0.5)
+    assert (activations.transfer_s, activations.exposed_s) == ({"d2h": 1.0, "h2d": 0.5}, 0.0)
+    assert (summary.transfer_bytes["h2d"], summary.exposed_s) == (12_000_000_000, 1.0)
+    assert summary.explain().endswith(
+        "\nof it, weights of layers: d2h 0.000 GB in 0.000 s, h2d 3.000 GB in 1.000 s (3.0 GB/s), 0.500 s exposed"
+        "\nof it, saved activations: d2h 2.000 GB in 1.000 s (2.0 GB/s), h2d 2.000 GB in 0.500 s (4.0 GB/s), 0.000 s "
+        "exposed"
+    )
+    unknown = Trace([*spans[:1], span("wait/h2d", Lane.COMPUTE, 0.0, 1.0)]).summary()
+    assert unknown.parts["weights of layers"].exposed_s is None
+    assert unknown.explain().endswith("(3.0 GB/s)")
+
+
 def test_the_text_says_averages_per_step_and_rates() -> None:
     summary = Summary(
         steps=2,

@@ -5,7 +5,9 @@ one thread per lane, one complete event ("X") per span with its bytes, rate and 
 direction. Times are microseconds with three decimals.
 
 Names are paths: `offload/d2h/grad/0003.model.layers.1`, `offload/h2d/state/...`, `offload/host/adamw/...`,
-`offload/update/...`, `offload/wait/model.layers.1`, `forward/model.layers.1`.
+`offload/update/...`, `offload/wait/model.layers.1`, `forward/model.layers.1`; of weights that leave
+`offload/h2d/layer/...` and `offload/wait/weights/...`, of saved activations `offload/h2d/activation/...` and
+`offload/wait/activation/...`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from hostward.text_files import replace_text
 
 DIRECTIONS = ("d2h", "h2d")
 """Directions of the link between the device and the host."""
+
+_PARTS = {"layer": "weights of layers", "weights": "weights of layers", "activation": "saved activations"}
+"""What of a model leaves besides its optimizer state, by the word in the names of its copies and waits."""
 
 SHORT_STEP_S = 0.01
 """Below this much offload work per step the text is in milliseconds, because three decimals of a second say nothing."""
@@ -92,6 +97,16 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class PartSummary:
+    """What one part of the offload work is in all: as in `Summary`. Its copies may go on beside those of others."""
+
+    transfer_s: dict[str, float]
+    transfer_bytes: dict[str, int]
+    exposed_s: float | None
+    """None where nobody knows what the compute lane has waited for, as on a simulated device."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Sums over `steps` steps. Times of overlapping spans count once: they are lengths of unions."""
 
@@ -106,9 +121,11 @@ class Summary:
     """Seconds in which the compute lane stood still for an arrival."""
     hidden_s: float
     """Offload work behind which the compute lane did not stand still."""
+    parts: dict[str, PartSummary] = field(default_factory=dict)
+    """Of it, "weights of layers" that leave and "saved activations", if there are any."""
 
     def explain(self) -> str:
-        """Two lines of averages per step, with the rates of the link."""
+        """Two lines of averages per step, with the rates of the link, and one for each of the parts."""
         if not self.steps:
             return "offload work: no step was traced\nlink and host: nothing to report"
         unit, per_unit = ("s", 1.0) if self.offload_s >= SHORT_STEP_S * self.steps else ("ms", 1e3)
@@ -117,12 +134,20 @@ class Summary:
             return f"{seconds * per_unit / self.steps:.3f} {unit}"
 
         work = f"{mean(self.offload_s)} per step: {mean(self.hidden_s)} hidden, {mean(self.exposed_s)} exposed"
-        parts = []
-        for direction in DIRECTIONS:
-            moved, seconds = self.transfer_bytes[direction], self.transfer_s[direction]
-            rate = f" ({moved / seconds / 1e9:.1f} GB/s)" if moved and seconds else ""
-            parts.append(f"{direction} {moved / self.steps / 1e9:.3f} GB in {mean(seconds)}{rate}")
-        return f"offload work {work}\nper step: {', '.join(parts)}, host step {mean(self.host_step_s)}"
+
+        def copies(of: Summary | PartSummary) -> str:
+            told = []
+            for direction in DIRECTIONS:
+                moved, seconds = of.transfer_bytes[direction], of.transfer_s[direction]
+                rate = f" ({moved / seconds / 1e9:.1f} GB/s)" if moved and seconds else ""
+                told.append(f"{direction} {moved / self.steps / 1e9:.3f} GB in {mean(seconds)}{rate}")
+            return ", ".join(told)
+
+        lines = [f"offload work {work}", f"per step: {copies(self)}, host step {mean(self.host_step_s)}"]
+        for name, part in self.parts.items():
+            waited = "" if part.exposed_s is None else f", {mean(part.exposed_s)} exposed"
+            lines.append(f"of it, {name}: {copies(part)}{waited}")
+        return "\n".join(lines)
 
 
 class Trace:
@@ -176,6 +201,7 @@ class Trace:
             offload_s=offload_s,
             exposed_s=exposed_s,
             hidden_s=max(0.0, offload_s - exposed_s),
+            parts=_parts(spans),
         )
 
     def write(self, path: Path) -> None:
@@ -189,6 +215,30 @@ class Trace:
         header = json.dumps({"displayTimeUnit": "ms", "otherData": {"format": _FORMAT, "version": _VERSION}})
         lines = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
         replace_text(path, f'{header[:-1]}, "traceEvents": [\n{lines}\n]}}\n', what="trace")
+
+
+def _parts(spans: Collection[Span]) -> dict[str, PartSummary]:
+    copies: dict[str, list[Span]] = {}
+    waits: dict[str, float] = {}
+    lanes = {f"offload/wait/{lane.value}" for lane in Lane}
+    known = not any(span.name in lanes for span in spans)
+    for span in spans:
+        words = span.name.split("/", 3)
+        part = _PARTS.get(words[2]) if len(words) == 4 else None
+        if part is not None and span.direction is not None:
+            copies.setdefault(part, []).append(span)
+        elif part is not None and span.kind is SpanKind.WAIT:
+            waits[part] = waits.get(part, 0.0) + span.duration_s
+    found = {}
+    for part in dict.fromkeys(_PARTS.values()):
+        if part in copies:
+            ways = {d: [span for span in copies[part] if span.direction == d] for d in DIRECTIONS}
+            found[part] = PartSummary(
+                transfer_s={d: union_s(ways[d]) for d in DIRECTIONS},
+                transfer_bytes={d: sum(span.nbytes for span in ways[d]) for d in DIRECTIONS},
+                exposed_s=waits.get(part, 0.0) if known else None,
+            )
+    return found
 
 
 def union_s(spans: Iterable[Span]) -> float:

@@ -13,7 +13,18 @@ from hostward.sizes import size, unit_of
 from .charts import FILLS, area_chart, axis_around, axis_from_zero, escape, legend, line_chart, scatter
 from .series import Stack, device_stack, host_stack, line
 from .timeline import chosen_step, timeline
-from .words import ACTIVATIONS, REST, answer, duration, error_percent, number, percent, placed_runs, status
+from .words import (
+    ACTIVATIONS,
+    REST,
+    answer,
+    duration,
+    error_percent,
+    number,
+    percent,
+    placed_runs,
+    status,
+    weights_of,
+)
 
 _STYLE = Path(__file__).with_name("style.css")
 
@@ -228,9 +239,11 @@ def _progress(report: RunReport) -> Iterator[str]:
 def _placements(report: RunReport) -> Iterator[str]:
     yield "<h2>What was decided</h2>"
     yield f"<p>{escape(report.placements)}</p>"
-    activations = (report.activations or {}).get("words")
-    if isinstance(activations, str):
-        yield f"<p>{'<br>'.join(map(escape, activations.splitlines()))}</p>"
+    if report.division is not None:
+        yield f"<p>{escape(f'Each rank has: {report.division}.')}</p>"
+    for told in (weights_of(report).get("words"), (report.activations or {}).get("words")):
+        if isinstance(told, str) and told:
+            yield f"<p>{'<br>'.join(map(escape, told.splitlines()))}</p>"
     rows = [
         (p.first if p.buckets == 1 else f"{p.first} to {p.last}", p.placement, str(p.buckets), size(p.state_bytes))
         for p in placed_runs(report)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hostward.run_report import Ended, RunReport
 from hostward.sizes import UNKNOWN, size
@@ -81,15 +83,24 @@ def _left(report: RunReport) -> str | None:
     if report.offloaded_bytes:
         parts.append(f"{size(report.offloaded_bytes)} of optimizer state ({percent(report.placed_fraction)} of it)")
     done = max(1, report.last_iteration - report.first_iteration)
-    freed = _count(report, "freed_bytes")
+    freed = _count(report.activations, "freed_bytes")
     if freed:
         parts.append(f"{size(freed / done)} of saved activations per step")
-    return " and ".join(parts) or None
+    weights = _count(weights_of(report), "offloaded_bytes")
+    if weights:
+        parts.insert(-1 if freed else len(parts), f"{size(weights)} of weights of layers")
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or None
 
 
-def _count(report: RunReport, key: str) -> int:
-    """A number of the report on activations, 0 where there is none: that part of the file is checked by nobody else."""
-    value = (report.activations or {}).get(key, 0)
+def weights_of(report: RunReport) -> Mapping[str, Any]:
+    """What the report says of layers' weights that leave. Nobody else checks what `activations` holds."""
+    found = (report.activations or {}).get("weights")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _count(found: Mapping[str, Any] | None, key: str) -> int:
+    """A number of them, 0 where there is none."""
+    value = (found or {}).get(key, 0)
     return value if type(value) is int else 0
 
 

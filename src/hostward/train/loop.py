@@ -25,7 +25,8 @@ from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import captured
 from hostward.rules import check, idle_switches
-from hostward.run_report import Estimate, FrontierPoint, OffloadReport, RanksReport
+from hostward.run_ranks import RanksReport
+from hostward.run_report import Estimate, FrontierPoint, OffloadReport
 from hostward.training.attachment import Attachment
 from hostward.training.away import move
 from hostward.training.optimizer import AdamW

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hostward.engine.backend import Tier
-from hostward.run_report import NodeRow, RankRow, RanksReport
+from hostward.run_ranks import NodeRow, RankRow, RanksReport
 
 if TYPE_CHECKING:
+    from hostward.config import Config
+
     from .loop import Run
+    from .ranks import Ranks
 
 SLOW = 1.25
 """A rank is named that takes so many times what the median rank takes,"""
@@ -48,6 +51,28 @@ def ranks_report(run: Run) -> RanksReport | None:
     rows = tuple(run.ranks.gather(row))
     steady = run.iteration_s[1:] or run.iteration_s
     return RanksReport(rows, nodes(rows), stragglers(rows, median(steady) if steady else 0.0))
+
+
+def division(config: Config, ranks: Ranks) -> str | None:
+    """What of the model each process has, in words; None of one process."""
+    if ranks.size == 1:
+        return None
+    model, among, found = config.model, ranks.of_stage, []
+    if ranks.stages > 1:
+        several = model.virtual_pipeline_model_parallel_size
+        found.append(f"layers in {ranks.stages} stages" + (f" of {several} parts each" if several else ""))
+    if ranks.divided:
+        found.append(f"weights, gradients and state divided over {among} ranks{' of each' if found else ''}")
+        if ranks.sharing > 1:
+            found.append(f"matrices first among {ranks.sharing} neighbours")
+        if model.expert_model_parallel_size > 1:
+            found.append(f"experts first among {model.expert_model_parallel_size}")
+        whole = "only while it runs" if ranks.resharded else "from its forward to its backward"
+        strategy = config.ddp.data_parallel_sharding_strategy
+        found.append(f"a layer whole {whole} (ddp.data_parallel_sharding_strategy={strategy})")
+    elif among > 1:
+        found.append(f"all weights, gradients and state on each of {among} ranks (ddp.use_distributed_optimizer=false)")
+    return "; ".join(found)
 
 
 def nodes(rows: Sequence[RankRow]) -> tuple[NodeRow, ...]:

@@ -18,14 +18,15 @@ from hostward.engine.trace import Trace
 from hostward.hardware import host_memory, resident_bytes
 from hostward.plan import Placement
 from hostward.rules import shown
+from hostward.run_ranks import RanksReport
 from hostward.run_report import (
     FORMAT,
     VERSION,
     Ended,
     Estimate,
     MemoryReport,
+    OffloadPart,
     OffloadReport,
-    RanksReport,
     RunReport,
     StepMemory,
     StepRow,
@@ -35,6 +36,7 @@ from hostward.run_report import (
 from hostward.schedule import Lane
 
 from .placing import gradient_bytes
+from .ranks_report import division
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,6 +70,14 @@ def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None
         transfer_s={direction: seconds / n for direction, seconds in summary.transfer_s.items()},
         transfer_bytes={direction: count / n for direction, count in summary.transfer_bytes.items()},
         lines=tuple(summary.explain().splitlines()),
+        parts={
+            name: OffloadPart(
+                transfer_s={direction: seconds / n for direction, seconds in part.transfer_s.items()},
+                transfer_bytes={direction: count / n for direction, count in part.transfer_bytes.items()},
+                exposed_s=None if part.exposed_s is None else part.exposed_s / n,
+            )
+            for name, part in summary.parts.items()
+        },
     )
 
 
@@ -131,6 +141,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         host=_host_facts(),
         checkpoint=None if run.saved is None else str(run.saved),
         ranks=run.of_ranks,
+        division=division(config, run.ranks),
     )
 
 
@@ -144,7 +155,8 @@ def _activations(run: Run) -> dict[str, Any] | None:
     if run.attachment is None:
         return None
     found = run.attachment.report()
-    return {**asdict(found), "words": found.explain()}
+    weights = None if found.weights is None else {**asdict(found.weights), "words": found.weights.explain()}
+    return {**asdict(found), "weights": weights, "words": "\n".join(found.of_activations())}
 
 
 def _memory(run: Run) -> MemoryReport:
@@ -209,12 +221,15 @@ def render(report: RunReport) -> list[Table]:
         "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
     }
     if report.activations is not None:
-        rows |= {"saved activations": report.activations["words"]}
+        weights = report.activations.get("weights")
+        rows |= {"weights that leave": weights["words"]} if weights else {}
+        rows |= {"saved activations": report.activations["words"]} if report.activations["words"] else {}
     if report.offload is not None:
         span = iterations(report.offload.first_iteration, report.offload.last_iteration)
         notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
         rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
     rows |= _allocator_row(report.step_memory)
+    rows |= {"each rank has": report.division} if report.division else {}
     if report.ranks is not None:
         rows |= _rank_rows(report.ranks, simulated=simulated)
     if report.checkpoint:

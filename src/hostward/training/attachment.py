@@ -98,18 +98,23 @@ class ActivationReport:
 
     def explain(self) -> str:
         """A few lines for people."""
+        lines = [] if self.weights is None else [self.weights.explain()]
+        return "\n".join([*lines, *self.of_activations()])
+
+    def of_activations(self) -> list[str]:
+        """The same without offloaded weights; nothing where these leave alone."""
         back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
         where = " (simulated device)" if self.simulated else ""
-        lines = [] if self.weights is None else [self.weights.explain()]
+        lines = []
         # With weights alone every layer keeps what it saves.
-        if self.offloaded_bytes or not lines or set(self.kept_bytes) - {Why.LAYER.value}:
+        if self.offloaded_bytes or self.weights is None or set(self.kept_bytes) - {Why.LAYER.value}:
             lines.append(f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}")
             lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
             lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         if self.recomputed_modules:
             lines.append(f"  saves its inputs alone, and runs again in backward: {self.recomputed_modules} modules")
-        return "\n".join([*lines, *(self._little() if self.offloaded_bytes or self.weights is None else [])])
+        return [*lines, *(self._little() if self.offloaded_bytes or self.weights is None else [])]
 
     def _little(self) -> list[str]:
         """A sentence where most of what offloaded layers save stays."""

@@ -244,7 +244,7 @@ class Movement:
     def _mark(self, op: str, events: Mapping[str, Event], **operands: Any) -> Event:
         template = VISIT[op]
         waits = [events[w] for w in template.waits]
-        return self._backend.mark(f"offload/wait/{op}", template.lane, waits=waits, **operands).issue()
+        return self._backend.mark(f"offload/wait/activation/{op}", template.lane, waits=waits, **operands).issue()
 
     def _copy(
         self,

@@ -151,8 +151,10 @@ def _bound(
         own_here = [w for w in weights if w.parameter in ours and not is_away(w.parameter)]
         if own_here:
             out = [(w.pieces[0][1], w.here[0]) for w in own_here]
-            written = backend.mark("offload/wait/made", Lane.COMPUTE, writes=[device for _, device in out]).issue()
-            backend.copy(Lane.D2H, out, name=f"offload/d2h/weight/{path}", waits=[written]).issue()
+            written = backend.mark(
+                "offload/wait/weights/made", Lane.COMPUTE, writes=[device for _, device in out]
+            ).issue()
+            backend.copy(Lane.D2H, out, name=f"offload/d2h/layer/{path}", waits=[written]).issue()
         if layer is not None and any(is_away(w.parameter) for w in weights):
             backend.synchronise()
             layer.resident = False

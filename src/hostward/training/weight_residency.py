@@ -161,18 +161,16 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     def waits(op: str) -> list[Event]:
         return [events[wait] for wait in WEIGHT[op].waits]
 
-    room = backend.mark("offload/wait/room", WEIGHT["room"].lane, writes=here)
+    room = backend.mark("offload/wait/weights/room", WEIGHT["room"].lane, writes=here)
     events["room"] = room.done
     # A copy that goes out because somebody has written the weight comes before the next that comes in.
     out = [(h, d) for w in weights if w.changed is None for d, (_, h) in zip(w.here, w.pieces, strict=True)]
-    made = backend.mark("offload/wait/made", Lane.COMPUTE, writes=[device for _, device in out])
-    save = backend.copy(Lane.D2H, out, name=f"offload/d2h/weight/{name}", waits=[made.done])
-    saved = backend.mark("offload/wait/saved", Lane.COMPUTE, waits=[save.done])
-    fetch = backend.copy(
-        WEIGHT["fetch"].lane, pairs, name=f"offload/h2d/weight/{name}", waits=[*waits("fetch"), *steps]
-    )
+    made = backend.mark("offload/wait/weights/made", Lane.COMPUTE, writes=[device for _, device in out])
+    save = backend.copy(Lane.D2H, out, name=f"offload/d2h/layer/{name}", waits=[made.done])
+    saved = backend.mark("offload/wait/weights/saved", Lane.COMPUTE, waits=[save.done])
+    fetch = backend.copy(WEIGHT["fetch"].lane, pairs, name=f"offload/h2d/layer/{name}", waits=[*waits("fetch"), *steps])
     events["fetch"] = fetch.done
-    arrive = backend.mark("offload/wait/arrive", WEIGHT["arrive"].lane, reads=here, waits=waits("arrive"))
+    arrive = backend.mark("offload/wait/weights/arrive", WEIGHT["arrive"].lane, reads=here, waits=waits("arrive"))
     retire = backend.retire(here, WEIGHT["empty"].lane, waits=waits("empty"))
     # What the compute lane holds comes before the memory goes.
     empty = backend.batch([retire, backend.mark("offload/empty", Lane.COMPUTE)])
