@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hostward.option_fields import nearest
 from hostward.rule_table import (
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
@@ -18,6 +21,13 @@ from hostward.rule_table import (
 )
 
 PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
+
+
+def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """What the first of unknown modules is probably called."""
+    closest = nearest(unknown[0].lower(), known)
+    return f"did you mean {closest} instead of {unknown[0]}?" if closest else "choose from the allowed modules"
+
 
 OFFLOADING_RULES = (
     Rule(
@@ -118,7 +128,7 @@ OFFLOADING_RULES = (
             f"Invalid choices for recompute_modules: {braces(unknown_recomputed(c))}."
             f" Allowed modules are: {braces(RECOMPUTE_MODULES)}"
         ),
-        "choose from the allowed modules",
+        lambda c, _: _meant(unknown_recomputed(c), RECOMPUTE_MODULES),
         documented=f"Invalid choices for recompute_modules: {{...}}. Allowed modules are: {braces(RECOMPUTE_MODULES)}",
         shared_with_megatron=True,
     ),
@@ -243,7 +253,7 @@ OFFLOADING_RULES = (
             f"Invalid choices for offload_modules: {braces(unknown_modules(c))}."
             f" Allowed modules are: {braces(OFFLOAD_MODULES)}"
         ),
-        "choose from the allowed modules",
+        lambda c, _: _meant(unknown_modules(c), OFFLOAD_MODULES),
         documented="Invalid choices for offload_modules: {...}. Allowed modules are: {...}",
         shared_with_megatron=True,
     ),

@@ -315,6 +315,17 @@ class OptionInfo:
         kind = "list of str" if self.kind is list else self.kind.__name__
         return " or ".join((kind, *self.words, *(("None",) if self.optional else ())))
 
+    def nearest_value(self, text: str) -> str | None:
+        """The value that `text` was probably meant for, as typed; None where there is no word like it."""
+        words = [*self.choices, *self.words, *(("true", "false") if self.kind is bool else ())]
+        known = {
+            **{word: word for word in words},
+            **self.aliases,
+            **({"null": "null", "none": "null"} if self.optional else {}),
+        }
+        closest = nearest(text.lower(), known)
+        return None if closest is None else known[closest]
+
 
 @functools.cache
 def options() -> Mapping[str, OptionInfo]:

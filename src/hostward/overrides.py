@@ -210,8 +210,9 @@ def bad_value(info: OptionInfo, text: str, why: str) -> ConfigError:
     example = {bool: "true", int: "4", float: "0.5", str: "text", list: "[a,b]"}[info.kind]
     if info.choices:
         example = info.choices[0]
+    meant = info.nearest_value(text)
     return ConfigError(
         f"{info.dotted}={text} is not a value of type {info.type_text}",
         why=why,
-        fix=f"write, for example, {info.dotted}={example}",
+        fix=f"did you mean {info.dotted}={meant}?" if meant else f"write, for example, {info.dotted}={example}",
     )

@@ -71,6 +71,8 @@ def value_violation(info: OptionInfo, value: Any) -> Violation | None:
         message = f"{info.dotted} must be of type {info.type_text}, not {value!r} ({type(value).__name__})"
         return Violation(f"type:{info.dotted}", Kind.PERMANENT, message, f"give {info.dotted} a {info.type_text}")
     if info.choices and value not in info.choices:
+        meant = info.nearest_value(value)
+        example = f"did you mean {info.dotted}={meant}?" if meant else example
         message = f"{info.dotted} must be one of {', '.join(info.choices)}, not {value!r}"
         return Violation(f"choice:{info.dotted}", Kind.PERMANENT, message, example)
     bounds = RANGES.get(info.dotted)

@@ -14,6 +14,7 @@ from hostward import recipes
 from hostward.config import NAMESPACES, Config, OptionInfo, from_dict, get_option, options, to_dict
 from hostward.errors import ConfigError, UnknownNameError
 from hostward.overrides import DROPPED, MOVED, apply_overrides, parse_value
+from hostward.rules import check
 
 # Renaming or dropping an option breaks its users: this list changes only together with the changelog.
 OPTION_NAMES = {
@@ -193,7 +194,6 @@ def test_override_values(word: str, value: object) -> None:
         ("optimizer.lr=${optimizer.min_lr}", "is not a value of type float"),
         ("model.cpu_offloading=2", "model.cpu_offloading=2 is not a value of type bool"),
         ("model.cpu_offloading=yes", "model.cpu_offloading=yes is not a value of type bool"),
-        ("model.cpu_offloading=TRUE", "model.cpu_offloading=TRUE is not a value of type bool"),
         ("rng.seed=null", "rng.seed=null is not a value of type int"),
         ("dataset.text_key=None", "dataset.text_key=None is not a value of type str"),
         ("model.offload_modules=core_attn", "is not a value of type list of str"),
@@ -207,6 +207,40 @@ def test_t15_values_that_do_not_fit_are_errors(word: str, text: str) -> None:
     assert text in caught.value.what
     assert caught.value.why
     assert caught.value.fix.startswith("write, for example, ")
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        (
+            "ddp.data_parallel_sharding_strategy=optim_grad_params",
+            "ddp.data_parallel_sharding_strategy=optim_grads_params",
+        ),
+        ("model.recompute_granularity=ful", "model.recompute_granularity=full"),
+        ("model.recompute_granularity=Selectiv", "model.recompute_granularity=selective"),
+        ("model.recompute_granularity=nul", "model.recompute_granularity=null"),
+        ("model.params_dtype=bf61", "model.params_dtype=bf16"),
+        ("model.params_dtype=BF16", "model.params_dtype=bf16"),
+        ("model.params_dtype=bfloat61", "model.params_dtype=bf16"),
+        ("train.device=CUDA", "train.device=cuda"),
+        ("model.cpu_offloading=ture", "model.cpu_offloading=true"),
+        ("model.cpu_offloading=TRUE", "model.cpu_offloading=true"),
+        ("optimizer.offload_mix=atuo", "optimizer.offload_mix=auto"),
+    ],
+)
+def test_t17_misspelt_values_propose_the_nearest(word: str, fix: str) -> None:
+    """Seen red: the first of the values, whatever was written."""
+    with pytest.raises(ConfigError) as caught:
+        check(apply_overrides(Config(), [word]), world_size=1)
+    assert f"fix: did you mean {fix}?" in str(caught.value)
+
+
+def test_t17_misspelt_modules_propose_the_nearest() -> None:
+    for name, wrong, right in (("recompute", "layernrm", "layernorm"), ("offload", "core_atn", "core_attn")):
+        with pytest.raises(ConfigError, match=f"fix: did you mean {right} instead of {wrong}\\?"):
+            check(apply_overrides(Config(), [f"model.{name}_modules=[{wrong}]"]), world_size=1)
+        with pytest.raises(ConfigError, match="fix: choose from the allowed modules"):
+            check(apply_overrides(Config(), [f"model.{name}_modules=[zzz]"]), world_size=1)
 
 
 @pytest.mark.parametrize(
