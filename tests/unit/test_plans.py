@@ -447,3 +447,19 @@ def test_layers_stay_gathered_in_every_backward_but_the_last() -> None:
     layer_bytes = 2 * several.repeated[0].weight_bytes
     assert last["gathered weights"] <= 2 * one.weight_bytes + layer_bytes
     assert more["gathered weights"] >= 2 * several.weight_bytes + 1.9 * layer_bytes
+
+
+@pytest.mark.parametrize(("leaving", "in_vain"), [(0, False), (1, True), (7, False)])
+def test_weights_that_leave_and_lower_no_peak_are_named(leaving: int, in_vain: bool) -> None:
+    """The peak is in the first layers' backward, where their own weights have come back."""
+    workload = llama(layers=8, hidden=1024, ffn=4096, heads=8, kv_heads=8, vocab=200, sequence=2048)
+    forced = Forced(
+        dict.fromkeys(range(len(workload.inventory.buckets)), Placement.HOST),
+        dict.fromkeys(range(7), Keep.RECOMPUTE_OFFLOAD) | {7: Keep.RECOMPUTE},
+        frozenset(layer.name for layer in workload.repeated[:leaving]),
+    )
+    found = answer(Question(workload, profile("h200"), 1, Budgets(), forced), required)
+    told = [line for line in render(found).splitlines() if "save nothing" in line]
+    peak = f"{found.shown.needs.device_peak_bytes / 2**20:,.1f} MiB"
+    line = f"weights of 1 layer on the host save nothing at the peak (first step): {peak} with them on the device too"
+    assert told == ([line] if in_vain else [])

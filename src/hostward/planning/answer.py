@@ -53,6 +53,8 @@ class Answer:
     chosen: Candidate | None
     nearest: Candidate
     changes: tuple[str, ...]
+    peak_without_bytes: int | None = None
+    """The device's peak of what is shown if all weights stayed there; None where they do."""
 
     @property
     def shown(self) -> Candidate:
@@ -100,7 +102,11 @@ def answer(question: Question, required: Required) -> Answer:
     chosen = frontier.best_at_last(question.budgets)
     nearest = chosen or frontier.nearest(question.budgets)
     changes = [] if chosen else _changes(question, frontier, required)
-    return Answer(question, frontier, speeds, chosen, nearest, tuple(changes))
+    stayed = None
+    if nearest.choice.offloaded_weights:
+        here = replace(nearest.choice, offloaded_weights=frozenset[str]())
+        stayed = required(question.workload, here).device_peak_bytes
+    return Answer(question, frontier, speeds, chosen, nearest, tuple(changes), stayed)
 
 
 def verdict(found: Answer) -> str:

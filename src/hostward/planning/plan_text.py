@@ -8,6 +8,7 @@ from itertools import groupby
 
 from hostward.choice import Choice, Keep
 from hostward.errors import HostwardError
+from hostward.memory_model import TRAINING
 from hostward.plan import Placement
 from hostward.run_report import FrontierPoint
 from hostward.workload import Workload
@@ -38,7 +39,7 @@ def render(found: Answer) -> str:
         blocks.append("The choice that comes nearest:")
     units = units_of(shown.needs, shown.prediction.step_s)
     table = by_phase(shown.needs, question.budgets, units, question.gpus)
-    blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks)]))
+    blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks), *_in_vain(found, units)]))
     blocks.append(by_owner(shown.needs, units))
     blocks.append(_placements(workload, shown.choice))
     blocks.append(_time(found, units))
@@ -79,6 +80,19 @@ def _loading(choice: Choice, ranks: int) -> list[str]:
         return []
     move = f"hostward.move(model, device, weights={count})"
     return [f"load is that of hostward train; a loop of one's own begins with {move}"]
+
+
+def _in_vain(found: Answer, units: Units) -> list[str]:
+    """Whether weights that leave do not lower the peak, as where it is at a moment for which they have come back."""
+    needs, stayed = found.shown.needs, found.peak_without_bytes
+    if stayed is None or stayed > needs.device_peak_bytes:
+        return []
+    highest = max((p for p in needs.phases if p.name in TRAINING), key=lambda phase: phase.device_bytes)
+    count = _layers(len(found.shown.choice.offloaded_weights))
+    peak = f"{units.size(stayed)} {units.memory}"
+    return [
+        f"weights of {count} on the host save nothing at the peak ({highest.name}): {peak} with them on the device too"
+    ]
 
 
 def _placements(workload: Workload, choice: Choice) -> str:
