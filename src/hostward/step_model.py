@@ -116,11 +116,14 @@ class StepModel:
         """Of layers that are gathered from several ranks."""
         self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
         """By layer, those of all before it."""
-        tied = workload.resharded and not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
-        self._root = self._whole[0] if tied else 0
+        tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
+        self._root = self._whole[0] if tied and workload.resharded else 0
         """An embedding that is the output layer as well: gathered by the root, it is whole in all of a pass."""
         self._reduced = 2 if workload.reduced_in_fp32 else 1
         """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
+        self._left = self._reduced * self._whole[0]
+        """What a backward has scattered last: it stays until the next microbatch's has something to scatter."""
+        self._left_until = len(layers) - (2 if tied else 1)
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._fetched = bool(choice.offloaded_weights)
         self._ahead = fetched_ahead(gathered=workload.ranks > 1)
@@ -164,9 +167,11 @@ class StepModel:
             return ()  # the last is the fullest
         for i in reversed(range(len(self._workload.layers))):
             total -= self._kept[i]
-            gathered = self._whole_before[-1] + self._scattered(i)
+            gathered = self._whole_before[-1] + self._scattered(i, self._workload.microbatches > 2)
             held, weights = [self._gradients.before_bytes], self._weights_at(i, -1)
             self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
+            reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole[i]
+            timeline.samples.append(Sample(weights, held[0], total + self._back(i), 0.0, reducing))
         return timeline.samples
 
     def _forward(self, timeline: _Timeline) -> None:
@@ -190,7 +195,7 @@ class StepModel:
             made = next(made_by_layer)
             total -= self._kept[i]
             base = total + self._back(i)
-            weights = self._weights_at(i, -1), self._gathered_behind(i)
+            weights = self._weights_at(i, -1), self._gathered_behind(i), self._reducing(i)
             after = [held, *(m.held_bytes for m in made)]
             self._moments(timeline, i, made, base, after, weights)
             held = after[-1]
@@ -207,9 +212,11 @@ class StepModel:
         made: Sequence[Made],
         base: float,
         after: Sequence[int],
-        weights: tuple[float, float],
+        weights: tuple[float, float, float],
     ) -> None:
-        """The moments of a layer's backward, with gradient points where they come; `weights`: and what is gathered."""
+        """The moments of a layer's backward, with gradient points where they come; `weights`: and what is gathered, and
+        what is of that when the layer is done.
+        """
         done = 0
         # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
         reloaded = self._parked[i] if self._recomputed[i] else 0.0
@@ -219,11 +226,11 @@ class StepModel:
                     timeline.gradient(bucket)
                 done += 1
             gone = reloaded if moment.gradients else 0.0
-            self._sample(timeline, i, (moment,), base - gone, after, *weights)
+            self._sample(timeline, i, (moment,), base - gone, after, *weights[:2])
         for at in range(done, len(made)):
             for bucket in made[at].completed:
                 timeline.gradient(bucket)
-        timeline.samples.append(Sample(weights[0], after[-1], base, 0.0, weights[1]))
+        timeline.samples.append(Sample(weights[0], after[-1], base, 0.0, max(weights[1:])))
 
     def _sample(
         self,
@@ -272,24 +279,35 @@ class StepModel:
         copied from until the next is gathered.
         """
         if self._workload.resharded:
-            return 2 * self._whole[i] + (self._root if i > 0 else 0)
+            left = self._left if self._workload.microbatches > 1 else 0
+            return 2 * self._whole[i] + (self._root if i > 0 else 0) + left
         if self._workload.microbatches > 1:
-            return self._whole_before[-1]
+            return self._whole_before[-1] + self._left
         return self._whole_before[i + 2]
 
     def _gathered_behind(self, i: int) -> float:
         """In backward: the gradient of the whole layer is made, and that of the one behind it scattered. What was
-        resharded is gathered one layer ahead; what the root has is whole until the end, and the first half of its
-        gradient as well.
+        resharded is gathered one layer ahead; what the root has is whole until the end. (Where a gradient has two
+        halves, the curves tell how the first waits for the other.)
         """
-        if self._workload.resharded:
-            root = self._root * min(i, 2)  # of the first layers it counts as gathered ahead, and as made
-            return sum(self._whole[max(0, i - 1) : i + 1]) + self._scattered(i) + root
-        return self._whole_before[i + 1] + self._scattered(i)
+        return self._others(i) + self._whole[i] + self._scattered(i, self._workload.microbatches > 1)
 
-    def _scattered(self, i: int) -> float:
-        before = self._whole_before
-        return before[i + 1] - before[i] + self._reduced * (before[i + 2] - before[i + 1])
+    def _others(self, i: int) -> float:
+        """Of other layers, what is whole in backward of layer `i`."""
+        if not self._workload.resharded:
+            return self._whole_before[i]
+        return (self._whole[i - 1] if i > 0 else 0) + (self._root if i > 1 else 0)
+
+    def _reducing(self, i: int) -> float:
+        """When layer `i` is done: it is divided again, and its gradient is copied to where it is scattered from. What
+        was scattered of the layer behind it has gone before.
+        """
+        return self._others(i) + (1 + self._reduced) * self._whole[i]
+
+    def _scattered(self, i: int, again: bool) -> float:
+        """`again`: another microbatch's backward was before."""
+        before, left = self._whole_before, self._left if again and i >= self._left_until else 0
+        return before[i + 1] - before[i] + self._reduced * (before[i + 2] - before[i + 1]) + left
 
     # ---------------------------------------------------------------- slots
 

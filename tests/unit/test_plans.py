@@ -212,10 +212,10 @@ def test_eighty_layers_take_less_than_a_second(most_bytes: int | None) -> None:
 def test_no_predicted_step_is_shorter_than_what_was_known_before(
     model: str, machine: str, gpus: int, host_gib: int
 ) -> None:
-    candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::5]
+    candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::2]
     found = [(least_s(c.costs, c.choice), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
     assert all(least <= step_s for least, step_s in found)
-    assert sum(least > 0.9 * step_s for least, step_s in found) >= 2
+    assert sum(least > 0.85 * step_s for least, step_s in found) >= 2
 
 
 @given(budgets, st.booleans())
@@ -407,6 +407,17 @@ def test_an_embedding_that_is_the_output_layer_is_whole_all_the_time() -> None:
     embedding_bytes = 8 * part.layers[0].weight_bytes
     assert min(sample.gathered for sample in together[:-1]) >= embedding_bytes
     assert min(sample.gathered for sample in apart[:-1]) < embedding_bytes
+
+
+def test_half_of_a_tied_gradient_is_counted_once() -> None:
+    """In the curves, which hold it until the other half is made. Seen red: with what is gathered as well."""
+    part = sharded(replace(llama_1b(batch=1), microbatches=2), 2, resharded=True)
+    tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
+    choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
+    model = StepModel(facts := Facts(tied), choice, Gradients(facts, choice))
+    layer_bytes = 2 * part.repeated[0].weight_bytes
+    for i in range(2, len(part.layers) - 2):
+        assert model._gathered_behind(i) == 2 * part.layers[0].weight_bytes + 4 * layer_bytes
 
 
 def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:

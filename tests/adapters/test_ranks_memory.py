@@ -1,0 +1,47 @@
+"""Device memory of one of several ranks whose embedding and output layer are nearly all of the model: that predicted is
+what torch allocates, or a little more.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+CASES = {
+    "tied bf16 whole bf16 1": 1.12,
+    "tied bf16 one bf16 1": 1.12,
+    "tied fp32 one fp32 2": 1.12,
+    "tied bf16 one fp32 1": 1.25,
+    "apart bf16 whole bf16 1": 1.03,
+    "apart bf16 one bf16 1": 1.03,
+    "apart bf16 one fp32 1": 1.03,
+    "apart fp32 whole fp32 2": 1.1,
+    "apart fp32 one fp32 2": 1.1,
+}
+"""At most so many times what is allocated. Of a tied weight the part that stays of a gradient counts from the beginning
+of the embedding's backward.
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[int, int]]:
+    program = Path(__file__).with_name("memory_cases.py")
+    done = subprocess.run([sys.executable, str(program), *CASES], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    read: dict[str, tuple[int, int]] = json.loads(done.stdout)
+    return read
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ends_of_a_model_take_what_is_predicted(found: dict[str, tuple[int, int]], case: str) -> None:
+    """Seen red: 14 % too little, without what a gradient of 16 bits is scattered from in 32; 10 % too little, without
+    what an earlier microbatch has scattered last.
+    """
+    measured, predicted = found[case]
+    assert 0.985 < predicted / measured < CASES[case]
