@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -65,7 +65,8 @@ class _Whole(ParallelStyle):
 
 class _Router(ParallelStyle):
     """A router whose weights every rank has, for the tokens of this rank: it returns what it says of each expert, and
-    the weights and numbers of those that it chooses.
+    the weights and numbers of those that it chooses. Within it all is plain: torch 2.11 has no backward of `topk` for
+    DTensors.
 
     Args:
         balanced: a loss is taken of what it says of all tokens. Every rank takes the same one.
@@ -76,15 +77,27 @@ class _Router(ParallelStyle):
         self._balanced = balanced
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        def enter(_: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return (DTensor.from_local(inputs[0], mesh, [Shard(0)], run_check=False), *inputs[1:])
+        _on_every_rank("", module, device_mesh)
+        weights: list[Any] = []
 
-        def leave(_: Any, output: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def enter(router: Any, _: Any) -> None:
+            weights.append(router._parameters["weight"])
+            # Each rank's gradient is that of its tokens: their sum is the weight's.
+            router._parameters["weight"] = weights[-1].to_local(grad_placements=[Partial()])
+
+        def leave(router: Any, _: Any, __: Any) -> None:
+            router._parameters["weight"] = weights.pop()
+
+        def say_of_all(_: Any, __: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
             said, *chosen = output
-            said = said.redistribute(placements=[Replicate()]) if self._balanced else said
-            return tuple(each.to_local() for each in (said, *chosen))
+            parts = DTensor.from_local(said, device_mesh, [Shard(0)], run_check=False)
+            return (parts.redistribute(placements=[Replicate()]).to_local(), *chosen)
 
-        return distribute_module(module, device_mesh, _on_every_rank, enter, leave)  # type: ignore[arg-type]
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)  # a recomputation may stop within it
+        if self._balanced:
+            module.register_forward_hook(say_of_all)
+        return module
 
 
 class _Border(ParallelStyle):
