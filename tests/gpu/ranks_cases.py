@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,22 +245,22 @@ def no_waits() -> dict[str, Any]:
     return {"issued_s": issued_s, "passed_s": time.perf_counter() - began_s}
 
 
+CASES: dict[str, Callable[[], Any]] = {name: partial(layout, name) for name in LAYOUTS} | {
+    f.__name__: f for f in (activations_leave, weights_leave, weights_of_stages_leave, saved, norm_of_given, no_waits)
+}
+
+
 def main(folder: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # it adds in any order
     if alone := torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
         os.environ["LOCAL_RANK"] = "0"
         dist.init_process_group("gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    cases: dict[str, Callable[[], Any]] = {name: lambda name=name: layout(name) for name in LAYOUTS}
-    cases |= {
-        f.__name__: f
-        for f in (activations_leave, weights_leave, weights_of_stages_leave, saved, norm_of_given, no_waits)
-    }
-    wanted = sys.argv[2:] or (SHARED if alone else list(cases))
+    wanted = sys.argv[2:] or (SHARED if alone else list(CASES))
     found: dict[str, Any] = {}
     for name in wanted:
         began_s = time.perf_counter()
-        found[name] = cases[name]()
+        found[name] = CASES[name]()
         print(f"{name}: {time.perf_counter() - began_s:.1f} s", flush=True)
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
