@@ -58,6 +58,12 @@ def test_weights_begin_with_the_bits_of_one_process(world: World, recipe: str) -
         assert found == expected
 
 
+LONG = ("train.global_batch_size=4", "model.seq_length=1024", "model.hidden_size=256")
+"""What is saved for backward is not too small to leave."""
+MANY = ("model.num_moe_experts=1024", "model.moe_ffn_hidden_size=4")
+"""Nor are experts and routers, which stay."""
+LEAVING = (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1")
+
 CASES = {
     "on the host": ((), tuple(HOST)),
     "half on the host": ((), (HOST[0], "optimizer.optimizer_offload_fraction=0.5")),
@@ -73,7 +79,7 @@ CASES = {
     "weights leave": ((FOUR,), WEIGHTS),
     "weights leave, one microbatch": ((FOUR, *BF16, "train.global_batch_size=4"), WEIGHTS),
     "weights leave, resharded": ((FOUR, RESHARDED, *BF16), WEIGHTS),
-    "weights and activations leave, resharded": ((FOUR, RESHARDED), AWAY),
+    "weights and activations leave, resharded": ((FOUR, RESHARDED, *LONG), AWAY),
     "weights leave, recomputed": (
         (
             FOUR,
@@ -89,9 +95,22 @@ CASES = {
         (FOUR, RESHARDED, "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"),
         WEIGHTS,
     ),
-    "activations leave": (
-        ("train.global_batch_size=4",),
-        (*HOST, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"),
+    "activations leave": (LONG, LEAVING),
+    "activations leave, experts": ((*LONG, *MANY, "model.expert_model_parallel_size=2"), LEAVING),
+    "activations leave, experts, resharded": (
+        (*LONG, *MANY, RESHARDED, "model.expert_model_parallel_size=2"),
+        LEAVING,
+    ),
+    "activations leave, matrices and experts, resharded": (
+        (
+            *LONG,
+            *MANY,
+            RESHARDED,
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=True",
+            "model.expert_model_parallel_size=2",
+        ),
+        LEAVING,
     ),
 }
 
@@ -104,6 +123,8 @@ def test_every_placement_gives_the_same_bits(trained: Any, case: str) -> None:
         assert found["bits"] == expected["bits"]
         assert found["offloaded_bytes"] > 0
         assert expected["offloaded_bytes"] == 0
+        if "activations leave" in case:
+            assert found["left_bytes"] > 0
         if "weights leave" in case:
             assert found["weights"]["offloaded"] > found["weights"]["here"]
             assert found["weights"]["on_demand"] == 0

@@ -8,7 +8,7 @@ them. What stays is kept as an alias without a graph, so that an output does not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +18,7 @@ import torch
 from hostward.engine.backend import Event
 from hostward.engine.host_arena import Block, HostArena
 from hostward.errors import ModelError
+from hostward.inspect import local_of
 
 if TYPE_CHECKING:
     from .visit import Visit
@@ -179,14 +180,25 @@ class Sorter:
         self.min_bytes = min_bytes
         self._min_elements = min_elements
         self._parameters: list[torch.nn.Parameter] = []
+        self._divided: list[list[tuple[torch.nn.Module, str]]] = []
+        """By layer, who has its parameters that are divided over ranks, and as what."""
         self._module_buffers: list[torch.Tensor] = []
         self._weights: set[int] = set()
         self._buffers: set[int] = set()
         self.kept_bytes: Counter[Why] = Counter()
 
-    def know(self, module: torch.nn.Module) -> None:
-        """Whose weights and buffers stay. Those that come later are known by their type."""
+    def know(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        """Whose weights and buffers stay, and its layers. Those that come later are known by their type."""
         self._parameters = [p for p in module.parameters() if type(p) is torch.nn.Parameter]
+        self._divided = [
+            [
+                (owner, name)
+                for owner in layer.modules()
+                for name, p in owner.named_parameters(recurse=False)
+                if local_of(p) is not p
+            ]
+            for layer in layers
+        ]
         self._module_buffers = [b for b in module.buffers() if type(b) is torch.Tensor]
 
     def refresh(self, module: torch.nn.Module) -> None:
@@ -207,7 +219,7 @@ class Sorter:
         self.kept_bytes[why] += tensor.numel() * tensor.element_size()
         return Kept(tensor)
 
-    def why_kept(self, tensor: torch.Tensor, shared: Mapping[int, Why]) -> Why | None:
+    def why_kept(self, tensor: torch.Tensor, shared: Mapping[int, Why], layer: int) -> Why | None:
         """`shared`: storages, by address of their object, that the layer was given and that stay."""
         kind = type(tensor)
         if kind is torch.nn.Parameter or type(tensor._base) is torch.nn.Parameter:
@@ -224,8 +236,16 @@ class Sorter:
         if storage in shared:
             return shared[storage]
         first, last = bytes_of(tensor)
-        small = last - first < self.min_bytes or tensor.numel() < self._min_elements
-        return Why.SMALL if small else None
+        if last - first < self.min_bytes or tensor.numel() < self._min_elements:
+            return Why.SMALL
+        return Why.WEIGHT if self._is_of_divided(storage, layer) else None
+
+    def _is_of_divided(self, storage: int, layer: int) -> bool:
+        """Whether it is that of a rank's experts or of a router, which compute with plain tensors of what is divided.
+        FSDP2 has put what it gathers into the modules by now, and may take the bytes away when the layer has run.
+        """
+        held = (owner._parameters.get(name) for owner, name in self._divided[layer])
+        return any(local_of(p).untyped_storage()._cdata == storage for p in held if p is not None)
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -72,7 +72,7 @@ class Visits:
         ]
         """By layer, those whose calls it may be within: a checkpoint around it counts as a call of itself."""
         self._sorter = sorter
-        sorter.know(root)
+        sorter.know(root, [layer for _, layer in layers])
         self._movement = movement
         self._offloaded = offloaded
         self._weights = weights
@@ -261,7 +261,7 @@ class Visits:
         if visit is None or visit.layer != layer or not visit.installed or layer >= self._offloaded or self._marked:
             return
         for tensor in {id(tensor): tensor for tensor in tensors_of(values)}.values():
-            leaves = self._sorter.why_kept(tensor, visit.shared) is None
+            leaves = self._sorter.why_kept(tensor, visit.shared, layer) is None
             if leaves and tensor.untyped_storage()._cdata not in self._active:
                 self._sorter.keep(tensor, Why.HELD)
 
@@ -281,7 +281,7 @@ class Visits:
             return sorter.keep(tensor, Why.MODULE)
         if self._movement.stream() != visit.stream:
             return sorter.keep(tensor, Why.STREAM)
-        why = sorter.why_kept(tensor, visit.shared)
+        why = sorter.why_kept(tensor, visit.shared, visit.layer)
         if why is not None:
             return sorter.keep(tensor, why)
         first, last = bytes_of(tensor)
