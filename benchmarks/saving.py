@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--probe", type=float, default=1.0, help="share of a checkpoint's bytes that probes write")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if unknown := set(args.ways) - set(WAYS):
+        parser.error(f"--ways: {', '.join(sorted(unknown))}: of {', '.join(WAYS)}")
     save_buffers.MOST_WRITERS = args.writers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = Training(args, device)

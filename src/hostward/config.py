@@ -321,7 +321,8 @@ class OptionInfo:
         known = {
             **{word: word for word in words},
             **self.aliases,
-            **({"null": "null", "none": "null"} if self.optional else {}),
+            # Not for numbers: who writes them out does not mean "none", which is like "one" and "nine".
+            **({"null": "null", "none": "null"} if self.optional and words else {}),
         }
         closest = nearest(text.lower(), known)
         return None if closest is None else known[closest]

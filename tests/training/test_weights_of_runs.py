@@ -87,6 +87,6 @@ def test_a_run_that_is_not_there_is_refused() -> None:
 
 
 def test_runs_follow_on_one_another() -> None:
-    runs = Runs([2, 3])
+    runs = Runs((2, 3))
     assert [runs.run(number) for number in range(2)] == [range(2), range(2, 5)]
     assert [runs.beside(layer) for layer in (-1, 1, 4, 5)] == [range(0), range(2), range(2, 5), range(0)]

@@ -215,6 +215,7 @@ def test_no_predicted_step_is_shorter_than_what_was_known_before(
     candidates = answered(model, machine, gpus, host_gib).frontier.candidates[::2]
     found = [(least_s(c.costs, c.choice), predict_of(c.costs, c.choice, c.needs).step_s) for c in candidates]
     assert all(least <= step_s for least, step_s in found)
+    # How near it comes depends on which candidates are taken; without a bound none would.
     assert sum(least > 0.85 * step_s for least, step_s in found) >= 2
 
 

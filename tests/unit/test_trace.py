@@ -207,6 +207,7 @@ def test_weights_of_layers_and_saved_activations_are_told_apart_from_what_the_st
         span("wait/weights", Lane.COMPUTE, 2.0, 2.25),  # a module of that name
         span("d2h/activation/0", Lane.D2H, 3.0, 4.0, 2_000_000_000),
         span("h2d/activation/0", Lane.H2D, 5.0, 5.5, 2_000_000_000),
+        span("wait/activation/arrive", Lane.COMPUTE, 5.5, 5.5),
     ]
     summary = Trace(spans).summary()
     weights, activations = summary.parts["weights of layers"], summary.parts["saved activations"]
@@ -218,6 +219,8 @@ def test_weights_of_layers_and_saved_activations_are_told_apart_from_what_the_st
         "\nof it, saved activations: d2h 2.000 GB in 1.000 s (2.0 GB/s), h2d 2.000 GB in 0.500 s (4.0 GB/s), 0.000 s "
         "exposed"
     )
+    gathered = Trace([spans[0], *spans[2:]]).summary()  # FSDP2's gather has waited for the weights
+    assert gathered.parts["weights of layers"].exposed_s is None
     unknown = Trace([*spans[:1], span("wait/h2d", Lane.COMPUTE, 0.0, 1.0)]).summary()
     assert unknown.parts["weights of layers"].exposed_s is None
     assert unknown.explain().endswith("(3.0 GB/s)")

@@ -279,10 +279,10 @@ class CudaBackend(Backend):
 
     @meter.setter
     def meter(self, meter: Meter | None) -> None:
-        self._meter = meter
         if meter is not None:
             self.follow_compute()
             self.timings.anchor(self._record_and_wait)
+        self._meter = meter
 
     def _record_and_wait(self, event: int) -> None:
         CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], event)], self.driver).issue(self.streams)

@@ -39,8 +39,7 @@ class Timings:
         self._turns = [-1] * RING
         """By slot: the last turn that has a base."""
         self._bases = [event() for _ in range(RING)]
-        self._origin, self._has_origin = event(), False
-        self._moment = event()
+        self._origin, self._moment = event(), event()
         self._anchor_s, self._anchor_ns = 0.0, 0
 
     def anchor(self, recorded: Callable[[int], None]) -> None:
@@ -50,9 +49,7 @@ class Timings:
         Args:
             recorded: records an event and waits for it.
         """
-        if not self._has_origin:
-            self._has_origin = True
-            recorded(self._origin)
+        recorded(self._origin)  # anew: floats hold the hours since an old one to a millisecond
         shortest_ns = math.inf
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()
@@ -64,7 +61,7 @@ class Timings:
                 self._anchor_s = self._elapsed_ms(self._origin, self._moment) / 1e3
 
     def begin(self, turn: int) -> list[int]:
-        """Events to record where the turn begins. Times count from there, and the time of that from the first anchor:
+        """Events to record where the turn begins. Times count from there, and the time of that from the last anchor:
         floats hold short spans better.
         """
         slot = turn % RING

@@ -103,7 +103,9 @@ class PartSummary:
     transfer_s: dict[str, float]
     transfer_bytes: dict[str, int]
     exposed_s: float | None
-    """None where nobody knows what the compute lane has waited for, as on a simulated device."""
+    """None where nobody knows what the compute lane has waited for: on a simulated device, and where a gather waits for
+    weights, and the compute lane for the gather.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ def _parts(spans: Collection[Span]) -> dict[str, PartSummary]:
             found[part] = PartSummary(
                 transfer_s={d: union_s(ways[d]) for d in DIRECTIONS},
                 transfer_bytes={d: sum(span.nbytes for span in ways[d]) for d in DIRECTIONS},
-                exposed_s=waits.get(part, 0.0) if known else None,
+                exposed_s=waits.get(part) if known else None,
             )
     return found
 

@@ -90,14 +90,16 @@ def attach(
                 undo, model, optimizer, activations, weights, recompute, plan, layers, backend, device, force=force
             ),
         )
-        if put.planned is not None:  # once nothing else can be refused, on any rank: it is not undone
-            recompute_whole(model, [layer for _, layer in put.layers], put.planned.whole)
-        if put.regions is not None:
-            put.regions.warn_of_idle(put.layers)
         run = Attachment(
             model, put.backend, put.layers, put.how,
             turns=optimizer is None, regions=put.regions, weights=put.away, marks=put.marks,
         )  # fmt: skip
+        undo.pop_all()
+        undo.callback(run.detach)
+        if put.regions is not None:
+            put.regions.warn_of_idle(put.layers)
+        if put.planned is not None:  # once nothing else can be refused, on any rank: it is not undone
+            recompute_whole(model, [layer for _, layer in put.layers], put.planned.whole)
         undo.pop_all()
     return run
 

@@ -216,7 +216,7 @@ class Attachment:
         """The layers of this run come next. What comes without being expected is fetched when it is needed.
 
         Raises:
-            ConfigError: there is no such run.
+            ConfigError: weights leave, and there is no such run.
         """
         if self._weights is not None:
             self._weights.expect(run, backward=backward)

@@ -335,7 +335,7 @@ class AdamW(Saving):
                 then.
         """
         self._issuer.require_whole()
-        require_one_scale(self, self._stages, taken=bool(self._handover.unscaled))
+        require_one_scale(self, self._stages)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostward.errors import ConfigError
@@ -15,7 +14,7 @@ class Runs:
     lengths: of each.
     """
 
-    lengths: Sequence[int]
+    lengths: tuple[int, ...]
 
     def run(self, number: int) -> range:
         """That run: its layers. Raises ConfigError: there is none of that number."""

@@ -13,8 +13,8 @@ from hostward.errors import ModelError
 class StagesScaler(torch.amp.GradScaler):
     """A gradient scaler that looks at the gradients of all stages of a model: their scales rise and fall together.
 
-    torch's own does it where `AdamW(stages=...)` has taken all gradients in backward, since the norm, which is over all
-    stages, then looks for it. Gradients that are still in `.grad` it sees on its own stage alone.
+    torch's own sees those of its own stage. Where all of these have left in backward, the norm over all stages tells
+    it; whether they have may differ from stage to stage, and then one would refuse a step that the others take.
     """
 
     def __init__(self, device: str, stages: dist.ProcessGroup, **options: Any) -> None:
@@ -32,19 +32,14 @@ class StagesScaler(torch.amp.GradScaler):
         return found
 
 
-def require_one_scale(optimizer: object, stages: object, *, taken: bool) -> None:
-    """Raises ModelError where a gradient scaler has looked at the gradients of one of several `stages` alone.
-
-    Args:
-        taken: some of them had left `.grad`, so that the scaler is told what the norm over all stages finds.
-    """
+def require_one_scale(optimizer: object, stages: object) -> None:
+    """Raises ModelError where a gradient scaler has looked at the gradients of one of several `stages` alone."""
     looked = getattr(optimizer, "found_inf", None) is not None
     together = vars(optimizer).pop("looked_at_over", None) is stages  # for this step alone
-    if stages is None or not looked or taken or together:
+    if stages is None or not looked or together:
         return
     raise ModelError(
         "a gradient scaler has looked at the gradients of one stage of a pipeline alone",
         why="a step that overflows on one stage is skipped on all, and the loss scales of the others would not follow",
-        fix="optimizer.accumulate(last=True) around the last backward, without overlap=False, or "
-        "hostward.training.scaling.StagesScaler(device, stages) in place of torch.amp.GradScaler(device)",
+        fix="hostward.training.scaling.StagesScaler(device, stages) in place of torch.amp.GradScaler(device)",
     )

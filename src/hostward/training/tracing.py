@@ -12,6 +12,8 @@ from hostward.schedule import Lane
 from .step import StepIssuer
 
 _WAIT = "offload/wait/"
+_NO_LAYER = ("offload/wait/weights/", "offload/wait/activation/")
+"""Waits for one thing of a layer, in forward or backward."""
 _NORM = "offload/norm/"
 _NOTHING_DONE = ("offload/retire", "offload/slots", "offload/gradient/", "offload/written")
 
@@ -66,7 +68,8 @@ class Tracing:
         for before, after in pairwise(spans):
             if after.start_s <= before.end_s:
                 continue
-            if before.kind is SpanKind.WAIT and not after.name.startswith(_NORM):
+            for_layer = before.kind is SpanKind.WAIT and not before.name.startswith(_NO_LAYER)
+            if for_layer and not after.name.startswith(_NORM):
                 name = f"forward/{before.name.removeprefix(_WAIT)}"
             elif after.name.startswith(_NORM):
                 name = f"backward/{after.name.removeprefix(_NORM).partition('.')[2]}"

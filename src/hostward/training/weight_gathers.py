@@ -50,7 +50,7 @@ class GatheredLayers:
     def runs_of(self, lengths: Sequence[int]) -> Runs:
         """Runs of so many layers, counted in what is gathered of them."""
         ends = [self._counts[end] for end in accumulate(lengths)]
-        return Runs([end - first for first, end in pairwise([0, *ends])])
+        return Runs(tuple(end - first for first, end in pairwise([0, *ends])))
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether FSDP2 gathers it."""
@@ -79,7 +79,7 @@ class Gathers:
 
     def __init__(self, layers: GatheredLayers, residency: Residency) -> None:
         self._layers, self._residency = layers, residency
-        self._runs = Runs([len(layers.numbers)])
+        self._runs = Runs((len(layers.numbers),))
         layers.groups.serve(self)
 
     def needed(self, group: int, stream: torch.Stream | None, *, backward: bool) -> None:

@@ -135,7 +135,7 @@ class OffloadedWeights:
         self.count = len(chosen.layers)
         """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
-        self._runs = Runs([self._layers])
+        self._runs = Runs((self._layers,))
         trained = {i for i, held in enumerate(chosen.layers) if held and held.stepped}
         shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
         self.schedule: Schedule = lower_weights(shape)
@@ -261,7 +261,7 @@ class OffloadedWeights:
     def in_runs(self, lengths: Sequence[int]) -> None:
         """As `Attachment.in_runs`."""
         if self._gathers is None:
-            self._runs = Runs(lengths)
+            self._runs = Runs(tuple(lengths))
         else:
             self._gathers.in_runs(lengths)
 
