@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,11 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from hostward.config import Config
-from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.errors import ConfigError
 from hostward.host.threads import CpuFacts, read_cpu_facts
 from hostward.rank_failures import Failure, raised_by_all
 from hostward.rule_table import resharded
+from hostward.training.agreement import attempted
 
 T = TypeVar("T")
 
@@ -130,17 +131,11 @@ class Ranks:
         """
         if self.size == 1:
             return check()
-        error: HostwardError | None = None
-        try:
-            found = check()
-        except HostwardError as raised:
-            error = raised
-        except torch.OutOfMemoryError as raised:
-            error = MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0])
+        found, error = attempted(check)
         of_all = self.gather((self.name, None if error is None else Failure.of(error)))
         if any(failure is not None for _, failure in of_all):
             raise raised_by_all(of_all) from error
-        return found
+        return cast("T", found)
 
     def gather(self, value: T) -> list[T]:
         """The value of each rank, on every rank. Waits for all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,20 +29,24 @@ def agreed(parameters: Iterable[torch.Tensor], device: torch.device, body: Calla
     groups = _sharing(parameters)
     if not groups:
         return body()
-    error: HostwardError | None = None
-    try:
-        found = body()
-    except HostwardError as raised:
-        error = raised
-    except torch.OutOfMemoryError as raised:
-        error = MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0])
+    found, error = attempted(body)
     told = _gathered(groups, device, None if error is None else Failure.of(error))
     failures = [failure for _, failure in told]
     if any(failures):
         if error is not None and all(failure == failures[0] for failure in failures):
             raise error
         raise raised_by_all(told) from error
-    return found
+    return cast("T", found)
+
+
+def attempted(body: Callable[[], T]) -> tuple[T | None, HostwardError | None]:
+    """What it returns, or what keeps this rank from going on, for the others to hear."""
+    try:
+        return body(), None
+    except HostwardError as raised:
+        return None, raised
+    except torch.OutOfMemoryError as raised:
+        return None, MemoryLimitError("out of device memory", why=str(raised).partition("\n")[0])
 
 
 def _sharing(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
