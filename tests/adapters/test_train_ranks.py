@@ -199,16 +199,16 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
     line = next(line for line in guide.splitlines() if line.startswith("    torchrun ") and "--max-restarts" in line)
     words = line.split()[1:]
     assert "--max-restarts=2" in words
-    assert [words.count(f"checkpoint.{what}=run") for what in ("save", "load")] == [1, 1]
+    assert [words.count(f"checkpoint.{what}=restarted") for what in ("save", "load")] == [1, 1]
     at = words.index("-m")
     assert words[at : at + 2] == ["-m", "hostward"]
     words[at : at + 2] = [str(ROOT / "tests/adapters/failing_rank.py")]
     words += [*SMALL, *SIZES[MOE], *HOST, "train.train_iters=8", "logger.log_interval=1", "--json", "report.json"]
     done = torchrun(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "no checkpoint in run yet: the run begins at iteration 0" in done.stderr
+    assert "no checkpoint in restarted yet: the run begins at iteration 0" in done.stderr
     assert "rank 1: error: the disk of this rank is gone" in done.stderr
-    assert done.stderr.count("resumed run/iter_0000004 at iteration 4") == 1
+    assert done.stderr.count("resumed restarted/iter_0000004 at iteration 4") == 1
     assert "Gloo connectFullMesh failed" not in done.stderr
     assert done.stdout.count("loss, first and last") == 1
     assert "2 ranks, by node" in done.stdout

@@ -202,7 +202,7 @@ def render(report: RunReport) -> list[Table]:
 
     run = Table(title=f"{report.recipe}: {iterations(report.first_iteration, report.last_iteration)}")
     run.add_column("run")
-    run.add_column("value", justify="right")
+    run.add_column("value", justify="right", overflow="fold")  # names of options can be copied
     simulated = report.simulated
     rows = {
         "loss, first and last": _first_and_last(report.losses),

@@ -216,7 +216,9 @@ def _wanted_generators(
 def _set_generators(run: Run, path: Path, plain: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> None:
     if not found:
         log.warning(
-            "rank %d has no random numbers in %s, which fewer ranks saved: it goes on with its own", _rank(), path
+            "there are no random numbers of rank %d in %s, which fewer ranks saved: it goes on with its own",
+            _rank(),
+            path,
         )
         return
     torch.set_rng_state(found[_rng_name("torch")])
