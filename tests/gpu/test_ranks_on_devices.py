@@ -8,36 +8,34 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import devices_to_itself
 from ranks_cases import CASES, LAYOUTS, SHARED
 
 RANKS = 2
 LIMIT_S = 420.0
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 30.0)]
 
 
 class Started:
-    """What each rank finds, by case: one start of torchrun for all of them, and another for those behind one that ends
-    it.
+    """What each rank finds, by case: one start of torchrun for all that are wanted, and another for those behind one
+    that ends it. The calling test has the devices to itself.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cases: Collection[str]) -> None:
         self._folder = folder
-        self._left = list(CASES)
+        self._left = [case for case in CASES if case in cases]
         self._found: dict[str, list[Any]] = {}
         self._ended: dict[str, str] = {}
 
     def of(self, case: str) -> list[Any]:
-        if case not in SHARED and torch.cuda.device_count() < RANKS:
-            pytest.skip("needs two CUDA devices")
-        while case not in self._found and case not in self._ended:
-            self._start([left for left in self._left if left in SHARED or torch.cuda.device_count() >= RANKS])
+        while case in self._left:
+            self._start(list(self._left))
         assert case in self._found, self._ended[case]
         return self._found[case]
 
@@ -47,25 +45,36 @@ class Started:
         program = Path(__file__).with_name("ranks_cases.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         words = [*command, str(program), str(folder), *cases]
-        with devices_to_itself():  # made before what each test waits for
-            done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
         read = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
         for case in cases:
+            self._left.remove(case)
             if len(read) < RANKS or any(case not in rank for rank in read):
                 self._ended[case] = done.stderr[:2000] + done.stderr[-4000:]
                 break  # at this one; those behind it are still to come
             self._found[case] = [rank[case] for rank in read]
-        self._left = [case for case in self._left if case not in self._found and case not in self._ended]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return Started(tmp_path_factory.mktemp("ranks")).of
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    items: list[Any] = [item for item in request.session.items if item.path == Path(__file__)]
+    wanted = {item.callspec.params["case"] for item in items}
+    if torch.cuda.device_count() < RANKS:
+        wanted &= set(SHARED)
+    return Started(tmp_path_factory.mktemp("ranks"), wanted)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_placement_gives_the_same_bits(found: Any, layout: str) -> None:
-    for rank in found(layout):
+@pytest.fixture
+def found(case: str, started: Started) -> list[Any]:
+    """What each rank has found."""
+    if case not in SHARED and torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    return started.of(case)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_placement_gives_the_same_bits(found: list[Any]) -> None:
+    for rank in found:
         expected = rank["device"]
         assert expected["offloaded_bytes"] == 0
         assert max(expected["norms"]) > 0.5  # clipped
@@ -78,31 +87,34 @@ def test_every_placement_gives_the_same_bits(found: Any, layout: str) -> None:
             }, placement
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_agree_on_losses_and_norms(found: Any, layout: str) -> None:
-    first, second = found(layout)
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_ranks_agree_on_losses_and_norms(found: list[Any]) -> None:
+    first, second = found
     for placement, told in first.items():
         assert told["losses"] == second[placement]["losses"]
         assert told["norms"] == second[placement]["norms"]
         assert told["skipped"] == second[placement]["skipped"]
 
 
-def test_activations_leave_with_the_same_bits(found: Any) -> None:
-    for rank in found("activations_leave"):
+@pytest.mark.parametrize("case", ["activations_leave"])
+def test_activations_leave_with_the_same_bits(found: list[Any]) -> None:
+    for rank in found:
         assert rank["away"]["bits"] == rank["device"]["bits"]
         assert rank["away"]["losses"] == rank["device"]["losses"]
 
 
-def test_weights_leave_with_the_same_bits(found: Any) -> None:
-    for rank in found("weights_leave"):
+@pytest.mark.parametrize("case", ["weights_leave"])
+def test_weights_leave_with_the_same_bits(found: list[Any]) -> None:
+    for rank in found:
         expected = rank.pop("device")
         for way, told in rank.items():
             assert (told["bits"], told["losses"]) == (expected["bits"], expected["losses"]), way
             assert (told["weights_away_bytes"] > 0) == (way != "resharded")
 
 
-def test_weights_of_stages_leave_with_the_same_bits(found: Any) -> None:
-    for rank in found("weights_of_stages_leave"):
+@pytest.mark.parametrize("case", ["weights_of_stages_leave"])
+def test_weights_of_stages_leave_with_the_same_bits(found: list[Any]) -> None:
+    for rank in found:
         for schedule, ways in rank.items():
             expected = ways.pop("device")
             for way, told in ways.items():
@@ -112,18 +124,21 @@ def test_weights_of_stages_leave_with_the_same_bits(found: Any) -> None:
                 assert told["weights_unforeseen_bytes"] < told["weights_fetched_bytes"] / 4
 
 
-def test_a_saved_run_goes_on_bit_for_bit_at_another_placement(found: Any) -> None:
-    for rank in found("saved"):
+@pytest.mark.parametrize("case", ["saved"])
+def test_a_saved_run_goes_on_bit_for_bit_at_another_placement(found: list[Any]) -> None:
+    for rank in found:
         assert rank["resumed"]["bits"] == rank["straight"]["bits"]
         assert rank["resumed"]["losses"] == rank["straight"]["losses"][2:]
         assert rank["iteration"] == 2
 
 
-def test_the_norm_of_given_gradients_is_that_of_one_process(found: Any) -> None:
-    for rank in found("norm_of_given"):
+@pytest.mark.parametrize("case", ["norm_of_given"])
+def test_the_norm_of_given_gradients_is_that_of_one_process(found: list[Any]) -> None:
+    for rank in found:
         assert rank["data"] == rank["experts"] == rank["alone"]
 
 
-def test_an_iteration_does_not_wait_for_the_device(found: Any) -> None:
-    for rank in found("no_waits"):
+@pytest.mark.parametrize("case", ["no_waits"])
+def test_an_iteration_does_not_wait_for_the_device(found: list[Any]) -> None:
+    for rank in found:
         assert rank["issued_s"] < 0.5 * rank["passed_s"]
