@@ -253,13 +253,9 @@ def test_t44_saved_and_resumed(text: Path, tmp_path: Path, mode: str, monkeypatc
 def test_t44_nothing_is_left_of_a_graph(text: Path) -> None:
     run = loop.prepare(LLAMA, configured(text, *PLACEMENTS["host"]))
     made = capture(run)
-    before = run.model.config._attn_implementation
-    seen: list[str] = []
-    loop.train(run, progress=lambda run: seen.append(run.model.config._attn_implementation))
-    assert set(seen) == {"hostward_causal"}
+    loop.train(run)
     assert [graph.closed for graph in made] == [True]
     assert all(p.grad is None for p in run.model.parameters())
-    assert run.model.config._attn_implementation == before == "sdpa"
     assert run.graph_bytes == 1000
 
 
@@ -280,7 +276,6 @@ def test_t44_a_run_that_fails_leaves_nothing_of_its_graph(text: Path, monkeypatc
     assert run.iteration == WARM_UP_ITERATIONS + 2
     assert [graph.closed for graph in made] == [True]
     assert all(p.grad is None for p in run.model.parameters())
-    assert run.model.config._attn_implementation == "sdpa"
 
 
 def test_t44_a_run_that_is_asked_to_stop_saves_and_ends(text: Path, tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import masking_utils
 
 from hostward import recipes
 from hostward.config import Config
 from hostward.errors import ConfigError, ModelError
 from hostward.overrides import apply_overrides
-from hostward.train.models import build_model, named_shapes, parameter_count, training_loss
+from hostward.train.models import MASKLESS, build_model, named_shapes, parameter_count, training_loss
 
 SMALL = (
     "model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=96 model.num_attention_heads=4 "
@@ -151,10 +154,10 @@ def test_experts_implementations_agree_and_repeat_their_bits(implementation: str
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_implementation_is_the_one_asked_for(attention: str) -> None:
+@pytest.mark.parametrize(("attention", "name"), [("sdpa", MASKLESS), ("eager", "eager")])
+def test_attention_implementation_is_the_one_asked_for(attention: str, name: str) -> None:
     model = build(small("qwen3", f"model.attn_implementation={attention}"))
-    assert model.config._attn_implementation == attention
+    assert model.config._attn_implementation == name
 
 
 def test_loss_is_the_cross_entropy_of_the_next_token() -> None:
@@ -233,6 +236,36 @@ def test_pretrained_experts_take_the_implementation(tmp_path: Path) -> None:
     assert bits_equal(model, original)
     assert model.config._experts_implementation == "eager"
     assert model.config.output_router_logits is True
+
+
+def test_layers_that_attend_within_windows_keep_their_mask(tmp_path: Path) -> None:
+    build(small("qwen3")).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    kinds = ["full_attention", "sliding_attention"]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": kinds, "sliding_window": 8}))
+    config = pretrained(tmp_path, "model.architecture=qwen3")
+    assert build(config).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("architecture", RECIPES)
+def test_a_forward_asks_the_device_for_no_mask(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the bits of one that asks."""
+
+    def trained(model: torch.nn.Module) -> list[torch.Tensor]:
+        ids = tokens()
+        loss = training_loss(model, ids[:, :-1], ids[:, 1:])
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    asking: Any = build(small(architecture))
+    asking.set_attn_implementation("sdpa")
+    asked, find = [], masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda x: asked.append(1) or find(x))
+    expected = trained(asking)
+    assert asked
+    asked.clear()
+    found = trained(build(small(architecture)))
+    assert not asked
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_pretrained_folder_of_another_architecture(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelE
 from hostward.sizes import gib
 
 from . import resume
-from .models import attend_without_mask, training_loss
+from .models import training_loss
 from .passes import WholeModel, samples
 from .planning import unplanned_graphs
 from .sampling import BACKWARD
@@ -119,14 +119,15 @@ class Captured:
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loss: torch.Tensor | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self._restore: Callable[[], None] | None = None
+        self._begun = False
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
         """As `Passes.backward`. Without `taken` it is an ordinary one."""
         if not taken:
             return self._eager.backward(run, taken=False)
-        if self._restore is None:
-            self._begin(run)
+        if not self._begun:
+            self._begun = True
+            _say_if_too_few(run)
         if self._seen < WARM_UP_ITERATIONS:
             self._seen += 1
             return self._eager.backward(run, taken=True)
@@ -153,20 +154,7 @@ class Captured:
                 parameter.grad = None
         self._graph = self._loss = None
         self._batches, self._gradients = [], []
-        self._seen = 0
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-
-    def _begin(self, run: Run) -> None:
-        self._restore = attend_without_mask(run.model)
-        left = run.config.train.train_iters - run.iteration
-        if left <= WARM_UP_ITERATIONS:
-            log.warning(
-                "model.cuda_graph_impl=full_iteration does nothing in %d iterations: the first %d run without a graph",
-                left,
-                WARM_UP_ITERATIONS,
-            )
+        self._seen, self._begun = 0, False
 
     def _record(self, run: Run) -> tuple[Graph, torch.Tensor]:
         resume.finish(run)  # copies of a save from another thread would end the capture
@@ -196,6 +184,16 @@ class Captured:
             total += mean.detach().float()
             (mean if run.scaler is None else run.scaler.scale(mean)).backward()  # type: ignore[no-untyped-call]
         return total
+
+
+def _say_if_too_few(run: Run) -> None:
+    left = run.config.train.train_iters - run.iteration
+    if left <= WARM_UP_ITERATIONS:
+        log.warning(
+            "model.cuda_graph_impl=full_iteration does nothing in %d iterations: the first %d run without a graph",
+            left,
+            WARM_UP_ITERATIONS,
+        )
 
 
 def require_graphs(device: torch.device, plan: PlanFile | None) -> None:

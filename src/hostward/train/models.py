@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ LLAMA3_LOW_FREQ_FACTOR = 1.0
 LLAMA3_HIGH_FREQ_FACTOR = 4.0
 LLAMA3_ORIGINAL_CONTEXT_TOKENS = 8192
 LLAMA3_CONTEXT_TOKENS = 131072
-_MASKLESS = "hostward_causal"
-"""Name of an attention in transformers' table."""
+MASKLESS = "hostward_causal"
+"""Name of an attention in transformers' table: scaled_dot_product_attention that is causal by its own flag, never by a
+mask.
+"""
 
 
 def build_model(
@@ -31,7 +33,8 @@ def build_model(
 
     Random weights are drawn on `device` at `dtype`, without a copy elsewhere, and depend on `seed`, the device type,
     the dtype and the sizes alone. With `model.hf_model_path` the weights are those of the folder, cast to `dtype`.
-    The random number generators of the caller are left as they were.
+    The random number generators of the caller are left as they were. With sdpa and no windows layers attend without a
+    mask, whatever forward is given for one: samples are whole sequences.
 
     Args:
         vocab_size: rows of the embedding where neither `model.vocab_size` nor the folder gives them.
@@ -90,28 +93,6 @@ def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Te
     labels = labels.contiguous()
     loss: torch.Tensor = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
     return loss
-
-
-def attend_without_mask(model: Any) -> Callable[[], None]:
-    """Let the layers of a model attend causally by scaled_dot_product_attention's own flag, and never by a mask.
-
-    transformers asks the device in every forward whether sequences are packed, and makes a mask where it may not ask,
-    as in the capture of a CUDA graph: another kernel, and other bits. Where no mask is needed this gives the same ones.
-
-    Returns what undoes it.
-    """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    before = model.config._attn_implementation
-    # No function makes masks for this name: then none is made.
-    AttentionInterface.register(_MASKLESS, sdpa_attention_forward)
-    model.set_attn_implementation(_MASKLESS)
-
-    def undo() -> None:
-        model.set_attn_implementation(before)
-
-    return undo
 
 
 def layers_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
@@ -197,7 +178,7 @@ def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
         "rms_norm_eps": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
         "tie_word_embeddings": model.share_embeddings_and_output_weights,
-        "attn_implementation": model.attn_implementation,
+        "attn_implementation": _attention(model, ()),
         "use_cache": False,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -218,6 +199,23 @@ def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
             experts_implementation=model.experts_implementation,
         )
     return described(**common, intermediate_size=model.ffn_hidden_size)
+
+
+def _attention(model: ModelConfig, layer_types: Iterable[str]) -> str:
+    """The name in transformers' table of what `model.attn_implementation` asks for.
+
+    transformers asks the device in every forward whether sequences are packed, for which the host waits, and makes a
+    mask where it may not ask, as in the capture of a CUDA graph: another kernel, and other bits. Without a mask the
+    bits are those of what it finds.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if model.attn_implementation != "sdpa" or set(layer_types) - {"full_attention"}:
+        return model.attn_implementation
+    # No function makes masks for this name: then none is made.
+    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+    return MASKLESS
 
 
 def load_pretrained(model: ModelConfig, path: str, dtype: torch.dtype) -> Any:
@@ -277,6 +275,7 @@ def pretrained_config(model: ModelConfig, path: str) -> Any:
     described: Any = AutoConfig.from_pretrained(
         path, local_files_only=True, attn_implementation=model.attn_implementation
     )
+    described._attn_implementation = _attention(model, getattr(described, "layer_types", None) or ())
     if model.architecture == "qwen3_moe":
         described._experts_implementation = model.experts_implementation
         described.output_router_logits = model.moe_aux_loss_coeff > 0
