@@ -9,7 +9,8 @@ first for each length, and is what the others are compared with. Columns:
 
     step       median seconds from the start of an iteration to that of the next on the compute stream, slowest rank
     ratio      step over that of fraction 0 at the same length
-    floor      the same ratio, if the host's memory and the link did what they do alone (below)
+    floor      the same ratio, if the host's memory and each direction of the link did what they do alone (below)
+    both       the same, if a link besides carried in both directions together what it does when both are full
     device     most bytes allocated on a GPU, and reserved; host: bytes of all ranks, page-locked ones in brackets
     same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
 
@@ -27,6 +28,9 @@ the host's memory with both. With an exact norm the state that is on the host is
 with P parameters on the host, base and forward the seconds of an iteration and of its forward at fraction 0, and s the
 share that is streamed: 10 bytes of it are written, and read, as far as the link can while backward runs. Of a parameter
 stepped on the host memory moves 26 bytes in the step, and 2 for its weight, which cross the link as well.
+
+`both` has one limit more, which the sum of both directions meets: (10 s P + left + 2 (1 - s) P) / (2 duplex), by the
+rate of one direction while the other is full as well.
 """
 
 from __future__ import annotations
@@ -82,20 +86,22 @@ def measured_roofs(ranks: Ranks) -> dict[str, Any]:
     return {"threads_per_rank": threads, "of_ranks": of_ranks, **sums}
 
 
-def after_norm_s(parameters: float, backward_s: float, roofs: dict[str, Any]) -> float:
+def after_norm_s(parameters: float, backward_s: float, roofs: dict[str, Any], *, both_ways: bool) -> float:
     """Least seconds between the norm and the last weight's arrival, for so many parameters of the node."""
     link, found = roofs["d2h_bytes_per_s"], []
     for s in SHARES:
         on_host, state_bytes = (1 - s) * parameters, 10 * s * parameters
         left_bytes = max(0.0, state_bytes - backward_s * link)
-        found.append(
-            max(
-                on_host / roofs["parameters_per_s"],
-                state_bytes / link,
-                (left_bytes + 2 * on_host) / link,
-                (28 * on_host + state_bytes + left_bytes) / roofs["memory_bytes_per_s"],
-            )
-        )
+        there_bytes = left_bytes + 2 * on_host
+        limits_s = [
+            on_host / roofs["parameters_per_s"],
+            state_bytes / link,
+            there_bytes / link,
+            (28 * on_host + state_bytes + left_bytes) / roofs["memory_bytes_per_s"],
+        ]
+        if both_ways:
+            limits_s.append((state_bytes + there_bytes) / (2 * roofs["duplex_each_way_bytes_per_s"]))
+        found.append(max(limits_s))
     return min(found)
 
 
@@ -226,9 +232,10 @@ def derive(rows: list[dict[str, Any]], *, deterministic: bool) -> None:
         )
         r["parameters_away"] = away
         r["ratio"] = r["step_s"] / base["step_s"]
-        after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"])
-        r["floor_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
-        r["over_floor"] = r["ratio"] / r["floor_ratio"]
+        for floor, both_ways in {"floor": False, "floor_both_ways": True}.items():
+            after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"], both_ways=both_ways)
+            r[f"{floor}_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
+            r[f"over_{floor}"] = r["ratio"] / r[f"{floor}_ratio"]
         if deterministic:
             r["same"] = (r["losses"], r["norms"]) == (base["losses"], base["norms"])
 
@@ -286,7 +293,8 @@ def show(r: dict[str, Any]) -> None:
     print(
         f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>7}  step {r['step_s'] * 1e3:7.1f} ms  "
         f"ratio {r['ratio']:5.3f}  "
-        f"floor {r['floor_ratio']:5.3f}  device {r['device_bytes'] / GIB:6.1f} ({r['reserved_bytes'] / GIB:.1f}) GiB  "
+        f"floor {r['floor_ratio']:5.3f}, both {r['floor_both_ways_ratio']:5.3f}  "
+        f"device {r['device_bytes'] / GIB:6.1f} ({r['reserved_bytes'] / GIB:.1f}) GiB  "
         f"host {r['host_bytes'] / GIB:6.1f} ({r['pinned_bytes'] / GIB:.1f}) GiB"
         f"  of {roofs['parameters_per_s'] / 1e9:.2f} G/s, {roofs['d2h_bytes_per_s'] / 1e9:.0f} GB/s link, "
         f"{roofs['memory_bytes_per_s'] / 1e9:.0f} memory" + (f"  same {r['same']}" if "same" in r else ""),
