@@ -7,7 +7,8 @@ Rows are predicted for the models that were measured, traced on the meta device,
 of activations.py have no optimizer; what the prediction has of it is taken off. `step_s` of a row is taken as it is: of
 activations.py the mean of iterations issued back to back where there is an `alone_s` besides, in older files the median
 of iterations each waited for. Of a run it is the median of its iterations but the first and the last. Of several GPUs
-it is that of the slowest; their exchange is not timed, nor is memory that torch's allocator gives back and takes again.
+it is that of the slowest; memory that torch's allocator gives back and takes again is not timed. Several GPUs that the
+hardware file is not of are predicted with the rate of their memory, by the vendor, and else with that file.
 Left out are weights on the host, serial schedules, rows with another number of threads, and rows of scaling.py that do
 not tell rates (they are of versions with other slots).
 """
@@ -19,13 +20,13 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from activations import row_of
 from hostward.choice import Choice, Keep
-from hostward.hardware_profile import PROFILES, Hardware, load, profile
+from hostward.hardware_profile import PROFILES, Hardware, load, profile, profile_of
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.speeds import Speeds, speeds_of
@@ -112,13 +113,21 @@ def run_row(name: str, result: dict[str, Any], hardware: Hardware) -> Row | None
     return Row(name, row, work.microbatch_tokens, measured_s, predicted.step_s, work.ranks)
 
 
+def with_memory_of(result: dict[str, Any], hardware: Hardware) -> Hardware:
+    devices = result["machine"].get("devices") or [{"name": ""}]
+    shipped = profile_of(devices[0]["name"])
+    if hardware.gpu is None or shipped is None or shipped.gpu is None:
+        return hardware
+    return replace(hardware, gpu=replace(hardware.gpu, memory_peak_bytes_per_s=shipped.gpu.memory_peak_bytes_per_s))
+
+
 def rows_of(files: Sequence[Path], hardware: Hardware) -> list[Row]:
     found: list[Row] = []
     speeds = speeds_of(hardware)
     for path in files:
         content = json.loads(path.read_text())
         if content.get("benchmark") == "scaling":
-            found += scaling_rows(path.stem, content, hardware)
+            found += scaling_rows(path.stem, content, with_memory_of(content, hardware))
         if "device_peak_bytes" in content.get("memory", {}):
             found += [row for row in [run_row(path.stem, content, hardware)] if row is not None]
         if "rows" not in content or not isinstance(content.get("shape"), dict):

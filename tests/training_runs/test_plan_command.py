@@ -218,7 +218,7 @@ def test_several_gpus_have_a_column_for_the_node(cli: Cli, config_file: Path) ->
     assert found.code == 0, found.err
     assert "host, node" in found.out
     assert "on 4 x NVIDIA H200" in found.out
-    assert "their exchange is not timed" in found.out
+    assert "links between GPUs are taken to be NVLink's" in found.out
 
 
 def test_what_does_not_fit_ends_with_1_and_the_smallest_change(cli: Cli, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from hostward.hardware_profile import PROFILES, profile
 from hostward.inventory import Inventory
 from hostward.planning.costs import Costs
 from hostward.planning.lanes import Queue
-from hostward.planning.speeds import HOST_STEP_BYTES, Speeds, balanced_share, speeds_of
+from hostward.planning.shards import sharded
+from hostward.planning.speeds import EXCHANGE_TRAFFIC, HOST_STEP_BYTES, Speeds, balanced_share, speeds_of
 from hostward.planning.time_model import explain, predict
 from hostward.workload import Workload
 
@@ -57,6 +58,21 @@ def test_optimizer_rows_are_within_a_tenth(file: str, row: str, batch: int, frac
     workload = llama(batch=batch)
     found = predict(workload, chosen(workload, fraction, share, CHECKPOINTED), H200)
     assert found.step_s == pytest.approx(measured_s(file, row), rel=0.1)
+
+
+def test_what_gpus_exchange_takes_time_from_compute() -> None:
+    """A layer is gathered once in a step, or for each forward and each backward; its gradient is reduced in each."""
+
+    def layer(**how: bool) -> tuple[float, float]:
+        divided = sharded(replace(SMALL, microbatches=8), 4, **how)
+        alone, found = (Costs(w, H200).layers[1] for w in (SMALL, divided))
+        assert found.again_s(Keep.RECOMPUTE) == alone.again_s(Keep.RECOMPUTE) == alone.forward_s
+        return found.forward_s - alone.forward_s, found.backward_s - alone.backward_s
+
+    once = EXCHANGE_TRAFFIC * SMALL.layers[1].weight_bytes / H200.traffic_bytes_per_s
+    assert layer() == pytest.approx((once / 2, once), rel=1e-6)  # of two microbatches each
+    assert layer(resharded=True) == pytest.approx((once, 2 * once), rel=1e-6)
+    assert layer(reduced_in_fp32=True) == pytest.approx((once / 2, 2 * once), rel=1e-6)
 
 
 def test_parameters_may_be_in_none_of_the_layers() -> None:

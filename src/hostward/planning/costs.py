@@ -11,7 +11,7 @@ from hostward.inventory import Bucket, MasterKind
 from hostward.plan import Placement
 from hostward.workload import Layer, PerToken, Workload
 
-from .speeds import GROUPED_SHARE, HOST_STEP_BYTES, LAYER_S, Speeds
+from .speeds import EXCHANGE_TRAFFIC, GROUPED_SHARE, HOST_STEP_BYTES, LAYER_S, Speeds
 
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward over those of its forward: it makes the scores again."""
@@ -26,9 +26,15 @@ LARGEST_UNIT = 160
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds and bytes of one layer and one microbatch."""
+    """Seconds and bytes of one layer and one microbatch.
+
+    Args:
+        computed_s: of forward.
+        forward_s, backward_s: with what several GPUs exchange.
+    """
 
     layer: Layer
+    computed_s: float
     forward_s: float
     backward_s: float
     elementwise_s: float
@@ -47,7 +53,7 @@ class LayerCost:
     def again_s(self, keep: Keep) -> float:
         """What backward computes again."""
         if keep in RECOMPUTED:
-            return self.forward_s
+            return self.computed_s
         return self.elementwise_s if keep in ELEMENTWISE else 0.0
 
 
@@ -92,15 +98,32 @@ class Costs:
         again = [part for part in layer.saved if part.elementwise]
         again_flops = sum(part.recompute_flops.of(tokens, sequence) for part in again)
         again_traffic = sum(part.recompute_traffic_bytes.of(tokens, sequence) for part in again)
+        computed_s = seconds(flops.of(tokens, sequence), grouped, traffic, passes)
+        back_s = seconds(back.of(tokens, sequence), (1 + trained) * grouped, _TRAFFIC_BACKWARD * traffic, 2 * passes)
+        there_s, back_there_s = self._exchange_s(layer)
         return LayerCost(
             layer,
-            seconds(flops.of(tokens, sequence), grouped, traffic, passes),
-            seconds(back.of(tokens, sequence), (1 + trained) * grouped, _TRAFFIC_BACKWARD * traffic, 2 * passes),
+            computed_s,
+            computed_s + there_s,
+            back_s + back_there_s,
             seconds(again_flops, 0.0, again_traffic, 0.0),
             layer.saved_bytes.of(tokens, sequence),
             sum(part.bytes.of(tokens, sequence) for part in again),
             layer.input_bytes.of(tokens, sequence),
         )
+
+    def _exchange_s(self, layer: Layer) -> tuple[float, float]:
+        """What gathering a layer and reducing its gradient take from compute, in forward and in backward."""
+        workload = self.workload
+        if workload.ranks == 1:
+            return 0.0, 0.0
+        traffic_bytes_per_s = self.speeds.traffic_bytes_per_s / EXCHANGE_TRAFFIC
+        gather_s = workload.ranks * layer.weight_bytes / traffic_bytes_per_s
+        wider = SUM_BYTES / workload.weight_dtype.itemsize_bytes if workload.reduced_in_fp32 else 1.0
+        reduce_s = wider * workload.ranks * layer.trained_weight_bytes / traffic_bytes_per_s
+        if workload.resharded:
+            return gather_s, reduce_s + (gather_s if layer.repeated else 0.0)
+        return gather_s / workload.microbatches, reduce_s  # gathered once for all of them
 
     @cached_property
     def accumulation_s(self) -> float:

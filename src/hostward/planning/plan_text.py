@@ -63,7 +63,7 @@ def _title(found: Answer) -> str:
     if workload.ranks > 1:
         whole = "while they run" if workload.resharded else "from forward to backward"
         shared = f"state, gradients and weights shared among {workload.ranks} GPUs, layers whole {whole}"
-        lines.append(f"{shared}; their exchange is not timed")
+        lines.append(f"{shared}; links between GPUs are taken to be NVLink's")
     pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
     plain = " and ".join(what for what, locked in pinned.items() if not locked)
     if plain:
@@ -260,6 +260,6 @@ def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] |
         names.append(missing if found.chosen is None else label(workload, shown.choice))
     recipe, hardware = first.question.workload.name, first.question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
-    title = f"{recipe} on {gpu} (hardware {hardware.name}); what GPUs exchange is not timed"
+    title = f"{recipe} on {gpu} (hardware {hardware.name}); links between GPUs are taken to be NVLink's"
     refused = [f"{gpus} GPUs: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
     return "\n".join([title, "", *_named(rows, names), *refused]) + "\n"

@@ -18,11 +18,18 @@ from .lanes import Queue, Slowdown
 # share of one large matrix product's rate and of the device memory's peak rate.
 MATMUL_SHARE = 0.877
 TRAFFIC_SHARE = 0.81
-GROUPED_SHARE = 0.3
+GROUPED_SHARE = 0.36
 """Rate of experts' matrix products over that of others, the way of tokens to the experts and back included. From how
-forward grows with the tokens: Qwen3-30B-A3B, 12 layers on two GPUs, 8 K to 32 K (benchmarks/results,
-2026-11-22-scaling-two-8k-fractions.json and 32k). Rows of one GPU had no part in it; they are 4 % above to
-11 % below.
+forward and backward grow with the tokens: Qwen3-30B-A3B, 12 layers on two GPUs, 8 K to 32 K (benchmarks/results,
+2026-11-22-scaling-two-8k-fractions.json, 16k and 32k). Rows of one GPU had no part in it; they are 2 % below to 12 %
+below.
+"""
+EXCHANGE_TRAFFIC = 7.0
+"""Traffic in device memory that compute loses by one gathering of a layer, or by one reduction of its gradient, over
+the layer's bytes. Writing what is gathered and copying it to its place and back are 3 to 4; the rest are kernels that
+share the device with those of the exchange. From the steps without offloading of the same runs, of which this is what
+does not grow with the tokens; with layers whole one at a time, and on H100s, it gives what was measured within 6 %.
+Links between GPUs are taken to be fast enough to hide behind a layer, as NVLink is.
 """
 LAYER_S = 150e-6
 """What one pass over a layer takes beyond its operations and its traffic: kernels that do not fill the device."""
