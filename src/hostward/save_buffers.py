@@ -6,7 +6,7 @@ import os
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Tensors are read, written and checked in pieces of at most so many bytes."""
-MOST_WRITERS = 4
+MOST_WRITERS = 8
 """Threads that write, each into a file of its own: checksums take a thread more time than a disk its bytes."""
 
 
