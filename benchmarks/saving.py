@@ -135,7 +135,7 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
     return {
         "step_s": usual_s,
         "beside_step_s": statistics.median(beside_s) if beside_s else None,
-        "steps_beside": len(beside_s),
+        "beside_steps_s": beside_s,
         "call_s": called_s,
         "stall_s": stall_s,
         "stall_of_50_steps": stall_s / (50 * usual_s),
