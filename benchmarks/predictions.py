@@ -45,8 +45,8 @@ from training_row import SHAPES, TORCH, Shape, build, loss_of, row_options
 from machine import describe
 
 GIB = 1 << 30
-_FINE, _NEAR = 8000, 0.05
-_ENOUGH = 2500
+_FINE, _NEAR = 2000, 0.05
+_ENOUGH = 600
 """Shares that are tried before one that is off by the smallest bucket will do."""
 _OFF = 0.001
 """Shares of all parameters may differ by so much: which one was chosen is known in whole buckets alone."""
