@@ -14,6 +14,10 @@ first for each length, and is what the others are compared with. Columns:
     device     most bytes allocated on a GPU, and reserved; host: bytes of all ranks, page-locked ones in brackets
     same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
 
+    python benchmarks/scaling.py --again RESULTS.json ... --json benchmarks/results/DATE-floors.json
+
+computes both floors anew from what earlier runs measured, without a GPU.
+
 One process (`torchrun --nproc-per-node 1`) shows what several take beyond what they share: compare `over floor`.
 
 Roofs are measured by all ranks at once before each row, because hosts that are shared change from minute to minute:
@@ -41,6 +45,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -209,10 +214,8 @@ def traced(run: loop.Run, path: Path) -> None:
 
 def derive(rows: list[dict[str, Any]], *, deterministic: bool) -> None:
     """What follows from rows of all ranks."""
-    bases: dict[int, dict[str, Any]] = {}
-    for r in rows:
-        if r["status"] != "ok":
-            continue
+    whole = [r for r in rows if r["status"] == "ok"]
+    for r in whole:
         of_ranks = r["of_ranks"]
         r["step_s"] = max(one["step_s"] for one in of_ranks)
         r["forward_s"] = max(one["forward_s"] for one in of_ranks)
@@ -220,13 +223,28 @@ def derive(rows: list[dict[str, Any]], *, deterministic: bool) -> None:
         r["reserved_bytes"] = max(one["reserved_bytes"] for one in of_ranks)
         r["host_bytes"] = sum(one["host_bytes"] for one in of_ranks)
         r["pinned_bytes"] = sum(one["pinned_bytes"] for one in of_ranks)
+    compare(whole)
+    for base, r in pairs(whole):
+        if deterministic:
+            r["same"] = (r["losses"], r["norms"]) == (base["losses"], base["norms"])
+
+
+def pairs(rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each row behind that of fraction 0 which it is compared with."""
+    bases: dict[int, dict[str, Any]] = {}
+    for r in rows:
         base = r if r["fraction"] == 0 else bases.get(r["length"])
-        if base is None:
-            continue
-        bases[r["length"]] = base
+        if base is not None:
+            bases[r["length"]] = base
+            yield base, r
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """With fraction 0, and with what was measured of the machine."""
+    for base, r in pairs(rows):
         away = sum(
             n
-            for one in of_ranks
+            for one in r["of_ranks"]
             for where, n in one["parameters_by_placement"].items()
             if where in ("host", "streamed")
         )
@@ -236,13 +254,39 @@ def derive(rows: list[dict[str, Any]], *, deterministic: bool) -> None:
             after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"], both_ways=both_ways)
             r[f"{floor}_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
             r[f"over_{floor}"] = r["ratio"] / r[f"{floor}_ratio"]
-        if deterministic:
-            r["same"] = (r["losses"], r["norms"]) == (base["losses"], base["norms"])
+
+
+_FOUND = (
+    "length",
+    "fraction",
+    "mix",
+    "ratio",
+    "floor_ratio",
+    "over_floor",
+    "floor_both_ways_ratio",
+    "over_floor_both_ways",
+)
+
+
+def again(files: list[Path], out: Path | None) -> None:
+    """Floors of rows that were measured with these roofs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        result = json.loads(file.read_text())
+        rows = [r for r in result["rows"] if r["status"] == "ok" and "memory_bytes_per_s" in r.get("roofs", {})]
+        compare(rows)
+        found[file.name] = [{name: r[name] for name in _FOUND} for r in rows if r["fraction"] and "ratio" in r]
+        for r in found[file.name]:
+            print(file.stem, *(f"{r[name]:.3f}" if isinstance(r[name], float) else r[name] for name in _FOUND))
+    if out is not None:
+        written = {"benchmark": "floors", "machine": describe(), "files": found}
+        out.write_text(json.dumps(written, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--recipe")
+    parser.add_argument("--again", type=Path, nargs="+", metavar="RESULTS", help="floors of these, and nothing is run")
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=[8192])
     parser.add_argument("--fractions", type=lambda text: [float(word) for word in text.split(",")], default=[0.0, 1.0])
     parser.add_argument(
@@ -260,6 +304,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("options", nargs="*")
     a = parser.parse_args()
+    if a.again:
+        again(a.again, a.json)
+        return
+    if a.recipe is None:
+        parser.error("--recipe or --again")
     began_s = time.monotonic()
     ranks = Ranks.of(os.environ)
     torch.cuda.set_device(ranks.local_rank)
