@@ -86,9 +86,14 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def trained(
-    mesh: DeviceMesh, *, away: bool, slow: bool = False, frozen: bool = False, **options: Any
+    grid: DeviceMesh, *, away: bool, slow: bool = False, frozen: bool = False, copies: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Bits after six steps of two microbatches, what was fetched, and the device's peak in the last three."""
+    """Bits after six steps of two microbatches, what was fetched, and the device's peak in the last three.
+
+    Args:
+        grid: of one column.
+    """
+    mesh = grid if copies else grid["copy"]
     net = sharded(mesh, trained=not frozen, **options)
     optimizer = hostward.AdamW(net, lr=1e-2, max_grad_norm=1.0, **ON_HOST)
     run = hostward.attach(net, optimizer, weights=ALL) if away else None
@@ -136,7 +141,9 @@ CASES: dict[str, dict[str, Any]] = {
     "whole until backward": {"reshard_after_forward": False},
     "mixed precision": {"fp32": True},
     "frozen": {"frozen": True},
+    "copies": {"copies": True},
 }
+"""`copies`: each rank has all of every parameter, and FSDP2 reduces over them (HSDP)."""
 
 
 def main(folder: Path) -> None:
@@ -145,12 +152,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo" if alone else "cpu:gloo,cuda:nccl")
     if alone:
         os.environ["LOCAL_RANK"] = "0"  # the mesh chooses a device by it
-    mesh = init_device_mesh("cuda", (ranks,))
+    grid = init_device_mesh("cuda", (ranks, 1), mesh_dim_names=("copy", "shard"))
     found: dict[str, Any] = {}
     ways: dict[str, Callable[..., Any]] = {
-        "here": lambda **options: trained(mesh, away=False, **options),
-        "away": lambda **options: trained(mesh, away=True, **options),
-        "slow": lambda **options: trained(mesh, away=True, slow=True, **options),
+        "here": lambda **options: trained(grid, away=False, **options),
+        "away": lambda **options: trained(grid, away=True, **options),
+        "slow": lambda **options: trained(grid, away=True, slow=True, **options),
     }
     for name, options in CASES.items():
         found[name] = {way: run(**options) for way, run in ways.items()}
