@@ -114,7 +114,7 @@ def tied_misused() -> list[str]:
         try_to(optimizer.step)
         optimizer.add_up_tied()
         try_to(backward)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=overlap)
         for _ in range(2):  # in turn, and cleared by the module
             backward()
             optimizer.add_up_tied()

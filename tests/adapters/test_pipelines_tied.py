@@ -78,7 +78,7 @@ def joined(ranks: list[Any]) -> dict[str, str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_ends_step_one_weight_with_the_same_bits_at_every_placement(trained: Any, layout: str) -> None:
     """Losses, norms, weights and state, clipped. Seen red: gradients of the ends not added up; on the first end alone;
-    the last end's leaving in backward, before they are; ends counted as having left when others have not (serial).
+    both leaving in backward, as they are made or when the last one ends.
     """
     words = LAYOUTS[layout]
     expected = trained(*words)
@@ -147,7 +147,9 @@ FP16 = [*FOUR, "model.params_dtype=fp16", "train.train_iters=6"]
 
 @pytest.mark.parametrize("placed", ["mixed", "serial"])
 def test_an_overflow_lowers_the_scale_of_all(world: World, placed: str) -> None:
-    """As in one process. Seen red: ends not added up."""
+    """As in one process. Seen red: ends not added up; their sum taken before the step where no others are, so that the
+    scaler sees what it must not (serial).
+    """
     words = [*FP16, *PLACED[placed]]
     expected = scales_of(loop.prepare(LLAMA, config_of(words)), 6)
     found = world.run("pipeline_cases.scaled", words=words, recipe=LLAMA, until=6)
