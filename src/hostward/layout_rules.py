@@ -75,11 +75,16 @@ _STAGE_RULES = (
     Rule(
         "stages-of-tied-embeddings",
         UNTIL_BUILT,
-        (PIPELINE, "model.share_embeddings_and_output_weights"),
-        lambda c, _: c.model.pipeline_model_parallel_size > 1 and c.model.share_embeddings_and_output_weights,
-        "model.share_embeddings_and_output_weights=true with model.pipeline_model_parallel_size="
-        "{model.pipeline_model_parallel_size}: one weight on the first and on the last stage is not built yet",
-        "set model.share_embeddings_and_output_weights=false, or model.pipeline_model_parallel_size=1",
+        (PIPELINE, "model.share_embeddings_and_output_weights", "optimizer.gradients"),
+        lambda c, _: (
+            c.model.pipeline_model_parallel_size > 1
+            and c.model.share_embeddings_and_output_weights
+            and c.optimizer.gradients == "host"
+        ),
+        "optimizer.gradients=host with model.share_embeddings_and_output_weights=true and"
+        " model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}: the gradient of a weight that the"
+        " first and the last stage have is added up on the device",
+        "set optimizer.gradients=device, or model.pipeline_model_parallel_size=1",
     ),
     Rule(
         "microbatches-for-stages",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from sharded_cases import mesh_of, snapshot
 from train_cases import MOE, QWEN3, launched, small, weights_of
@@ -15,6 +16,7 @@ from hostward.errors import HostwardError, MemoryLimitError
 from hostward.train import loop, resume
 from hostward.train.parts import Held
 from hostward.train.passes import passes_of
+from hostward.training.optimizer import AdamW
 from hostward.training.placeholder import MovedGradient
 
 
@@ -86,6 +88,42 @@ def scales_of(run: loop.Run, until: int) -> dict[str, Any]:
         scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
     loop.collect(run, everything=True)
     return {"scales": scales, "skipped": run.skipped, "bits": snapshot(run.model, run.optimizer)}
+
+
+def tied_misused() -> list[str]:
+    """What is said where a weight that other stages have as well is not added up, or twice, or cannot be."""
+    group = mesh_of("alone").get_group()
+    said: list[str] = []
+
+    def try_to(call: Any) -> None:
+        try:
+            call()
+            said.append("no error")
+        except HostwardError as error:
+            said.append(f"{type(error).__name__}: {error.what}")
+
+    for overlap in (True, False):
+        model = torch.nn.Linear(2, 2)
+        optimizer = AdamW(model, stages=group, tied={"weight": group}, overlap=overlap)
+
+        def backward(model: torch.nn.Module = model, optimizer: AdamW = optimizer) -> None:
+            with optimizer.accumulate(last=True):
+                model(torch.ones(1, 2)).sum().backward()
+
+        backward()
+        try_to(optimizer.step)
+        optimizer.add_up_tied()
+        try_to(backward)
+        optimizer.zero_grad(set_to_none=overlap)
+        for _ in range(2):  # in turn, and cleared by the module
+            backward()
+            optimizer.add_up_tied()
+            try_to(optimizer.step)
+            model.zero_grad()
+    try_to(lambda: AdamW(model, stages=group, tied={"wait": group}))
+    try_to(lambda: AdamW(model, tied={"weight": group}))
+    try_to(lambda: AdamW(model, stages=group, tied={"weight": group}, gradients="host", offload_fraction=1.0))
+    return said
 
 
 def failing() -> str:

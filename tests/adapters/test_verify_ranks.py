@@ -15,6 +15,7 @@ from world import SIZE, World, commands
 
 BF16 = "model.params_dtype=bf16"
 STAGES_IN_FP16 = ("model.pipeline_model_parallel_size=2", "model.params_dtype=fp16")
+TIED = (BF16, "model.pipeline_model_parallel_size=2", "model.share_embeddings_and_output_weights=True")
 UNEVEN = ("model.vocab_size=4099", "model.ffn_hidden_size=97")
 
 
@@ -32,9 +33,10 @@ def verdicts(world: World, *words: str, **options: Any) -> Any:
         (MOE, (BF16, "model.expert_model_parallel_size=2"), ("host", "streamed")),
         (LLAMA, ("model.tensor_model_parallel_size=2",), ("host",)),
         (QWEN3, ("model.pipeline_model_parallel_size=2",), ("host",)),
+        (LLAMA, ("model.pipeline_model_parallel_size=2",), ("host",)),
         (MOE, ("ddp.use_distributed_optimizer=False",), ("streamed",)),
     ],
-    ids=["uneven", "experts", "matrices", "stages", "copies"],
+    ids=["uneven", "experts", "matrices", "stages", "tied stages", "copies"],
 )
 def test_every_layout_is_verified(
     world: World, recipe: str, words: tuple[str, ...], placements: tuple[str, ...]
@@ -69,7 +71,7 @@ def test_microbatches_are_those_of_a_rank(world: World) -> None:
     assert "--microbatches 4 does not divide train.global_batch_size=8, of which each rank has 2" in told
 
 
-@pytest.mark.parametrize("words", [(BF16,), STAGES_IN_FP16], ids=["bf16", "stages in fp16"])
+@pytest.mark.parametrize("words", [(BF16,), STAGES_IN_FP16, TIED], ids=["bf16", "stages in fp16", "tied stages"])
 def test_without_a_deterministic_form_ranks_are_fed_the_same_gradients(world: World, words: tuple[str, ...]) -> None:
     found = verdicts(world, *words, undeterministic=True)
     assert found["passed"], found["sentence"]

@@ -470,11 +470,12 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
     ),
     "stages-of-tied-embeddings": (
         "llama32_1b_pretrain_config",
-        "model.pipeline_model_parallel_size=2",
+        "model.pipeline_model_parallel_size=2 optimizer.optimizer_cpu_offload=True optimizer.gradients=host",
         2,
         (
-            "model.share_embeddings_and_output_weights=true with model.pipeline_model_parallel_size=2: one weight on"
-            " the first and on the last stage is not built yet"
+            "optimizer.gradients=host with model.share_embeddings_and_output_weights=true and"
+            " model.pipeline_model_parallel_size=2: the gradient of a weight that the first and the last stage have is"
+            " added up on the device"
         ),
     ),
     "microbatches-for-stages": (

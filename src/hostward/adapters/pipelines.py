@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from hostward.errors import ConfigError, ModelError
+from hostward.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,14 @@ class Part:
     Args:
         index, count: which of how many stages.
         before: layers of the model before this stage.
+        tied: the embedding is the output layer as well, and both the first stage and the last have that weight.
     """
 
     model: Any
     index: int
     count: int
     before: int
+    tied: bool = False
 
     @property
     def first(self) -> bool:
@@ -44,16 +46,17 @@ class Part:
 
 def cut(model: Any, index: int, count: int) -> Part:
     """Take out of a causal language model what is not of stage `index` of `count`: contiguous layers in equal runs, the
-    embedding with the first, the last norm and the output layer with the last. What stays keeps its name.
+    embedding with the first, the last norm and the output layer with the last. What stays keeps its name; of an output
+    layer that is the embedding as well see `name_tied`.
 
     Raises:
-        ConfigError: the layers cannot be divided equally. ModelError: embedding and output layer are one weight.
+        ConfigError: the layers cannot be divided equally.
     """
     described, inner = model.config, model.model
     layers = len(inner.layers)
-    require_divisible(layers, described.tie_word_embeddings, count)
+    require_divisible(layers, count)
     each = layers // count
-    part = Part(model, index, count, index * each)
+    part = Part(model, index, count, index * each, described.tie_word_embeddings and count > 1)
     for i in range(layers):
         if not part.before <= i < part.before + each:
             delattr(inner.layers, str(i))
@@ -63,22 +66,40 @@ def cut(model: Any, index: int, count: int) -> Part:
         inner.embed_tokens = torch.nn.Identity()
     if not part.last:
         inner.norm, model.lm_head = torch.nn.Identity(), torch.nn.Identity()
+    if part.tied:
+        described.tie_word_embeddings = False  # no part has both
     return part
 
 
-def require_divisible(layers: int, tied: bool, count: int) -> None:
-    """Raises as `cut` does for a model of so many layers, whose embedding is tied to its output layer or not."""
+class _SameWeights(torch.nn.Module):
+    """Holds what another module holds, whatever becomes of it: FSDP2 and moves to a device replace parameters. It is
+    not called.
+    """
+
+    def __init__(self, of: torch.nn.Module) -> None:
+        super().__init__()
+        self._parameters = of._parameters
+
+
+def name_tied(part: Part) -> None:
+    """Let the last stage's output layer, if it is the embedding as well, have the embedding's name before its own, as
+    in the whole model: state, checkpoints and draws go by names. After FSDP2 has divided the part: it would divide the
+    weight for each of its two places.
+    """
+    if part.tied and part.last:
+        part.model.model.embed_tokens = _SameWeights(part.model.lm_head)
+
+
+TIED = "model.embed_tokens.weight"
+"""The name of that weight."""
+
+
+def require_divisible(layers: int, count: int) -> None:
+    """Raises as `cut` does for a model of so many layers."""
     if layers % count:
         raise ConfigError(
             f"{layers} layers cannot be divided equally among {count} pipeline stages",
             fix="choose model.pipeline_model_parallel_size so that it divides them",
-        )
-    if tied:
-        raise ModelError(
-            "the embedding is tied to the output layer, and a pipeline has them on different processes",
-            why="their gradients would have to be added up between the first stage and the last",
-            fix="model.pipeline_model_parallel_size=1; of a model that is built from sizes, "
-            "model.share_embeddings_and_output_weights=false",
         )
 
 
@@ -107,8 +128,9 @@ def together(parts: Sequence[Part]) -> torch.nn.Module:
     """One module that holds what several parts have, by the names of the whole model. It is not called: they are."""
     whole, inner, layers = torch.nn.Module(), torch.nn.Module(), torch.nn.ModuleList()
     first, last = parts[0], parts[-1]
-    if first.first:
-        inner.embed_tokens = first.model.model.embed_tokens
+    for part in parts:
+        if part.first or (part.last and part.tied):
+            inner.embed_tokens = part.model.model.embed_tokens
     inner.layers = layers
     for part in parts:
         for name, layer in part.model.model.layers.named_children():

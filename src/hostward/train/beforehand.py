@@ -45,7 +45,7 @@ def weighed(
 
         described = pretrained_config(config.model, config.model.hf_model_path)
         rounds = config.model.virtual_pipeline_model_parallel_size or 1
-        require_divisible(described.num_hidden_layers, described.tie_word_embeddings, ranks.stages * rounds)
+        require_divisible(described.num_hidden_layers, ranks.stages * rounds)
     if captured(config) and config.model.hf_model_path is not None:
         require_capturable(pretrained_config(config.model, config.model.hf_model_path))
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]

@@ -127,7 +127,9 @@ class Run:
     def __post_init__(self) -> None:
         self.readback = Readback(self.device)
         self.share = share_of(self.config, self.ranks.data_size)
-        self.model_parameters = self.ranks.of_model(sum(p.numel() for p in self.model.parameters()))
+        elsewhere = self.optimizer.tied.uncounted()
+        counted = (p.numel() for name, p in self.model.named_parameters() if name not in elsewhere)
+        self.model_parameters = self.ranks.of_model(sum(counted))
         self.begin_at(self.iteration)
 
     def begin_at(self, iteration: int) -> None:
@@ -137,7 +139,8 @@ class Run:
             self.device,
             self.optimizer.backend.ledger,
             self.model.parameters(),
-            staying=staying_gradients(self.share, self.optimizer.inventory, self.optimizer.plan),
+            staying=staying_gradients(self.share, self.optimizer.inventory, self.optimizer.plan)
+            | self.optimizer.tied.names,
             first=iteration,
             until=self.config.train.train_iters,
         )

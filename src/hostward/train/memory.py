@@ -110,11 +110,15 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
 
 def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
     """Those of a model's parameters that this rank's stages have: the embedding is with the first stage of all, what
-    follows the layers with the last.
+    follows the layers with the last, and so is an embedding that is the output layer as well.
     """
     places = {name: place_in_model(name) for name in names}
     layers = 1 + int(max(place for place in places.values() if place < math.inf))
-    return [n for n, p in places.items() if ranks.has_layer(int(min(max(p, 0), layers - 1)), layers, rounds)]
+    first, last = (ranks.has_layer(layer, layers, rounds) for layer in (0, layers - 1))
+    if not any(name.startswith("lm_head.") for name in places):
+        first |= last
+    at_ends = {-1: first, math.inf: last}
+    return [n for n, p in places.items() if (at_ends[p] if p in at_ends else ranks.has_layer(int(p), layers, rounds))]
 
 
 def _too_large(

@@ -8,7 +8,7 @@ FSDP2, on a mesh of copies (docs/decisions/0011-ranks-of-a-run.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,11 +38,13 @@ class Held:
         model: all of it; parameters have the names that they have in the whole model.
         parts: of a pipeline: its stages that are here.
         stages: the processes that have the same place in each stage, in order; None: there are no stages.
+        tied: by name, the weights that another stage has as well, and the processes that have this part of each.
     """
 
     model: torch.nn.Module
     parts: Sequence[Part] = ()
     stages: dist.ProcessGroup | None = None
+    tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
 
 def hold(
@@ -69,15 +71,16 @@ def hold(
         return Held(build(config, vocab_size=vocab_size, device=device, dtype=dtype, seed=seed))
     model, draws = without_memory(config, vocab_size, device, dtype)
     models, named = [model], list(model.named_parameters()) if draws is not None else []
-    held = Held(model)
+    parts: list[Part] = []
     if ranks.stages > 1:
-        held = _stages(model, ranks, config, vocab_size=vocab_size, device=device, dtype=dtype)
-        models = [part.model for part in held.parts]
+        parts = _stages(model, ranks, config, vocab_size=vocab_size, device=device, dtype=dtype)
+        models = [part.model for part in parts]
     for here in models:
         if ranks.of_stage > 1:
             _divide(here, config, device.type, ranks)
         elif draws is None:
             here.to(device)
+    held = _held(parts, ranks, device.type) if parts else Held(model)
     if draws is not None:
         fill(models, draws, named, device, seed)
     for here in models:
@@ -87,11 +90,11 @@ def hold(
 
 def _stages(
     model: Any, ranks: Ranks, config: Config, *, vocab_size: int | None, device: torch.device, dtype: torch.dtype
-) -> Held:
+) -> list[Part]:
     """The stages of this process, cut out of `model` and, of several, out of others like it: with P processes the
     first has stages 0, P, 2 P, and so on.
     """
-    from hostward.adapters.pipelines import cut, together
+    from hostward.adapters.pipelines import cut
 
     rounds = config.model.virtual_pipeline_model_parallel_size or 1
     count = rounds * ranks.stages
@@ -99,8 +102,31 @@ def _stages(
     for i in range(1, rounds):  # one whole model at a time
         whole, _ = without_memory(config, vocab_size, device, dtype)
         parts.append(cut(whole, i * ranks.stages + ranks.stage, count))
-    mesh = _mesh(device.type, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})
-    return Held(model if rounds == 1 else together(parts), parts, mesh["stages"].get_group())
+    return parts
+
+
+def _held(parts: Sequence[Part], ranks: Ranks, device_type: str) -> Held:
+    """These stages, which have been divided, as what this process holds."""
+    from hostward.adapters.pipelines import TIED, name_tied, together
+
+    for part in parts:
+        name_tied(part)
+    stages = _mesh(device_type, 1, {"stages": ranks.stages, "ranks": ranks.of_stage})["stages"].get_group()
+    ends = _ends_of(stages, ranks) if parts[0].tied else None
+    tied = {} if ends is None else {TIED: ends}
+    return Held(parts[0].model if len(parts) == 1 else together(parts), parts, stages, tied)
+
+
+def _ends_of(stages: dist.ProcessGroup, ranks: Ranks) -> dist.ProcessGroup | None:
+    """Of the processes that have the same place in each stage, the first and the last; None where this is neither."""
+    import torch.distributed as dist
+
+    if ranks.stages == 2:
+        return stages
+    limit, behind = timedelta(seconds=patience_s(stages)), (ranks.stages - 1) * ranks.of_stage
+    # Every process makes all of them.
+    made = {place: dist.new_group([place, behind + place], timeout=limit) for place in range(ranks.of_stage)}
+    return made[ranks.rank % ranks.of_stage] if ranks.stage in (0, ranks.stages - 1) else None
 
 
 def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:

@@ -128,6 +128,7 @@ class Pipeline:
             inputs, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         given = (inputs,) if first else ()
         self._schedule.step(*given, target=labels if last else None, return_outputs=False)
+        run.optimizer.add_up_tied()
         run.sampler.sample(run.iteration, BACKWARD)
         return self._total
 

@@ -126,6 +126,7 @@ def make_optimizer(
         staging_bytes=staging_bytes(config, lambda: inventory_of(held.model)),
         host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
         stages=held.stages,
+        tied=held.tied,
     )
 
 

@@ -95,7 +95,7 @@ def _of_all_stages(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     of_stages = of_ranks[:: run.ranks.of_stage]
     names = ([name for stage in of_stages for name in stage[i]] for i in range(len(of_stages[0])))
     groups = [
-        {**group, "params": sorted(whole, key=place_in_model)}
+        {**group, "params": sorted(dict.fromkeys(whole), key=place_in_model)}  # a tied weight is on two stages
         for group, whole in zip(optimizer["param_groups"], names, strict=True)
     ]
     return {**optimizer, "param_groups": groups}

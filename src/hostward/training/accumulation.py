@@ -46,7 +46,8 @@ class Accumulation:
             if self._last:
                 # Gradients that the last microbatch did not touch are final all the same.
                 for t in handover.waiting():
-                    handover.hand_over(t)
+                    if t.name not in handover.tied:
+                        handover.hand_over(t)
             self._issuer.flush(last=self._last)
         except HostwardError:
             self._abandon()

@@ -76,6 +76,15 @@ class Control(torch.optim.Optimizer):
         """
         return Accumulation(self._handover, self._issuer, self._abandon, last=last and self._overlap)
 
+    @_disable_dynamo
+    @torch.no_grad()
+    def add_up_tied(self) -> None:
+        """Add up the gradients of `tied` weights over the processes that have them. All of these call it when the
+        backward passes of a step are over, before `step()`, and before a gradient scaler or a loop of one's own looks
+        at gradients. Until then these gradients stay in `.grad`. No wait of the host on a GPU.
+        """
+        self._handover.add_up_tied()
+
     def _abandon(self) -> None:
         """Backward was cut short: what was taken is lost."""
         self._issuer.discard()

@@ -19,6 +19,7 @@ from hostward.errors import ModelError
 from hostward.inspect import Tracked, is_plain, local_of, placed_alike
 
 from .placeholder import Fate, MovedGradient, Where, raise_lost
+from .tied import Tied
 
 
 def gradient_of(t: Tracked) -> torch.Tensor:
@@ -99,6 +100,7 @@ class Handover:
         tracked: the parameters.
         taker: is given each gradient that has become final, and those of `summed` in every microbatch.
         summed: names of parameters whose gradients are added up on the host.
+        tied: those that wait until `add_up_tied`, for another stage has the other part.
     """
 
     def __init__(
@@ -106,11 +108,13 @@ class Handover:
         tracked: Sequence[Tracked],
         taker: Taker,
         summed: Set[str] = frozenset(),
+        tied: Tied | None = None,
     ) -> None:
         self._tracked = list(tracked)
         self._by_name = {t.name: t for t in tracked}
         self._taker = taker
         self.summed = summed
+        self.tied = Tied({}) if tied is None else tied
         self._placeholders: dict[str, MovedGradient] = {}
         self._fate = Fate()
         """Of what is taken now."""
@@ -147,6 +151,8 @@ class Handover:
     def before(self, name: str) -> None:
         """Autograd is about to add to the parameter's gradient."""
         t = self._by_name[name]
+        if name in self.tied:
+            self.tied.before(t)
         moved = t.parameter.grad
         if not isinstance(moved, MovedGradient):
             if name in self.taken:
@@ -183,10 +189,16 @@ class Handover:
         self._taker.require_used(t.name)
         if self.captured or not t.parameter.numel():
             return
-        if self.armed or name in self.summed:
+        if (self.armed and name not in self.tied) or name in self.summed:
             self.hand_over(t, last=self.armed)
         else:
             self._taker.made()
+
+    def add_up_tied(self) -> None:
+        """All backward passes of a step are over. Where others have left, what is whole now leaves, too."""
+        for t in self.tied.add_up(self._by_name):
+            if self.taken and t.parameter.grad is not None and t.parameter.numel():
+                self.hand_over(t)
 
     def hand_over(self, t: Tracked, *, last: bool = True) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
@@ -269,6 +281,7 @@ class Handover:
                 parameter.grad = None
         self.taken.clear()
         self.unscaled.clear()
+        self.tied.forget()
 
     def mark(self, where: Where) -> None:
         """Say what became of everything taken; nothing is taken any more."""

@@ -41,16 +41,11 @@ from .scaling import require_one_scale
 from .sharded import EmptyParts, Sharded, accumulate_in, across_ranks, ranks_of, require_sharding
 from .slots import CudaGauge, Slots
 from .sources import Readers
-from .state import (
-    BucketState,
-    allocate_partials,
-    allocate_scalars,
-    landing_dtypes,
-    pieces,
-)
+from .state import BucketState, allocate_partials, allocate_scalars, landing_dtypes, pieces
 from .state_io import StateAccess
 from .state_memory import Asked, explained, take_states
 from .step import StepIssuer
+from .tied import checked_tied
 from .totals import Totals
 from .weight_values import is_away, waits
 from .weights import WeightWatch
@@ -99,6 +94,8 @@ class AdamW(Saving):
             is then watched, so that loading equal weights leaves the masters as they are.
         stages: of a pipeline: the processes that hold the other stages of the model beside this one's, this one among
             them. The norm is over all of them, and all skip together. None: there are no stages.
+        tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
+            `add_up_tied` before `step`.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
             parameters.
 
@@ -137,6 +134,7 @@ class AdamW(Saving):
         plan: object = None,
         module: torch.nn.Module | None = None,
         stages: dist.ProcessGroup | None = None,
+        tied: Mapping[str, dist.ProcessGroup] | None = None,
         backend: Backend | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -151,6 +149,7 @@ class AdamW(Saving):
         self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
         self._summed: frozenset[int] = frozenset()
         self._backend, self._stages = checked_backend(backend), stages
+        self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
         check_count("host_threads", host_threads)
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
         check_count("staging_bytes", self._staging_bytes)
@@ -227,6 +226,7 @@ class AdamW(Saving):
         check_no_overlap([*self._tracked, *new])
         require_sharding(self._places, new)
         check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
+        self.tied.require_known([*self._tracked, *new])
         first, split = len(self._states), not self._use_torch_optimizer
         used, ranks = self._places.by_use(new), ranks_of(new)
         buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, split_master=split, ranks=ranks)
@@ -263,7 +263,8 @@ class AdamW(Saving):
         partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         groups = self._places.sharding
-        across = across_ranks(backend, self._tracked, self._states, first_chunks, self._stages)
+        of_stages = self._stages, self.tied.uncounted()
+        across = across_ranks(backend, self._tracked, self._states, first_chunks, *of_stages)
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
@@ -273,12 +274,7 @@ class AdamW(Saving):
             self._by_name,
             memory,
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
-            slots=Slots(
-                backend,
-                self._states,
-                gauge=gauge,
-                staging_bytes=self._staging_bytes,
-            ),
+            slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
             totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
@@ -291,7 +287,7 @@ class AdamW(Saving):
             self._arrivals.close()
         self._watch = WeightWatch(self._tracked, self._issuer.use_all, self._places.root)
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
-        self._handover = Handover(self._tracked, self._issuer, summed)
+        self._handover = Handover(self._tracked, self._issuer, summed, self.tied)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
@@ -354,6 +350,7 @@ class AdamW(Saving):
         except GradientsClearedError:
             self.discard_gradients()
             waiting = self._handover.waiting()
+        self.tied.require_added_up(self._by_name)
         gradients = {t.name: gradient_of(t) for t in waiting}
         self._issuer.check(gradients)
         if gradients or self._handover.taken:

@@ -88,9 +88,10 @@ def across_ranks(
     states: Sequence[BucketState],
     first_chunks: Sequence[Sequence[int]],
     stages: dist.ProcessGroup | None,
+    uncounted: Set[str],
 ) -> Across | None:
     """The norm over all ranks of sharded parameters, and over processes with other `stages` of a model; None where this
-    process has all.
+    process has all. `uncounted`: names of weights that count on another stage.
     """
     others = None if stages is None else GroupRanks([stages])
     device = tracked[0].local.device
@@ -100,8 +101,8 @@ def across_ranks(
 
     ranks = ranks_of(tracked)
     if ranks is None:
-        ones = torch.ones(sum(chunks_of(r.numel) for s in states for r in s.bucket.ranges), dtype=torch.int64)
-        return None if others is None else Across(GroupRanks([]), [], 0, allocate, ones.to(device), others)
+        counts = torch.tensor(_counted(states, dict.fromkeys(uncounted, 0)), dtype=torch.int64, device=device)
+        return None if others is None else Across(GroupRanks([]), [], 0, allocate, counts, others)
     from hostward.adapters import fsdp2
 
     layouts = {t.name: fsdp2.layout_of(t.name, t.parameter) for t in tracked}
@@ -120,15 +121,15 @@ def across_ranks(
                     index = shared[r.name, before + k]
                     fragments.append(Fragment(b, i, start, stop, first_chunks[b][i] + k, index))
 
-    parameter = {t.name: t.parameter for t in tracked}
-    counted = [
-        int(fsdp2.counts(parameter[r.name]))
-        for state in states
-        for r in state.bucket.ranges
-        for _ in range(chunks_of(r.numel))
-    ]
-    counts = torch.tensor(counted, dtype=torch.int64, device=device)
+    counting = {t.name: int(t.name not in uncounted and fsdp2.counts(t.parameter)) for t in tracked}
+    counts = torch.tensor(_counted(states, counting), dtype=torch.int64, device=device)
     return Across(ranks, fragments, len(shared), allocate, counts, others)
+
+
+def _counted(states: Sequence[BucketState], counting: Mapping[str, int]) -> list[int]:
+    """Of each partial sum what its parameter has in `counting`, 1 by default."""
+    ranges = [r for state in states for r in state.bucket.ranges]
+    return [counting.get(r.name, 1) for r in ranges for _ in range(chunks_of(r.numel))]
 
 
 class EmptyParts:
