@@ -85,6 +85,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reduced in float32": (QWEN3, ("ddp.grad_reduce_in_fp32=True", "train.global_batch_size=2")),
     "tied matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
     "stages": (QWEN3, ("model.pipeline_model_parallel_size=2",)),
+    "tied stages": (LLAMA, ("model.pipeline_model_parallel_size=2",)),
     "stages in fp16": (
         QWEN3,
         ("model.pipeline_model_parallel_size=2", "model.params_dtype=fp16", "train.train_iters=8"),
