@@ -44,6 +44,7 @@ from hostward.save_buffers import PIECE_BYTES, writer_count
 from machine import describe
 
 WAYS: dict[str, checkpoint.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream"}
+BEHIND_BYTES = 128 << 20
 OWNERS = ("buffers of a save", "snapshot of a save")
 
 
@@ -62,7 +63,7 @@ class Stack(torch.nn.Module):
 
 def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
     """Plain writes of several threads into files of their own, made durable; the disk is asked to begin with every
-    piece at once, as a save asks it.
+    piece at once, and memory to let go of those before, as a save asks it.
     """
     count = writer_count()
     data = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
@@ -72,7 +73,8 @@ def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
             total = left = size_bytes // count
             while left > 0:
                 written = file.write(data[: min(left, len(data))])
-                os.posix_fadvise(file.fileno(), total - left, written, os.POSIX_FADV_DONTNEED)
+                behind = max(0, total - left - BEHIND_BYTES)
+                os.posix_fadvise(file.fileno(), behind, total - left + written - behind, os.POSIX_FADV_DONTNEED)
                 left -= written
             os.fsync(file.fileno())
 

@@ -9,6 +9,7 @@ then named by `DIR/latest`. Plans, file format and table of contents are DCP's: 
     checkpoint_plan, checkpoint_writer      pieces of tensors, and the files that they are written to
     checkpoint_ranks                        processes that save together
     checkpoint_save, checkpoint_saver       one save; the saves of a run, waited for or beside training
+    checkpoint_snapshot                     the copy that is written while training goes on
     checkpoint_state                        the state of a model and its optimizer, by name
 
 Trust: DCP keeps its table of contents as a pickle. It is read only after its checksum agreed, with an unpickler that

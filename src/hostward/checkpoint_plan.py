@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from hostward.host.copy import Copy
 from hostward.inspect import local_of
 from hostward.save_buffers import PIECE_BYTES
-from hostward.training.sources import Source
+from hostward.training.sources import Source, Taking
 
 Value: TypeAlias = "torch.Tensor | Source"
 
@@ -69,9 +68,9 @@ class PiecePlanner(DefaultSavePlanner):
         plain = piece.is_contiguous() and not piece.is_conj() and not piece.is_neg()
         return piece if plain else piece.clone(memory_format=torch.contiguous_format)
 
-    def copies(self, item: WriteItem, place: torch.Tensor, room: torch.Tensor | None) -> list[Copy]:
-        """What is left to be copied for `place` to hold an item of a source (`Source.copies`)."""
-        return self._source(item).copies(*self._box(item), place, room)
+    def taking(self, item: WriteItem, place: torch.Tensor, room: torch.Tensor | None) -> Taking:
+        """How `place` comes to hold an item of a source (`Source.taking`)."""
+        return self._source(item).taking(*self._box(item), place, room)
 
     def _box(self, item: WriteItem) -> tuple[Sequence[int], Sequence[int]]:
         """Where an item lies in what this process has of its tensor."""
@@ -85,9 +84,9 @@ class PiecePlanner(DefaultSavePlanner):
         """Whether it is read from where training goes on."""
         return isinstance(self._values[item.index.fqn], Source)
 
-    def on_host(self, item: WriteItem) -> bool:
-        """Whether all of a source, of which this is an item, lies on the host."""
-        return self._source(item).on_host()
+    def on_device(self, item: WriteItem) -> bool:
+        """Whether some of an item of a source lies there."""
+        return self._source(item).on_device(*self._box(item))
 
     def _source(self, item: WriteItem) -> Source:
         value = self._values[item.index.fqn]

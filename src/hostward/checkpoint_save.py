@@ -17,32 +17,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hostward import checkpoint_files as files
 from hostward.checkpoint_manifest import FileRecord
-from hostward.checkpoint_plan import PiecePlanner, Value, item_bytes
+from hostward.checkpoint_plan import PiecePlanner, Value
 from hostward.checkpoint_ranks import Ranks, Stop, StoppedError
-from hostward.checkpoint_writer import PieceWriter, in_threads, shared_out
-from hostward.engine.backend import Backend, Tier
+from hostward.checkpoint_snapshot import Snapshot
+from hostward.checkpoint_writer import PieceWriter
 from hostward.errors import CheckpointError, HostwardError
-from hostward.host.copy import copy
-from hostward.training.sources import Source
 
 PLAIN = "plain.json"
 RANKS = "ranks.json"
-_ALIGNED = 64
-_TOGETHER_BYTES = 128 * 1024 * 1024
-"""Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
-_LOOK_S = 0.1
-"""Between two looks of a thread that waits for a copy, at whether the save has been given up."""
 
 
 @dataclass(frozen=True)
@@ -59,110 +50,6 @@ class Request:
     @property
     def what(self) -> str:
         return f"cannot save checkpoint {self.directory / files.folder_name(self.iteration)}"
-
-
-class Snapshot:
-    """Host memory that holds what one process saves, from the first save on."""
-
-    def __init__(self, backend: Backend, size_bytes: int) -> None:
-        """Raises MemoryLimitError."""
-        (self._buffer,) = backend.allocate(Tier.HOST, [size_bytes], torch.uint8, "snapshot of a save")
-        self._backend = backend
-
-    @property
-    def size_bytes(self) -> int:
-        return self._buffer.data.numel()
-
-    def of(self, planner: PiecePlanner, items: Sequence[WriteItem], stop: Stop) -> Copies:
-        """Places for those of these items that training goes on with."""
-        places: dict[MetadataIndex, torch.Tensor] = {}
-        end = 0
-        for item in filter(planner.live, items):
-            places[item.index] = self._buffer.data[end : end + item_bytes(item)]
-            end += -(-item_bytes(item) // _ALIGNED) * _ALIGNED
-        copied = [item for item in items if item.index in places]
-        return Copies(planner, copied, places, stop, threads=self._backend.threads)
-
-    def free(self) -> None:
-        self._backend.free([self._buffer])
-
-
-class Copies:
-    """Items of one save as they are copied, and read from their copies by other threads, each once it is there.
-
-    Args:
-        threads: for what lies on the host: as many as the host's step has, which waits for the copies. What comes from
-            the device is joined by as many in all.
-    """
-
-    def __init__(
-        self,
-        planner: PiecePlanner,
-        items: Sequence[WriteItem],
-        places: Mapping[MetadataIndex, torch.Tensor],
-        stop: Stop,
-        *,
-        threads: int,
-    ) -> None:
-        self._planner = planner
-        self._threads = threads
-        self._items = items
-        self._places = places
-        self._stop = stop
-        self._there = {index: threading.Event() for index in places}
-
-    def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
-        """Copy all of them: what lies on the device through these rooms, a thread of Python for each, and at the same
-        time what lies on the host, which one thread has copied by all threads of the host's step.
-        """
-        on_host: list[WriteItem] = []
-        through: list[WriteItem] = []
-        for item in self._items:
-            (on_host if self._planner.on_host(item) else through).append(item)
-        # Of each writer's share the first items first: none waits for another's.
-        turns = zip_longest(*shared_out(on_host, len(rooms)))
-        groups = _groups([item for turn in turns for item in turn if item is not None], _TOGETHER_BYTES)
-        bodies = [partial(self._make, groups, None, self._threads)]
-        few = max(1, self._threads // len(rooms))
-        for share, room in zip(shared_out(through, len(rooms)), rooms, strict=True):
-            bodies.append(partial(self._make, [[item] for item in share], room, few))
-        in_threads(bodies, self._stop)
-
-    def _make(self, groups: Sequence[Sequence[WriteItem]], room: torch.Tensor | None, threads: int) -> None:
-        for group in groups:
-            self._stop.check()
-            copies = [each for item in group for each in self._planner.copies(item, self._places[item.index], room)]
-            copy(copies, threads=threads)
-            for item in group:
-                self._there[item.index].set()
-
-    def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:
-        """The elements of an item, on the host. What is not copied is no source, and takes no room."""
-        if item.index not in self._places or item.tensor_data is None:
-            return self._planner.read(item, None)
-        while not self._there[item.index].wait(_LOOK_S):
-            self._stop.check()
-        data = item.tensor_data
-        return self._places[item.index].view(data.properties.dtype).view(tuple(data.chunk.sizes))
-
-
-def _groups(items: Sequence[WriteItem], size_bytes: int) -> list[list[WriteItem]]:
-    """In their order, of at least so many bytes each but the last."""
-    groups: list[list[WriteItem]] = []
-    held = size_bytes
-    for item in items:
-        if held >= size_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(item)
-        held += item_bytes(item)
-    return groups
-
-
-def snapshot_bytes(sources: Sequence[Source]) -> int:
-    """Bytes that a snapshot of these needs at most."""
-    pieces = sum(-(-s.nbytes // _ALIGNED) * _ALIGNED for s in sources)
-    return pieces + sum(_ALIGNED * (s.nbytes >> 20) for s in sources)  # a place for each piece is rounded up
 
 
 class Save:

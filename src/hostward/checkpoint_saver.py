@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hostward.checkpoint_plan import Value
 from hostward.checkpoint_ranks import Ranks
 from hostward.checkpoint_request import JSON, check_plain, plain_bytes, values_of
-from hostward.checkpoint_save import Request, Save, Snapshot, snapshot_bytes
+from hostward.checkpoint_save import Request, Save
+from hostward.checkpoint_snapshot import Snapshot, snapshot_bytes
 from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.errors import CheckpointError, HostwardError, PageLockError
 from hostward.inspect import local_of

@@ -22,6 +22,11 @@ from hostward.checkpoint_manifest import CHUNK_BYTES, FileRecord
 from hostward.checkpoint_plan import item_bytes
 from hostward.checkpoint_ranks import Stop
 
+_NEAR_BYTES = 1 << 20
+"""Checked and written at once: still in a core's cache when it is read for the second time."""
+_BEHIND_BYTES = 8 * CHUNK_BYTES
+"""Of a file, looked at again for what the disk has written meanwhile."""
+
 T = TypeVar("T")
 Read = Callable[[WriteItem, "torch.Tensor | None"], torch.Tensor]
 """read(item, room): the elements of an item on the host."""
@@ -124,6 +129,8 @@ class CheckedFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
         self.size_bytes = 0
+        self._begun_bytes = 0
+        """What the disk has been asked to write."""
         self._crc32: list[int] = []
 
     def __enter__(self) -> CheckedFile:
@@ -144,28 +151,35 @@ class CheckedFile:
         while done < len(view):
             begun = self.size_bytes % CHUNK_BYTES
             part = view[done : done + CHUNK_BYTES - begun]
-            self._write_whole(part)
-            self._begin_writeback(self.size_bytes, len(part))
-            if begun:
-                self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
-            else:
-                self._crc32.append(zlib.crc32(part))
-            self.size_bytes += len(part)
+            for first in range(0, len(part), _NEAR_BYTES):
+                self._write_checked(part[first : first + _NEAR_BYTES])
             done += len(part)
+        if self.size_bytes - self._begun_bytes >= CHUNK_BYTES:
+            self._begin_writeback()
         return done
 
-    def _write_whole(self, part: memoryview) -> None:
+    def _write_checked(self, part: memoryview) -> None:
+        """At most `_NEAR_BYTES`, within one chunk."""
+        if self.size_bytes % CHUNK_BYTES:
+            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+        else:
+            self._crc32.append(zlib.crc32(part))
+        self.size_bytes += len(part)
         while part:
             part = part[os.write(self._file.fileno(), part) :]
 
-    def _begin_writeback(self, start: int, size_bytes: int) -> None:
-        """Let the disk write these bytes now, beside checksums and reading, instead of all of them in `fsync`.
+    def _begin_writeback(self) -> None:
+        """Let the disk write these bytes now, beside checksums and reading, instead of all of them in `fsync`; and let
+        go of what it has written before. Else files fill the memory that is left, and a machine without free memory
+        looks for some at every page, on the cores that the host's step needs.
 
-        What is asked for is that they be dropped from memory, and Linux begins to write those that are dirty for it,
-        without waiting. A file system that takes no advice goes on as it would.
+        What is asked for is that they be dropped from memory. Linux begins to write those that are dirty, without
+        waiting, and drops the others. A file system that takes no advice goes on as it would.
         """
+        behind = max(0, self._begun_bytes - _BEHIND_BYTES)
         with contextlib.suppress(OSError):
-            os.posix_fadvise(self._file.fileno(), start, size_bytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), behind, self.size_bytes - behind, os.POSIX_FADV_DONTNEED)
+        self._begun_bytes = self.size_bytes
 
     def record(self) -> FileRecord:
         """Size and checksums of all that was written."""

@@ -41,7 +41,7 @@ def test_nothing_is_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: str | None, mode: checkpoint.Mode, dtype: torch.dtype
 ) -> None:
     """Read so slowly that training comes to its next change before all is read."""
-    for name in ("read", "copies"):
+    for name in ("read", "taking"):
         monkeypatch.setattr(PiecePlanner, name, slow(getattr(PiecePlanner, name)))
     ends = []
     expected: dict[str, torch.Tensor] = {}
@@ -90,7 +90,9 @@ def test_masters_whose_halves_lie_anywhere_are_put_together(there: tuple[str, st
         room = torch.full([8 * size], 0x5A, dtype=torch.uint8)
         assert same_bits(source.read([start], [size], room), expected)
         place, spare = torch.full([4 * size], 0x5A, dtype=torch.uint8), torch.full([4 * size], 0x5A, dtype=torch.uint8)
-        copy(source.copies([start], [size], place, spare), threads=2)
+        taking = source.taking([start], [size], place, spare)
+        backend.fetch(taking.fetches)
+        copy(taking.copies, threads=2)
         assert same_bits(place.view(torch.float32), expected)
 
 
@@ -107,5 +109,7 @@ def test_state_in_stretches_that_lie_anywhere_is_put_together(there: tuple[str, 
         expected = state[start : start + size]
         assert same_bits(source.read([start], [size], torch.full([8 * size], 0x5A, dtype=torch.uint8)), expected)
         place, spare = torch.full([4 * size], 0x5A, dtype=torch.uint8), torch.full([4 * size], 0x5A, dtype=torch.uint8)
-        copy(source.copies([start], [size], place, spare), threads=2)
+        taking = source.taking([start], [size], place, spare)
+        backend.fetch(taking.fetches)
+        copy(taking.copies, threads=2)
         assert same_bits(place.view(torch.float32), expected)

@@ -5,26 +5,28 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from networks import LATEST, MIXES, Net, loss_of, make
 from optimizer_cases import assert_equal, snapshot
 
 import hostward
-from hostward import checkpoint, checkpoint_save
+from hostward import checkpoint, checkpoint_snapshot
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.engine import pools
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import CheckpointError, MemoryLimitError
+from hostward.host import reference
 from hostward.host.copy import Copy, copy
 from hostward.training import sources
-from hostward.training.sources import Readers, Source, Stretch
+from hostward.training.sources import Readers, Source, Stretch, Taking
 
 MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
 ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
@@ -34,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 @pytest.fixture
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is read so slowly that training comes to its next change before all is read."""
-    for name in ("read", "copies"):
+    for name in ("read", "taking"):
         monkeypatch.setattr(PiecePlanner, name, slow(getattr(PiecePlanner, name)))
 
 
@@ -165,27 +167,47 @@ def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.Monk
     monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() not in there)
     backend = SimulatedBackend()
     source = Source(torch.Size([30]), torch.float32, stretches, data, backend, Readers())
-    assert not source.on_host()
-    fetched: list[int] = []
+    assert source.on_device([5], [20])
+    assert not source.on_device([10], [10])
+    fetched: list[list[int]] = []
     fetch = backend.fetch
 
-    def noted(into: torch.Tensor, found: torch.Tensor) -> None:
-        fetched.append(into.data_ptr())
-        fetch(into, found)
+    def noted(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        fetched.append([into.data_ptr() for into, _ in pairs])
+        fetch(pairs)
 
     monkeypatch.setattr(backend, "fetch", noted)
     place, room = torch.zeros(80, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)
-    made = source.copies([5], [20], place, room)
-    assert fetched == [room.data_ptr(), room.data_ptr() + 4 * 15]
+    taking = source.taking([5], [20], place, room)
+    assert not room.any()
+    backend.fetch(taking.fetches)
     assert not place.any()
-    copy(made)
+    copy(taking.copies)
     assert torch.equal(place.view(torch.float32), data[5:25])
-    fetched.clear()
     both = torch.zeros(160, dtype=torch.uint8)
     assert torch.equal(source.read([5], [20], both), data[5:25])
-    assert fetched == [both.data_ptr(), both.data_ptr() + 4 * 15]
+    assert fetched == [[at.data_ptr(), at.data_ptr() + 4 * 15] for at in (room, both)]
     with pytest.raises(ValueError, match="needs room"):
-        source.copies([5], [20], place, None)
+        source.taking([5], [20], place, None)
+
+
+def test_halves_of_masters_on_the_device_come_to_different_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stretches, of which all stands for device memory. Seen red: the low halves read over the high ones."""
+    master = reference.canonical(np.random.default_rng(4).standard_normal(20).astype(np.float32))
+    weight, remainder = reference.split_master(master)
+    high, low = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16), torch.from_numpy(remainder)
+    stretches = tuple(Stretch(i, i + 10, high[i : i + 10], low[i : i + 10]) for i in (0, 10))
+    rooms: list[torch.Tensor] = [torch.zeros(n, dtype=torch.uint8) for n in (60, 120)]
+    here = {room.untyped_storage().data_ptr() for room in rooms}
+    monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() in here)
+    backend, expected = SimulatedBackend(), torch.from_numpy(master[4:19])
+    source = Source(torch.Size([20]), torch.float32, stretches, expected, backend, Readers())
+    place, (room, both) = torch.zeros(60, dtype=torch.uint8), rooms
+    taking = source.taking([4], [15], place, room)
+    backend.fetch(taking.fetches)
+    copy(taking.copies)
+    assert torch.equal(place.view(torch.float32), expected)
+    assert torch.equal(source.read([4], [15], both), expected)
 
 
 def test_a_folder_without_a_checkpoint_and_the_folder_of_a_run_are_told_apart(tmp_path: Path) -> None:
@@ -261,10 +283,10 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
     model, optimizer = make("mixed")
     step(model, optimizer, 0)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    copies: Callable[..., list[Copy]] = PiecePlanner.copies
+    taking: Callable[..., Taking] = PiecePlanner.taking
     written: list[bool] = []
 
-    def last_one_waits(planner: PiecePlanner, item: Any, *places: torch.Tensor | None) -> list[Copy]:
+    def last_one_waits(planner: PiecePlanner, item: Any, *places: torch.Tensor | None) -> Taking:
         live = [each for each in planner.plan.items if planner.live(each)]
         if item.index == live[-1].index:
             until_s = time.monotonic() + 20
@@ -273,10 +295,10 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
                     break
                 time.sleep(0.001)
             written.append(begun)
-        return copies(planner, item, *places)
+        return taking(planner, item, *places)
 
-    monkeypatch.setattr(checkpoint_save, "_TOGETHER_BYTES", 1)
-    monkeypatch.setattr(PiecePlanner, "copies", last_one_waits)
+    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(PiecePlanner, "taking", last_one_waits)
     expected = snapshot(model, optimizer)
     begin(saver, model, optimizer)
     step(model, optimizer, 1)
@@ -286,41 +308,45 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
     assert_equal(saved_state(path, torch.float32), expected)
 
 
-def test_what_lies_on_the_host_is_copied_beside_what_comes_from_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By all threads of the host's step: weights of streamed buckets come through the few rooms that are page-locked,
-    each joined by its share of them.
+def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all threads of the host's step, and from rooms that nothing is fetched into meanwhile: two rooms of two items
+    each, of which one is copied from and one fetched into.
     """
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
+    expected = snapshot(model, optimizer)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    met: dict[int, tuple[bool, int]] = {}
-    all_at_once = threading.Barrier(3)
-    copies: Callable[..., list[Copy]] = PiecePlanner.copies
-    whose = threading.local()
+    groups: list[list[int]] = []
+    at_once: list[tuple[list[int], list[int]]] = []
+    ahead = threading.Semaphore(0)
+    take: Callable[..., list[Copy]] = checkpoint_snapshot.Copies._take
 
-    def noted(planner: PiecePlanner, item: Any, place: torch.Tensor, room: torch.Tensor | None) -> list[Copy]:
-        whose.through = room is not None
-        return copies(planner, item, place, room)
+    def noted(copies: Any, group: Any, rooms: Sequence[torch.Tensor]) -> list[Copy]:
+        taken = take(copies, group, rooms)
+        groups.append([room.data_ptr() for room in rooms])
+        ahead.release()
+        return taken
 
     def meets(made: list[Copy], *, threads: int) -> None:
-        if threading.get_ident() not in met:
-            met[threading.get_ident()] = whose.through, threads
-            all_at_once.wait(20)
+        assert threads == 6
+        ahead.acquire(timeout=20)  # of this group
+        assert ahead.acquire(timeout=20)  # of the next
+        at_once.append((groups[len(at_once)], groups[len(at_once) + 1]))
+        ahead.release()
         copy(made, threads=threads)
 
-    expected = snapshot(model, optimizer)
     with monkeypatch.context() as patched:
         patched.setattr(optimizer.backend, "threads", 6)
         patched.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
-        patched.setattr(PiecePlanner, "on_host", lambda _, item: "exp_avg" in item.index.fqn)
-        patched.setattr(PiecePlanner, "copies", noted)
-        patched.setattr(checkpoint_save, "copy", meets)
+        patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
+        patched.setattr(PiecePlanner, "on_device", lambda _, item: "exp_avg" not in item.index.fqn)
+        patched.setattr(checkpoint_snapshot.Copies, "_take", noted)
+        patched.setattr(checkpoint_snapshot, "copy", meets)
         begin(saver, model, optimizer)
         path = saver.finish()
     saver.close()
-    assert sorted(met.values()) == [(False, 6), (True, 3), (True, 3)]
+    assert len(at_once) > 3
+    assert all(len(rooms) == 2 and not set(rooms) & set(following) for rooms, following in at_once)
     assert_equal(saved_state(path, torch.bfloat16), expected)
 
 
@@ -331,7 +357,7 @@ def test_state_that_cannot_be_read_is_what_is_told(
     """Threads that write, and wait for what is not copied any more, end as well."""
     model, optimizer = make("host")
     saver = checkpoint.Saver(tmp_path, mode=mode)
-    name = "copies" if mode == "snapshot" else "read"
+    name = "taking" if mode == "snapshot" else "read"
     read: Callable[..., Any] = getattr(PiecePlanner, name)
     calls = itertools.count(1)
 

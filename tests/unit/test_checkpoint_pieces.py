@@ -51,23 +51,29 @@ def test_pieces_come_back_and_dcp_reads_them(large: tuple[Path, dict[str, torch.
         assert all(torch.equal(into[name], tensors[name]) for name in tensors)
 
 
-def test_the_disk_begins_with_every_byte_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen red: all of it left to `fsync`."""
-    begun: list[tuple[int, int]] = []
+def test_the_disk_begins_chunk_by_chunk_and_memory_lets_go_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: all of it left to `fsync`; each byte asked for once, when the disk has not yet written it."""
+    asked: list[tuple[int, int]] = []
     there: list[int] = []
 
     def advise(descriptor: int, start: int, size_bytes: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_DONTNEED
         there.append(os.fstat(descriptor).st_size)
-        begun.append((start, start + size_bytes))
+        asked.append((start, start + size_bytes))
 
     monkeypatch.setattr("hostward.checkpoint_writer.os.posix_fadvise", advise)
     with CheckedFile(tmp_path / "file") as file:
-        for size_bytes in (5, CHUNK_BYTES, 3, CHUNK_BYTES - 8, 2 * CHUNK_BYTES, 1):
+        for size_bytes in (5, CHUNK_BYTES, 3, CHUNK_BYTES - 8, *[CHUNK_BYTES] * 10, 1):
             file.write(bytes(size_bytes))
-    assert [start for start, _ in begun] == [0, *(stop for _, stop in begun[:-1])]
-    assert [stop for _, stop in begun] == there
-    assert there[-1] == file.size_bytes == 4 * CHUNK_BYTES + 1
+    assert [stop for _, stop in asked] == there
+    new = [stop - before for stop, before in zip(there, [0, *there], strict=False)]
+    assert min(new) >= CHUNK_BYTES
+    assert file.size_bytes - there[-1] < CHUNK_BYTES
+    first = there[0]
+    assert sum(start < first for start, _ in asked) >= 5  # again, behind 4 other chunks
+    assert asked[-1][0] > first  # and then no more
 
 
 def test_only_the_chunks_that_are_read_have_to_be_sound(large: tuple[Path, dict[str, torch.Tensor]]) -> None:

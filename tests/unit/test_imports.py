@@ -55,6 +55,7 @@ LAYERS = (
         "checkpoint_request",
         "checkpoint_save",
         "checkpoint_saver",
+        "checkpoint_snapshot",
         "checkpoint_state",
         "checkpoint_writer",
         "convert",

@@ -153,12 +153,13 @@ class Backend(ABC):
     def event(self) -> Event:
         """A new event, of nothing."""
 
-    def fetch(self, into: torch.Tensor, data: torch.Tensor) -> None:
-        """Copy `data`, of the device or the host, into host memory, and return when it is there. Unlike the others it
-        may be called from any thread, while no CUDA graph is captured. Whoever calls it sees to it that nobody writes
-        `data` meanwhile, and that what wrote it before is over.
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy the second of each, of the device or the host, into the first, on the host; return when all are there.
+        Unlike the others it may be called from any thread, while no CUDA graph is captured. Whoever calls it sees to it
+        that nobody writes what is copied meanwhile, and that what wrote it before is over.
         """
-        into.copy_(data)
+        for into, data in pairs:
+            into.copy_(data)
 
     @abstractmethod
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:

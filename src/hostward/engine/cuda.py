@@ -121,8 +121,8 @@ class CudaBackend(Backend):
             self.ledger.add(buffer, -1)
             buffer.data = buffer.data.new_empty(0)
 
-    def fetch(self, into: torch.Tensor, data: torch.Tensor) -> None:
-        fetch(self._side[Lane.D2H], into, data)
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        fetch(self._side[Lane.D2H], pairs)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE if tensor.is_cuda else Tier.HOST, tensor, owner)

@@ -56,13 +56,11 @@ def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
     unlock_pages(address, size_bytes)
 
 
-def fetch(stream: torch.Stream, into: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy memory of the device, on `stream`, or of the host. From any thread; returns when it is there."""
-    if not data.is_cuda:
-        into.copy_(data)
-        return
+def fetch(stream: torch.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy memory of the device, on `stream`, or of the host. From any thread; returns when all is there."""
     with torch.cuda.stream(stream):  # type: ignore[arg-type]
-        into.copy_(data, non_blocking=True)
+        for into, data in pairs:
+            into.copy_(data, non_blocking=True)
         there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         there.record()
     there.synchronize()

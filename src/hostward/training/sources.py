@@ -58,6 +58,14 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
+class Taking:
+    """What brings a box of a source to its place: `Backend.fetch` of all pairs, then `copy` of the rest."""
+
+    fetches: list[tuple[torch.Tensor, torch.Tensor]]
+    copies: list[Copy]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """One tensor of the state, read in boxes.
 
@@ -80,9 +88,10 @@ class Source:
         """Whether some of it has to be copied to be read."""
         return len(self.stretches) > 1 or not all(s.lies_here() for s in self.stretches)
 
-    def on_host(self) -> bool:
-        """Whether all of it lies there, in one piece or in several."""
-        return all(_on_host(s.data) and (s.low is None or _on_host(s.low)) for s in self.stretches)
+    def on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether some of a box lies there."""
+        found = self._found(*self._run(offsets, sizes))
+        return not all(_on_host(s.data) and (s.low is None or _on_host(s.low)) for s in found)
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None) -> torch.Tensor:
         """A box of it that is one run of its elements, on the host: in place where it lies there in one piece, else in
@@ -95,23 +104,24 @@ class Source:
         if room is None:
             raise ValueError("a box that does not lie on the host in one piece needs room")
         nbytes = (stop - start) * self.dtype.itemsize
-        copy(self._copies(start, stop, room[:nbytes], room[nbytes:], straight=True))
+        taking = self._taking(start, stop, room[:nbytes], room[nbytes:], straight=True)
+        self.backend.fetch(taking.fetches)
+        copy(taking.copies)
         return room[:nbytes].view(self.dtype).view(tuple(sizes))
 
-    def copies(
+    def taking(
         self, offsets: Sequence[int], sizes: Sequence[int], place: torch.Tensor, room: torch.Tensor | None
-    ) -> list[Copy]:
-        """What is left to be copied on the host for `place`, uint8, to hold such a box. What lies on the device has
-        been fetched into `room`, uint8, when this returns; it holds as much as the box and is read by these copies.
-        None: nothing of it lies on the device.
+    ) -> Taking:
+        """How `place`, uint8, comes to hold such a box. What lies on the device goes through `room`, uint8, which holds
+        as much as the box. None: nothing of it lies there.
         """
-        return self._copies(*self._run(offsets, sizes), place, room)
+        return self._taking(*self._run(offsets, sizes), place, room)
 
-    def _copies(
+    def _taking(
         self, start: int, stop: int, place: torch.Tensor, room: torch.Tensor | None, *, straight: bool = False
-    ) -> list[Copy]:
+    ) -> Taking:
         """`straight`: the device is read into `place` itself where nothing is to be joined."""
-        made, size = [], self.dtype.itemsize
+        taking, size = Taking([], []), self.dtype.itemsize
         for stretch in self._found(start, stop):
             first, last = max(start, stretch.start), min(stop, stretch.stop)
             part, at = slice(first - stretch.start, last - stretch.start), size * (first - start)
@@ -119,14 +129,14 @@ class Source:
             data = stretch.data[part]
             # Each stretch has its own part of the room: what is in it is read later.
             if stretch.low is not None:
-                high = self._here(data, room, at)
-                low = self._here(stretch.low[part], room, at + high.nbytes)
-                made.append(Copy(into.view(self.dtype), high, low))
+                high = _here(data, room, at, taking)
+                low = _here(stretch.low[part], room, at + high.nbytes, taking)
+                taking.copies.append(Copy(into.view(self.dtype), high, low))
             elif straight and not _on_host(data):
-                self.backend.fetch(into.view(self.dtype), data)
+                taking.fetches.append((into.view(self.dtype), data))
             else:
-                made.append(Copy(into, self._here(data, room, at).view(torch.uint8)))
-        return made
+                taking.copies.append(Copy(into, _here(data, room, at, taking).view(torch.uint8)))
+        return taking
 
     def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
         """The flat elements [start, stop) of a box."""
@@ -136,14 +146,16 @@ class Source:
     def _found(self, start: int, stop: int) -> list[Stretch]:
         return [s for s in self.stretches if s.start < stop and start < s.stop]
 
-    def _here(self, data: torch.Tensor, room: torch.Tensor | None, at: int) -> torch.Tensor:
-        if _on_host(data):
-            return data
-        if room is None:
-            raise ValueError("what lies on the device needs room")
-        here = room[at : at + data.nbytes].view(data.dtype)
-        self.backend.fetch(here, data)
-        return here
+
+def _here(data: torch.Tensor, room: torch.Tensor | None, at: int, taking: Taking) -> torch.Tensor:
+    """Where it is on the host once `taking.fetches` are made."""
+    if _on_host(data):
+        return data
+    if room is None:
+        raise ValueError("what lies on the device needs room")
+    here = room[at : at + data.nbytes].view(data.dtype)
+    taking.fetches.append((here, data))
+    return here
 
 
 def _on_host(data: torch.Tensor) -> bool:
