@@ -11,6 +11,7 @@ first for each length, and is what the others are compared with. Columns:
     ratio      step over that of fraction 0 at the same length
     floor      the same ratio, if the host's memory and each direction of the link did what they do alone (below)
     both       the same, if a link besides carried in both directions together what it does when both are full
+    held       the same, if before the norm no more is read than the staging slots of the row hold
     device     most bytes allocated on a GPU, and reserved; host: bytes of all ranks, page-locked ones in brackets
     same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
 
@@ -35,6 +36,10 @@ stepped on the host memory moves 26 bytes in the step, and 2 for its weight, whi
 
 `both` has one limit more, which the sum of both directions meets: (10 s P + left + 2 (1 - s) P) / (2 duplex), by the
 rate of one direction while the other is full as well.
+
+`held` has left = max(10 s P - slots, ...) besides: state that is read while backward runs lies on the GPU until the
+norm is known, in memory that backward has freed. The first two say what more memory could bring, this one what is left
+with the memory that the row took.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -91,12 +97,16 @@ def measured_roofs(ranks: Ranks) -> dict[str, Any]:
     return {"threads_per_rank": threads, "of_ranks": of_ranks, **sums}
 
 
-def after_norm_s(parameters: float, backward_s: float, roofs: dict[str, Any], *, both_ways: bool) -> float:
-    """Least seconds between the norm and the last weight's arrival, for so many parameters of the node."""
+def after_norm_s(
+    parameters: float, backward_s: float, roofs: dict[str, Any], *, both_ways: bool, slot_bytes: float = math.inf
+) -> float:
+    """Least seconds between the norm and the last weight's arrival, for so many parameters and staging slots of the
+    node.
+    """
     link, found = roofs["d2h_bytes_per_s"], []
     for s in SHARES:
         on_host, state_bytes = (1 - s) * parameters, 10 * s * parameters
-        left_bytes = max(0.0, state_bytes - backward_s * link)
+        left_bytes = max(0.0, state_bytes - backward_s * link, state_bytes - slot_bytes)
         there_bytes = left_bytes + 2 * on_host
         limits_s = [
             on_host / roofs["parameters_per_s"],
@@ -175,6 +185,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         "host_bytes": ledger.total_bytes(Tier.HOST),
         "pinned_bytes": ledger.pinned_bytes,
         "parameters_by_placement": placements,
+        "slot_bytes": run.slot_bytes,
         "rates": rates_of(run.optimizer),
         "prepared_s": prepared_s,
     }
@@ -250,8 +261,12 @@ def compare(rows: list[dict[str, Any]]) -> None:
         )
         r["parameters_away"] = away
         r["ratio"] = r["step_s"] / base["step_s"]
-        for floor, both_ways in {"floor": False, "floor_both_ways": True}.items():
-            after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"], both_ways=both_ways)
+        floors: dict[str, dict[str, Any]] = {"floor": {"both_ways": False}, "floor_both_ways": {"both_ways": True}}
+        if all("slot_bytes" in one for one in r["of_ranks"]):  # earlier results do not tell
+            slots = sum(one["slot_bytes"] for one in r["of_ranks"])
+            floors["floor_held"] = {"both_ways": True, "slot_bytes": slots}
+        for floor, limits in floors.items():
+            after_s = after_norm_s(away, base["step_s"] - base["forward_s"], r["roofs"], **limits)
             r[f"{floor}_ratio"] = 1 + max(0.0, after_s - base["forward_s"]) / base["step_s"]
             r[f"over_{floor}"] = r["ratio"] / r[f"{floor}_ratio"]
 
@@ -265,6 +280,8 @@ _FOUND = (
     "over_floor",
     "floor_both_ways_ratio",
     "over_floor_both_ways",
+    "floor_held_ratio",
+    "over_floor_held",
 )
 
 
@@ -275,9 +292,11 @@ def again(files: list[Path], out: Path | None) -> None:
         result = json.loads(file.read_text())
         rows = [r for r in result["rows"] if r["status"] == "ok" and "memory_bytes_per_s" in r.get("roofs", {})]
         compare(rows)
-        found[file.name] = [{name: r[name] for name in _FOUND} for r in rows if r["fraction"] and "ratio" in r]
+        found[file.name] = [
+            {name: r[name] for name in _FOUND if name in r} for r in rows if r["fraction"] and "ratio" in r
+        ]
         for r in found[file.name]:
-            print(file.stem, *(f"{r[name]:.3f}" if isinstance(r[name], float) else r[name] for name in _FOUND))
+            print(file.stem, *(f"{v:.3f}" if isinstance(v, float) else v for v in r.values()))
     if out is not None:
         written = {"benchmark": "floors", "machine": describe(), "files": found}
         out.write_text(json.dumps(written, indent=1) + "\n")
@@ -342,7 +361,7 @@ def show(r: dict[str, Any]) -> None:
     print(
         f"{r['length']:>6} {r['fraction']:>5.2f} {r['mix']:>7}  step {r['step_s'] * 1e3:7.1f} ms  "
         f"ratio {r['ratio']:5.3f}  "
-        f"floor {r['floor_ratio']:5.3f}, both {r['floor_both_ways_ratio']:5.3f}  "
+        f"floor {r['floor_ratio']:5.3f}, both {r['floor_both_ways_ratio']:5.3f}, held {r['floor_held_ratio']:5.3f}  "
         f"device {r['device_bytes'] / GIB:6.1f} ({r['reserved_bytes'] / GIB:.1f}) GiB  "
         f"host {r['host_bytes'] / GIB:6.1f} ({r['pinned_bytes'] / GIB:.1f}) GiB"
         f"  of {roofs['parameters_per_s'] / 1e9:.2f} G/s, {roofs['d2h_bytes_per_s'] / 1e9:.0f} GB/s link, "
