@@ -136,12 +136,12 @@ def slow_reads(delay_s: float) -> Iterator[None]:
 
         return later
 
-    read, copies = PiecePlanner.read, PiecePlanner.copies
-    PiecePlanner.read, PiecePlanner.copies = slow(read), slow(copies)  # type: ignore[method-assign]
+    read, taking = PiecePlanner.read, PiecePlanner.taking
+    PiecePlanner.read, PiecePlanner.taking = slow(read), slow(taking)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PiecePlanner.read, PiecePlanner.copies = read, copies  # type: ignore[method-assign]
+        PiecePlanner.read, PiecePlanner.taking = read, taking  # type: ignore[method-assign]
 
 
 def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict[str, str], list[Any], list[Any]]:
