@@ -122,8 +122,7 @@ class Copies:
             taking = self._planner.taking(item, self._places[item.index], room)
             fetches += taking.fetches
             copies += taking.copies
-        if fetches:
-            self._backend.fetch(fetches)
+        self._backend.fetch(fetches)
         return copies
 
     def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:

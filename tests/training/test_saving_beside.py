@@ -19,7 +19,7 @@ from optimizer_cases import assert_equal, snapshot
 import hostward
 from hostward import checkpoint, checkpoint_snapshot
 from hostward.checkpoint_plan import PiecePlanner
-from hostward.engine import pools
+from hostward.engine import cuda_memory, pools
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import CheckpointError, MemoryLimitError
@@ -189,6 +189,12 @@ def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.Monk
     assert fetched == [[at.data_ptr(), at.data_ptr() + 4 * 15] for at in (room, both)]
     with pytest.raises(ValueError, match="needs room"):
         source.taking([5], [20], place, None)
+
+
+def test_what_needs_no_device_does_not_wait_for_one() -> None:
+    """Masters whose halves lie on the host are read without a look at the lane, which may be busy. Seen red."""
+    stream: Any = None  # any use of it fails here
+    cuda_memory.fetch(stream, [])
 
 
 def test_halves_of_masters_on_the_device_come_to_different_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,11 @@ def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
 
 
 def fetch(stream: torch.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy memory of the device, on `stream`, or of the host. From any thread; returns when all is there."""
+    """Copy memory of the device, on `stream`, or of the host. From any thread; returns when all is there, and for
+    nothing at once: what is on the stream already may take long.
+    """
+    if not pairs:
+        return
     with torch.cuda.stream(stream):  # type: ignore[arg-type]
         for into, data in pairs:
             into.copy_(data, non_blocking=True)
