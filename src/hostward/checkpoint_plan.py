@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from hostward.engine.backend import Backend
 from hostward.inspect import local_of
 from hostward.save_buffers import PIECE_BYTES
 from hostward.training.sources import Source, Taking
@@ -87,6 +88,10 @@ class PiecePlanner(DefaultSavePlanner):
     def on_device(self, item: WriteItem) -> bool:
         """Whether some of an item of a source lies there."""
         return self._source(item).on_device(*self._box(item))
+
+    def backend_of(self, item: WriteItem) -> Backend:
+        """Whose memory an item of a source lies in."""
+        return self._source(item).backend
 
     def _source(self, item: WriteItem) -> Source:
         value = self._values[item.index.fqn]

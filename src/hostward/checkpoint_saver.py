@@ -15,10 +15,11 @@ from hostward.checkpoint_plan import Value
 from hostward.checkpoint_ranks import Ranks
 from hostward.checkpoint_request import JSON, check_plain, plain_bytes, values_of
 from hostward.checkpoint_save import Request, Save
-from hostward.checkpoint_snapshot import Snapshot, snapshot_bytes
+from hostward.checkpoint_snapshot import ALIGNED, Snapshot, snapshot_bytes
 from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.errors import CheckpointError, HostwardError, PageLockError
 from hostward.inspect import local_of
+from hostward.inventory import align
 from hostward.save_buffers import PIECE_BYTES, writer_count
 from hostward.training.sources import Source
 
@@ -165,7 +166,8 @@ class Saver:
             return
         backend = self._backend = sources[0].backend
         if any(s.needs_room() for s in sources):
-            room_bytes = 2 * max(min(PIECE_BYTES, s.nbytes) for s in sources)
+            # A snapshot divides rooms in two, and reads both as any dtype.
+            room_bytes = 2 * align(max(min(PIECE_BYTES, s.nbytes) for s in sources), ALIGNED)
             count = _threads(values)
             if len(self._rooms) < count or self._rooms[0].nbytes < room_bytes:
                 self._give_back()

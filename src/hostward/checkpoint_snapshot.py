@@ -18,7 +18,8 @@ from hostward.engine.backend import Backend, Tier
 from hostward.host.copy import Copy, copy
 from hostward.training.sources import Source
 
-_ALIGNED = 64
+ALIGNED = 64
+"""Bytes; places and rooms begin at multiples of it, whatever dtype they are read as."""
 _TOGETHER_BYTES = 1024 * 1024 * 1024
 """Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
 _LOOK_S = 0.1
@@ -43,7 +44,7 @@ class Snapshot:
         end = 0
         for item in filter(planner.live, items):
             places[item.index] = self._buffer.data[end : end + item_bytes(item)]
-            end += -(-item_bytes(item) // _ALIGNED) * _ALIGNED
+            end += -(-item_bytes(item) // ALIGNED) * ALIGNED
         return Copies(planner, items, places, stop, self._backend)
 
     def free(self) -> None:
@@ -116,13 +117,16 @@ class Copies:
 
     def _take(self, group: Sequence[WriteItem], rooms: Sequence[torch.Tensor]) -> list[Copy]:
         """What is left to be copied on the host once this returns."""
-        fetches, copies, free = [], [], iter(rooms)
+        fetches: dict[Backend, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        copies: list[Copy] = []
+        free = iter(rooms)
         for item in group:
             room = next(free, None) if self._planner.on_device(item) else None
             taking = self._planner.taking(item, self._places[item.index], room)
-            fetches += taking.fetches
+            fetches.setdefault(self._planner.backend_of(item), []).extend(taking.fetches)
             copies += taking.copies
-        self._backend.fetch(fetches)
+        for backend, pairs in fetches.items():  # two optimizers may have a device each
+            backend.fetch(pairs)
         return copies
 
     def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:
@@ -137,5 +141,5 @@ class Copies:
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
     """Bytes that a snapshot of these needs at most."""
-    pieces = sum(-(-s.nbytes // _ALIGNED) * _ALIGNED for s in sources)
-    return pieces + sum(_ALIGNED * (s.nbytes >> 20) for s in sources)  # a place for each piece is rounded up
+    pieces = sum(-(-s.nbytes // ALIGNED) * ALIGNED for s in sources)
+    return pieces + sum(ALIGNED * (s.nbytes >> 20) for s in sources)  # a place for each piece is rounded up

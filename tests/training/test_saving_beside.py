@@ -191,6 +191,46 @@ def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.Monk
         source.taking([5], [20], place, None)
 
 
+def test_what_comes_through_rooms_has_the_bits_of_a_save_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All stands for device memory, in more pieces than there are rooms, beside a frozen weight of odd size that is
+    larger than all others. Seen red: one room for all of a group; no limit of rooms; nothing fetched; rooms that begin
+    wherever the largest weight ends.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Module()
+    for i in range(9):
+        data = torch.randn(200 + i, generator=generator).bfloat16()
+        model.register_parameter(f"w{i}", torch.nn.Parameter(data))
+    frozen = torch.randn(1001, generator=generator).bfloat16()
+    model.register_parameter("frozen", torch.nn.Parameter(frozen, requires_grad=False))
+    optimizer = hostward.AdamW(model, lr=1e-3, offload_fraction=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.wait()
+    parts = checkpoint.parts_of(model, optimizer)
+    expected = loaded(checkpoint.save(tmp_path / "waited", 1, tensors=parts.tensors, plain={}))
+    stretches = [s for value in parts.tensors.values() if isinstance(value, Source) for s in value.stretches]
+    halves = [half for s in stretches for half in (s.data, s.low) if half is not None]
+    there = {half.untyped_storage().data_ptr() for half in halves}
+    monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() not in there)
+    monkeypatch.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
+    saver = checkpoint.Saver(tmp_path / "beside", mode="snapshot")
+    saver.save(1, tensors=parts.tensors, plain={})
+    path = saver.finish()
+    saver.close()
+    assert path is not None
+    assert_equal(loaded(path), expected)
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    found = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
+    checkpoint.load(path, found)
+    return found
+
+
 def test_what_needs_no_device_does_not_wait_for_one() -> None:
     """Masters whose halves lie on the host are read without a look at the lane, which may be busy. Seen red."""
     stream: Any = None  # any use of it fails here
