@@ -38,13 +38,13 @@ import torch
 
 import hostward
 from hostward import checkpoint, save_buffers
+from hostward.checkpoint_writer import BEHIND_BYTES
 from hostward.engine.backend import Tier
 from hostward.save_buffers import PIECE_BYTES, writer_count
 
 from machine import describe
 
 WAYS: dict[str, checkpoint.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream"}
-BEHIND_BYTES = 128 << 20
 OWNERS = ("buffers of a save", "snapshot of a save")
 
 

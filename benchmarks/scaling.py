@@ -17,7 +17,7 @@ first for each length, and is what the others are compared with. Columns:
 
     python benchmarks/scaling.py --again RESULTS.json ... --json benchmarks/results/DATE-floors.json
 
-computes both floors anew from what earlier runs measured, without a GPU.
+computes the floors anew from what earlier runs measured, without a GPU.
 
 One process (`torchrun --nproc-per-node 1`) shows what several take beyond what they share: compare `over floor`.
 
@@ -296,7 +296,8 @@ def again(files: list[Path], out: Path | None) -> None:
             {name: r[name] for name in _FOUND if name in r} for r in rows if r["fraction"] and "ratio" in r
         ]
         for r in found[file.name]:
-            print(file.stem, *(f"{v:.3f}" if isinstance(v, float) else v for v in r.values()))
+            told = (f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in r.items())
+            print(file.stem, *told)
     if out is not None:
         written = {"benchmark": "floors", "machine": describe(), "files": found}
         out.write_text(json.dumps(written, indent=1) + "\n")

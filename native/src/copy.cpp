@@ -16,10 +16,9 @@ namespace {
 
 constexpr int64_t kPieceBytes = 1024 * 1024;  // work worth a thread, and little enough to be shared out evenly
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kJoinedElements = 1024;  // masters joined at once: they are still in the nearest cache when copied
 
 // memcpy that leaves the caches alone: memory does not read a line that is written whole, which it does before a plain
-// store. glibc stores so from a size on that is far above a piece.
+// store. glibc stores so from a size on that is above a piece.
 void copy_past_caches(char* into, const char* from, int64_t bytes) {
 #if defined(__x86_64__)
   const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(into) % kLineBytes);
@@ -43,12 +42,17 @@ void copy_past_caches(char* into, const char* from, int64_t bytes) {
 }
 
 void join_past_caches(const Kernels& kernels, const char* high, const int16_t* low, char* into, int64_t elements) {
+#if defined(__x86_64__)
+  constexpr int64_t kJoinedElements = 1024;  // they are still in the nearest cache when copied
   alignas(kLineBytes) float masters[kJoinedElements];
   for (int64_t i = 0; i < elements; i += kJoinedElements) {
     const int64_t count = std::min(kJoinedElements, elements - i);
     kernels.join(high + 2 * i, low + i, masters, count);
     copy_past_caches(into + 4 * i, reinterpret_cast<const char*>(masters), 4 * count);
   }
+#else
+  kernels.join(high, low, reinterpret_cast<float*>(into), elements);
+#endif
 }
 
 // What was written past the caches is seen by other threads only in this order.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -24,6 +25,10 @@ _TOGETHER_BYTES = 1024 * 1024 * 1024
 """Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
 _LOOK_S = 0.1
 """Between two looks of a thread that waits for a copy, at whether the save has been given up."""
+
+
+Group: TypeAlias = list[tuple[WriteItem, bool]]
+"""Items that are copied at once, each with whether some of it lies on the device."""
 
 
 class Snapshot:
@@ -94,34 +99,34 @@ class Copies:
                 ahead = pool.submit(self._take, groups[i + 1] if i + 1 < len(groups) else [], following)
                 copy(copies, threads=self._backend.threads)
                 taken, following = following, taken
-                for item in group:
+                for item, _ in group:
                     self._there[item.index].set()
 
-    def _groups(self, writers: int, rooms: int) -> Iterator[list[WriteItem]]:
+    def _groups(self, writers: int, rooms: int) -> Iterator[Group]:
         """What is copied at once, as much as is worth it, or as has room. Of each writer's share the first items come
         first: none waits for another's.
         """
         turns = zip_longest(*shared_out(self._items, writers))
-        group: list[WriteItem] = []
+        group: Group = []
         held_bytes = on_device = 0
         for item in (item for turn in turns for item in turn if item is not None and item.index in self._places):
             needs_room = self._planner.on_device(item)
             if held_bytes >= _TOGETHER_BYTES or (needs_room and on_device == rooms):
                 yield group
                 group, held_bytes, on_device = [], 0, 0
-            group.append(item)
+            group.append((item, needs_room))
             held_bytes += item_bytes(item)
             on_device += needs_room
         if group:
             yield group
 
-    def _take(self, group: Sequence[WriteItem], rooms: Sequence[torch.Tensor]) -> list[Copy]:
+    def _take(self, group: Group, rooms: Sequence[torch.Tensor]) -> list[Copy]:
         """What is left to be copied on the host once this returns."""
         fetches: dict[Backend, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         copies: list[Copy] = []
         free = iter(rooms)
-        for item in group:
-            room = next(free, None) if self._planner.on_device(item) else None
+        for item, needs_room in group:
+            room = next(free) if needs_room else None
             taking = self._planner.taking(item, self._places[item.index], room)
             fetches.setdefault(self._planner.backend_of(item), []).extend(taking.fetches)
             copies += taking.copies

@@ -22,9 +22,9 @@ from hostward.checkpoint_manifest import CHUNK_BYTES, FileRecord
 from hostward.checkpoint_plan import item_bytes
 from hostward.checkpoint_ranks import Stop
 
-_NEAR_BYTES = 1 << 20
+NEAR_BYTES = 4 << 20
 """Checked and written at once: still in a core's cache when it is read for the second time."""
-_BEHIND_BYTES = 8 * CHUNK_BYTES
+BEHIND_BYTES = 8 * CHUNK_BYTES
 """Of a file, looked at again for what the disk has written meanwhile."""
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class PieceWriter(FileSystemWriter):
                 length = stream.size_bytes - start
                 info = _StorageInfo(name, start, length)
                 results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
-            os.fsync(stream.fileno())
+            stream.settle()
         self.records[name] = stream.record()
         return results
 
@@ -151,15 +151,15 @@ class CheckedFile:
         while done < len(view):
             begun = self.size_bytes % CHUNK_BYTES
             part = view[done : done + CHUNK_BYTES - begun]
-            for first in range(0, len(part), _NEAR_BYTES):
-                self._write_checked(part[first : first + _NEAR_BYTES])
+            for first in range(0, len(part), NEAR_BYTES):
+                self._write_checked(part[first : first + NEAR_BYTES])
             done += len(part)
-        if self.size_bytes - self._begun_bytes >= CHUNK_BYTES:
-            self._begin_writeback()
+            if self.size_bytes - self._begun_bytes >= CHUNK_BYTES:
+                self._begin_writeback()
         return done
 
     def _write_checked(self, part: memoryview) -> None:
-        """At most `_NEAR_BYTES`, within one chunk."""
+        """At most `NEAR_BYTES`, within one chunk."""
         if self.size_bytes % CHUNK_BYTES:
             self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
         else:
@@ -176,10 +176,17 @@ class CheckedFile:
         What is asked for is that they be dropped from memory. Linux begins to write those that are dirty, without
         waiting, and drops the others. A file system that takes no advice goes on as it would.
         """
-        behind = max(0, self._begun_bytes - _BEHIND_BYTES)
+        self._advise(max(0, self._begun_bytes - BEHIND_BYTES))
+        self._begun_bytes = self.size_bytes
+
+    def _advise(self, behind: int) -> None:
         with contextlib.suppress(OSError):
             os.posix_fadvise(self._file.fileno(), behind, self.size_bytes - behind, os.POSIX_FADV_DONTNEED)
-        self._begun_bytes = self.size_bytes
+
+    def settle(self) -> None:
+        """All that was written is on the disk, and memory has let go of it."""
+        os.fsync(self._file.fileno())
+        self._advise(0)
 
     def record(self) -> FileRecord:
         """Size and checksums of all that was written."""

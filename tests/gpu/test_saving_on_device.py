@@ -18,6 +18,7 @@ from hostward.checkpoint_plan import PiecePlanner
 from hostward.engine.cuda import CudaBackend
 from hostward.host import reference
 from hostward.host.copy import copy
+from hostward.schedule import Lane
 from hostward.training.sources import Readers, Source, Stretch
 from hostward.training.state import same_bits
 
@@ -113,3 +114,15 @@ def test_state_in_stretches_that_lie_anywhere_is_put_together(there: tuple[str, 
         backend.fetch(taking.fetches)
         copy(taking.copies, threads=2)
         assert same_bits(place.view(torch.float32), expected)
+
+
+def test_what_is_fetched_does_not_wait_for_gradients() -> None:
+    """A fetch is over while what the copy lane waits for still runs: gradients that backward has not made yet."""
+    backend = CudaBackend(torch.device("cuda"))
+    data, room = torch.arange(1000, device="cuda"), torch.zeros(1000, dtype=torch.int64)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(backend._side[Lane.D2H]):
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+    backend.fetch([(room, data)])
+    assert not backend._side[Lane.D2H].query()
+    assert torch.equal(room, torch.arange(1000))

@@ -122,7 +122,8 @@ class CudaBackend(Backend):
             buffer.data = buffer.data.new_empty(0)
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        fetch(self._side[Lane.D2H], pairs)
+        # Not on a copy lane: gradients queue there, and what is fetched would wait for the backward that makes them.
+        fetch(self._lanes.fetches, pairs)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE if tensor.is_cuda else Tier.HOST, tensor, owner)

@@ -24,14 +24,15 @@ PIECE_BYTES = 64 * MIB
 class LaneStreams:
     """Streams of all lanes but compute, which is wherever the caller is. Made once (H4, H15).
 
-    `side`: by lane. `seconds`: by copy lane, the other one. `table`: all of them, as commands name them; `context`: the
-    driver's, that they belong to.
+    `side`: by lane. `seconds`: by copy lane, the other one. `table`: all of them, as commands name them. `fetches`: of
+    no lane, for what is read beside training. `context`: the driver's, that they belong to.
     """
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
             self.side = {lane: _stream(device) for lane in LANES if lane is not Lane.COMPUTE}
             self.seconds = {lane: _stream(device) for lane in SECOND}
+            self.fetches = _stream(device)
             self.context = current_context()
         self.table = Streams(STREAMS, self.context)
         for lane, stream in self.side.items():
@@ -40,7 +41,7 @@ class LaneStreams:
             self.table.set(SECOND[copies], stream.cuda_stream)
 
     def all(self) -> list[torch.cuda.Stream]:
-        return [*self.side.values(), *self.seconds.values()]
+        return [*self.side.values(), *self.seconds.values(), self.fetches]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
