@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hostward
 from hostward import checkpoint
+from hostward.engine.backend import Event, Held
 from hostward.engine.simulated import SimulatedBackend
 
 AWAY = hostward.Weights(num_layers=2, min_elements=0)
@@ -108,19 +110,13 @@ def frozen(*, away: bool) -> dict[str, Any]:
 def interrupted() -> tuple[dict[str, str], dict[str, str]]:
     """Bits after a forward that failed between two blocks on every rank, and training that went on; and without."""
 
-    class StopError(Exception):
-        """A failure of the model."""
-
-    def fail(*_: object) -> None:
-        raise StopError
-
     found = []
     for away in (True, False):
         model: Any = sharded()
         optimizer = adamw(model, "host", "late")
         run = hostward.attach(model, optimizer, weights=AWAY) if away else None
         trained(model, optimizer, 0)
-        handle = model.blocks[1].up.register_forward_pre_hook(fail)
+        handle = model.blocks[1].up.register_forward_pre_hook(_fail)
         try:
             loss_of(model, 9)
         except StopError:
@@ -178,3 +174,66 @@ def evaluated() -> tuple[int, int, int]:
     assert report is not None
     run.detach()
     return report.on_demand_bytes, report.fetched_bytes, report.offloaded_bytes
+
+
+class Watched(SimulatedBackend):
+    """Numbers what is held while there is a meter, and remembers what is waited for behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.helds = 0
+        self.awaited: list[int] = []
+        self.waited: list[bool] = []
+        """Whether the gather was under way then."""
+
+    def hold(self, stream: Any, waits: Sequence[Event]) -> Held | None:  # type: ignore[override]
+        super().hold(stream, waits)
+        self.helds += 1
+        return None if self.meter is None else (self.helds, 0)
+
+    def wait_behind(self, name: str, held: Held, wait: Callable[[], None]) -> None:
+        group = wait.args[0]  # type: ignore[attr-defined]
+        self.waited.append(group._all_gather_result is not None and group.is_sharded)
+        self.awaited.append(held[0])
+        wait()
+
+
+def watched(**options: Any) -> dict[str, Any]:
+    """What is waited for behind gathers that were held: without a trace, and in two steps with one, in which there is
+    one forward more, that fails.
+    """
+    model: Any = sharded(**options)
+    backend = Watched()
+    optimizer = hostward.AdamW(model, lr=1e-2, offload_fraction=1.0, streamed_fraction=0.0, backend=backend)
+    run = hostward.attach(model, optimizer, weights=AWAY)
+    trained(model, optimizer, 0, 1)
+    untraced = list(backend.awaited)
+    with optimizer.trace() as trace:
+        trained(model, optimizer, 2)
+        handle = model.blocks[1].up.register_forward_pre_hook(_fail)
+        try:
+            loss_of(model, 9)
+        except StopError:
+            handle.remove()
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.reshard()
+        trained(model, optimizer, 3)
+    traced, parts = list(backend.awaited), trace.summary().parts
+    trained(model, optimizer, 4)
+    run.detach()
+    return {
+        "untraced": untraced,
+        "traced": traced,
+        "under way": all(backend.waited),
+        "after": backend.awaited[len(traced) :],
+        "exposed": [part.exposed_s for part in parts.values()],
+    }
+
+
+class StopError(Exception):
+    """A failure of the model."""
+
+
+def _fail(*_: object) -> None:
+    raise StopError

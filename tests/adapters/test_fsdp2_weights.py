@@ -103,3 +103,28 @@ def test_what_is_gathered_together_comes_and_goes_together(world: World) -> None
     for rank in world.run("away_cases.groups_of_their_own"):
         # In each of three steps once for forward and once for backward, and ahead of a fourth.
         assert 6 * rank["offloaded"] < rank["fetched"] <= 7 * rank["offloaded"]
+
+
+WATCHED: dict[str, tuple[dict[str, Any], int]] = {
+    "resharded": ({}, 4 + 2 + 4),
+    "whole until backward": ({"reshard_after_forward": False}, 2 + 2 + 1),
+    "resharded to two ranks": ({"reshard_after_forward": 2}, 2 + 2 + 1),
+    "hybrid": ({"mesh": "hybrid"}, 4 + 2 + 4),
+    "explicit prefetch": ({"prefetch": True}, 4 + 2 + 4),
+    "one rank": ({"mesh": "alone"}, 0),
+}
+"""How often parts of the two blocks that leave are gathered on a stream of FSDP2's own: in a step, in a forward that
+fails, and in the next step. Unless layers are divided in forward, FSDP2 leaves the one that failed whole.
+"""
+
+
+@pytest.mark.parametrize("case", WATCHED)
+def test_gathers_that_wait_for_parts_are_waited_for_in_sight_of_a_trace(world: World, case: str) -> None:
+    """Seen red: waited for behind FSDP2's own wait; for what an earlier gather was held; in steps without a trace."""
+    options, gathers = WATCHED[case]
+    for rank in world.run("away_cases.watched", **options):
+        assert rank["untraced"] == rank["after"] == []
+        assert rank["traced"] == sorted(set(rank["traced"]))  # in order, each once
+        assert len(rank["traced"]) == gathers
+        assert rank["under way"]
+        assert rank["exposed"] == [None]  # on a simulated device nobody knows

@@ -21,12 +21,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import torch.distributed as dist
-from attached_cases import churn, slow_fetches
+from attached_cases import SLEEP_CYCLES, churn, slow_fetches
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import hostward
 from hostward.adapters import fsdp2
+from hostward.lowering.weights import GATHERED_AHEAD
 
 WIDTH = 1023
 """Odd: the last rank's parts are smaller, and padded."""
@@ -136,6 +137,48 @@ def trained(
     return found
 
 
+def stood_still(grid: DeviceMesh, *, slow: bool) -> dict[str, Any]:
+    """Seconds in three steps in which the device stood still for weights, and in all, by their trace; fetches in these
+    steps, but for those that come first in the next; and the least that each takes, if `slow`.
+    """
+    net = sharded(grid["copy"])
+    optimizer = hostward.AdamW(net, lr=1e-2, max_grad_norm=1.0, **ON_HOST)
+    run = hostward.attach(net, optimizer, weights=ALL)
+    if slow:
+        slow_fetches(run)
+
+    def fetches() -> float:
+        weights = run.report().weights
+        assert weights is not None
+        return (DEPTH - 1) * weights.fetched_bytes / weights.offloaded_bytes
+
+    def train(steps: range) -> None:
+        for step in steps:
+            net(batch(step)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(range(3))
+    before = fetches()
+    with optimizer.trace() as trace:
+        train(range(3, 6))
+    count = fetches() - before - GATHERED_AHEAD
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    end.record()
+    torch.cuda.synchronize()
+    summary = trace.summary()
+    run.detach()
+    return {
+        "weights_s": summary.parts["weights of layers"].exposed_s,
+        "all_s": summary.exposed_s,
+        "fetches": count,
+        "sleep_s": begin.elapsed_time(end) / 1e3,
+        "gathers": torch.cuda.device_count() >= dist.get_world_size(),
+    }
+
+
 CASES: dict[str, dict[str, Any]] = {
     "resharded": {},
     "whole until backward": {"reshard_after_forward": False},
@@ -144,6 +187,10 @@ CASES: dict[str, dict[str, Any]] = {
     "copies": {"copies": True},
 }
 """`copies`: each rank has all of every parameter, and FSDP2 reduces over them (HSDP)."""
+
+
+STOOD_STILL = "stood still"
+"""What `stood_still` finds, in the place of a case."""
 
 
 def main(folder: Path) -> None:
@@ -161,7 +208,8 @@ def main(folder: Path) -> None:
     }
     for name, options in CASES.items():
         found[name] = {way: run(**options) for way, run in ways.items()}
-        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    found[STOOD_STILL] = {"away": stood_still(grid, slow=False), "slow": stood_still(grid, slow=True)}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

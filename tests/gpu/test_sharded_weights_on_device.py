@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import devices_to_itself
-from sharded_weights_cases import CASES, DEPTH
+from sharded_weights_cases import CASES, DEPTH, STOOD_STILL
 
 LIMIT_S = 240.0
 
@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
             done = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S)
             known[ranks] = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
             assert len(known[ranks]) == ranks, done.stderr[:4000]
-            assert all(CASES.keys() == rank.keys() for rank in known[ranks]), done.stderr[:4000]
+            assert all({*CASES, STOOD_STILL} == rank.keys() for rank in known[ranks]), done.stderr[:4000]
         return known[ranks]
 
     return of
@@ -79,3 +79,17 @@ def test_most_is_foreseen(found: Any, ranks: int) -> None:
     for rank in found(ranks):
         away = rank["resharded"]["away"]
         assert away["on_demand"] <= 0.1 * away["fetched"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trace_tells_what_the_device_stood_still_for_weights(found: Any, ranks: int) -> None:
+    """There is next to no work that slow fetches could hide behind."""
+    for rank in found(ranks):
+        away, slow = rank[STOOD_STILL]["away"], rank[STOOD_STILL]["slow"]
+        for told in (away, slow):
+            assert 0 <= told["weights_s"] <= told["all_s"]
+        if ranks > 1 and not slow["gathers"]:
+            pytest.skip("gloo gathers on the host, which then waits where the device would")
+        least_s = slow["fetches"] * slow["sleep_s"]
+        assert slow["weights_s"] > 0.5 * least_s
+        assert away["weights_s"] < 0.5 * least_s

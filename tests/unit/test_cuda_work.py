@@ -441,7 +441,7 @@ def test_the_host_s_clock_is_that_of_the_device_to_within_the_shortest_wait(wait
     assert call is not None
     call.started_ns = time.monotonic_ns()
     call.ended_ns = call.started_ns + 7_000_000
-    timings.note(1, CommandWork(FakeBackend(), "step", Lane.HOST, [], Event(1)), 0, call)  # type: ignore[arg-type]
+    timings.note(1, "step", Lane.HOST, 0, call)
     timings.read(1, heard)
     ((_, start_s, end_s, *_),) = heard.spans
     assert start_s == pytest.approx(call.started_ns / 1e9 - origin_s, abs=5e-3)

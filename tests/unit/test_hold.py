@@ -1,26 +1,139 @@
-"""A stream of somebody else waits for events of ours, over a driver that remembers its calls."""
+"""A stream of somebody else waits for events of ours, and the compute lane for it, over a driver that remembers its
+calls.
+
+Seen red: records where nobody looks; the whole wait told, or the whole hold; the wait left out where nobody looks any
+more; events of a hold not used again.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from fake_backend import FakeBackend
+import pytest
+from fake_backend import STREAM_OF, FakeBackend
 
-from hostward.engine.backend import Event
+from hostward.engine.backend import RING, Event, Held
 from hostward.engine.cuda import CudaBackend
+from hostward.schedule import Lane
+
+COPY_IN: Any = SimpleNamespace(cuda_stream=0xABC)
+COMPUTE = STREAM_OF[Lane.COMPUTE]
+
+
+def fake() -> Any:
+    backend: Any = FakeBackend()
+    backend.context = 0
+    return backend
+
+
+class Heard:
+    """A meter that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Lane, float, float, int, int]] = []
+
+    def __call__(self, *told: Any) -> None:
+        self.spans.append(told)
 
 
 def test_it_waits_for_the_events_and_no_lane_does() -> None:
-    backend: Any = FakeBackend()
-    backend.context = 0
+    backend = fake()
     events = [Event(0x77), Event(0x78)]
-    CudaBackend.hold(backend, SimpleNamespace(cuda_stream=0xABC), events)  # type: ignore[arg-type]
+    assert CudaBackend.hold(backend, COPY_IN, events) is None
     assert backend.calls() == [("wait", 0xABC, 0x77, 0), ("wait", 0xABC, 0x78, 0)]
 
 
 def test_without_events_there_is_nothing_to_wait_for() -> None:
-    backend: Any = FakeBackend()
-    backend.context = 0
-    CudaBackend.hold(backend, SimpleNamespace(cuda_stream=0xABC), [])  # type: ignore[arg-type]
+    backend = fake()
+    CudaBackend.hold(backend, COPY_IN, [])
     assert backend.calls() == []
+
+
+def traced(held_s: int, stood_s: int) -> tuple[Any, Heard, Held]:
+    """A backend that was asked for a hold that took so long, and for the wait behind it, and what the meter heard then.
+    One second goes by between two records.
+    """
+    backend, heard = fake(), Heard()
+    backend.meter = heard
+    backend.begin_turn()
+    held = CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
+    assert held is not None
+    records = backend.fake.records
+    at = records.index(held[1])
+    records[at:at] = [0] * (held_s - 1)
+
+    def wait() -> None:
+        backend.fake.calls.append(("the lane waits",))
+        records.extend([0] * (stood_s - 1))
+
+    CudaBackend.wait_behind(backend, "wait", held, wait)
+    for _ in range(RING):
+        assert heard.spans == []
+        backend.begin_turn()
+    return backend, heard, held
+
+
+def test_while_somebody_looks_both_waits_are_timed_each_on_its_stream() -> None:
+    backend, _, held = traced(1, 1)
+    calls = backend.calls()
+    before, after = (call[1] for call in calls if call[0] == "record" and call[2] == COMPUTE)
+    assert calls == [
+        ("record", held[0], 0xABC),
+        ("wait", 0xABC, 0x77, 0),
+        ("record", held[1], 0xABC),
+        ("record", before, COMPUTE),
+        ("the lane waits",),
+        ("record", after, COMPUTE),
+    ]
+    assert len({*held, before, after}) == 4
+
+
+@pytest.mark.parametrize(
+    ("held_s", "stood_s", "counts_s"),
+    [(3, 5, 3), (5, 3, 3), (4, 4, 4), (1, 7, 1)],
+    ids=["the gather lasts, too", "hidden in part", "as long", "there in time"],
+)
+def test_the_end_of_the_wait_counts_as_long_as_the_hold_took(held_s: int, stood_s: int, counts_s: int) -> None:
+    backend, heard, _ = traced(held_s, stood_s)
+    ((name, lane, start_s, end_s, nbytes, turn),) = heard.spans
+    assert (name, lane, nbytes, turn) == ("wait", Lane.COMPUTE, 0, 2)
+    assert end_s - start_s == counts_s
+    over = next(call[1] for call in reversed(backend.calls()) if call[0] == "record" and call[2] == COMPUTE)
+    assert end_s == backend.fake.records.index(over)
+
+
+def test_who_has_stopped_looking_in_between_is_told_nothing_and_the_lane_waits() -> None:
+    backend, heard, waited = fake(), Heard(), []
+    backend.meter = heard
+    backend.begin_turn()
+    held = CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
+    backend.meter = None
+    backend.calls()
+    CudaBackend.wait_behind(backend, "wait", held, lambda: waited.append(1))  # type: ignore[arg-type]
+    assert (waited, backend.calls()) == ([1], [])
+    backend.meter = heard
+    for _ in range(2 * RING):
+        backend.begin_turn()
+    assert heard.spans == []
+
+
+def test_what_is_captured_is_not_timed() -> None:
+    backend = fake()
+    backend.meter = Heard()
+    backend.begin_turn()
+    backend.in_capture = True
+    assert CudaBackend.hold(backend, COPY_IN, [Event(0x77)]) is None
+    assert backend.calls() == [("wait", 0xABC, 0x77, 0)]
+
+
+def test_timed_events_are_used_again() -> None:
+    backend, made = fake(), []
+    backend.meter = Heard()
+    for _ in range(3 * RING):
+        backend.begin_turn()
+        for _ in range(5):
+            held = CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
+            CudaBackend.wait_behind(backend, "wait", held, lambda: None)  # type: ignore[arg-type]
+        made.append(backend.timed_events)
+    assert len(set(made[RING - 1 :])) == 1

@@ -219,8 +219,10 @@ def test_weights_of_layers_and_saved_activations_are_told_apart_from_what_the_st
         "\nof it, saved activations: d2h 2.000 GB in 1.000 s (2.0 GB/s), h2d 2.000 GB in 0.500 s (4.0 GB/s), 0.000 s "
         "exposed"
     )
-    gathered = Trace([spans[0], *spans[2:]]).summary()  # FSDP2's gather has waited for the weights
-    assert gathered.parts["weights of layers"].exposed_s is None
+    gathered = Trace([spans[0], span("wait/weights/gathered", Lane.COMPUTE, 1.5, 1.75), *spans[2:]]).summary()
+    assert (gathered.parts["weights of layers"].exposed_s, gathered.exposed_s) == (0.25, 0.75)
+    unmetered = Trace([spans[0], *spans[2:]]).summary()
+    assert unmetered.parts["weights of layers"].exposed_s is None
     unknown = Trace([*spans[:1], span("wait/h2d", Lane.COMPUTE, 0.0, 1.0)]).summary()
     assert unknown.parts["weights of layers"].exposed_s is None
     assert unknown.explain().endswith("(3.0 GB/s)")

@@ -58,6 +58,10 @@ class Event:
     native: object = None
 
 
+Held = tuple[int, int]
+"""Timed events before and after one `Backend.hold`, on the stream that it holds."""
+
+
 class Work(ABC):
     """One operation, bound to its buffers once and issued any number of times.
 
@@ -276,8 +280,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
-        """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane."""
+    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+        """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane. What it returns,
+        while there is a meter and no capture, is for `wait_behind`.
+        """
+
+    def wait_behind(self, name: str, held: Held, wait: Callable[[], None]) -> None:
+        """The compute lane waits, by `wait`, for what somebody does behind a `hold`. The meter hears of the last part
+        of that, as long as the hold took, or of all of it: without the hold it would have been shorter by no more.
+        """
+        wait()
 
     def let_overwrite(self, what: str, streams: Iterable[torch.Stream | None]) -> None:
         """Memory that these streams made is given up, and goes back to them: each but the current one waits for what

@@ -24,6 +24,7 @@ from .backend import (
     Buffer,
     Clipping,
     Event,
+    Held,
     Ledger,
     Meter,
     Partials,
@@ -32,10 +33,11 @@ from .backend import (
     Work,
     require_tier,
 )
-from .commands import Command, CommandList, Streams, Verb, driver_table
+from .commands import Command, CommandList, Verb, driver_table
 from .cuda_compute import ComputeLane
 from .cuda_copies import copying
 from .cuda_events import DriverEvents
+from .cuda_held import hold, wait_behind
 from .cuda_host_work import HostWork, TaskWork
 from .cuda_kernels import KernelTables
 from .cuda_lanes import INDEX, LANES, LaneStreams
@@ -264,10 +266,11 @@ class CudaBackend(Backend):
     ) -> Work:
         return CommandWork(self, name, lane, waits, done or self.event())
 
-    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
-        others = Streams(1, self.context)
-        others.set(0, stream.cuda_stream)  # type: ignore[attr-defined]
-        CommandList([Command(Verb.WAIT, 0, self.handle_of(event)) for event in waits], self.driver).issue(others)
+    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+        return hold(self, stream, waits)
+
+    def wait_behind(self, name: str, held: Held, wait: Callable[[], None]) -> None:
+        wait_behind(self, name, held, wait)
 
     def batch(self, works: Sequence[Work]) -> Batch:
         return batch_of(self, works)

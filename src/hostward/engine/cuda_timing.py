@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hostward.host.library import ClockedCall
+from hostward.schedule import Lane
 
-from .backend import RING, Meter, Work
+from .backend import RING, Held, Meter
 
 UNTIMED = (0, 0)
 """Recording event 0 does nothing."""
@@ -20,6 +22,17 @@ _ATTEMPTS = 5
 
 Timed = tuple[int, int] | ClockedCall
 """What says when an issue ran: events before and after it, or the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """One issue, to be read later. `held`: only its last part counts, no longer than that took."""
+
+    name: str
+    lane: Lane
+    nbytes: int
+    timed: Timed
+    held: Held | None
 
 
 class Timings:
@@ -35,7 +48,7 @@ class Timings:
         self._elapsed_ms = elapsed_ms
         self._spare: list[tuple[int, int]] = []
         self._spare_calls: list[ClockedCall] = []
-        self._noted: list[list[tuple[Work, int, Timed]]] = [[] for _ in range(RING)]
+        self._noted: list[list[_Noted]] = [[] for _ in range(RING)]
         self._turns = [-1] * RING
         """By slot: the last turn that has a base."""
         self._bases = [event() for _ in range(RING)]
@@ -82,30 +95,36 @@ class Timings:
             return None
         return self._spare_calls.pop() if self._spare_calls else ClockedCall()
 
-    def note(self, turn: int, work: Work, nbytes: int, timed: Timed) -> None:
-        """An operation has been issued between these events, or by this call."""
+    def note(self, turn: int, name: str, lane: Lane, nbytes: int, timed: Timed, *, held: Held | None = None) -> None:
+        """An operation has been issued between these events, or by this call. `held`: as in `Backend.wait_behind`; its
+        events come before `timed` is over.
+        """
         if timed is not UNTIMED:
-            self._noted[turn % RING].append((work, nbytes, timed))
+            self._noted[turn % RING].append(_Noted(name, lane, nbytes, timed, held))
 
     def read(self, slot: int, meter: Meter | None) -> None:
         """Report what was issued in the last turn of this slot, which is over."""
         noted, self._noted[slot] = self._noted[slot], []
-        for *_, timed in noted:
-            if not isinstance(timed, ClockedCall):
-                self._spare.append(timed)
+        for one in noted:
+            if not isinstance(one.timed, ClockedCall):
+                self._spare.append(one.timed)
+            if one.held is not None:
+                self._spare.append(one.held)
         if meter is not None and noted:
             self._report(noted, slot, meter)
-        self._spare_calls += [timed for *_, timed in noted if isinstance(timed, ClockedCall)]
+        self._spare_calls += [one.timed for one in noted if isinstance(one.timed, ClockedCall)]
 
-    def _report(self, noted: list[tuple[Work, int, Timed]], slot: int, meter: Meter) -> None:
+    def _report(self, noted: list[_Noted], slot: int, meter: Meter) -> None:
         base = self._bases[slot]
         offset_s = self._elapsed_ms(self._origin, base) / 1e3
-        for work, nbytes, timed in noted:
-            if isinstance(timed, ClockedCall):
-                start_s, end_s = map(self._host_s, (timed.started_ns, timed.ended_ns))
+        for one in noted:
+            if isinstance(one.timed, ClockedCall):
+                start_s, end_s = map(self._host_s, (one.timed.started_ns, one.timed.ended_ns))
             else:
-                start_s, end_s = (offset_s + self._elapsed_ms(base, event) / 1e3 for event in timed)
-            meter(work.name, work.lane, start_s, end_s, nbytes, self._turns[slot])
+                start_s, end_s = (offset_s + self._elapsed_ms(base, event) / 1e3 for event in one.timed)
+            if one.held is not None:
+                start_s = max(start_s, end_s - self._elapsed_ms(*one.held) / 1e3)
+            meter(one.name, one.lane, start_s, end_s, one.nbytes, self._turns[slot])
 
     def _host_s(self, clock_ns: int) -> float:
         return self._anchor_s + (clock_ns - self._anchor_ns) / 1e9

@@ -138,7 +138,7 @@ def enqueue(
             for work in works:
                 work.untime()
     for work, when in zip(works, timed, strict=False):
-        backend.timings.note(backend.turn, work, work.nbytes, when)
+        backend.timings.note(backend.turn, work.name, work.lane, work.nbytes, when)
 
 
 def batch_of(backend: CudaBackend, works: Sequence[Work]) -> Batch:
@@ -313,5 +313,5 @@ class KernelWork(CudaWork):
         finally:
             if timed is not UNTIMED:
                 self.untime()
-        backend.timings.note(backend.turn, self, self.nbytes, timed)
+        backend.timings.note(backend.turn, self.name, self.lane, self.nbytes, timed)
         return self.done

@@ -6,8 +6,8 @@ direction. Times are microseconds with three decimals.
 
 Names are paths: `offload/d2h/grad/0003.model.layers.1`, `offload/h2d/state/...`, `offload/host/adamw/...`,
 `offload/update/...`, `offload/wait/model.layers.1`, `forward/model.layers.1`; of weights that leave
-`offload/h2d/layer/...` and `offload/wait/weights/...`, of saved activations `offload/h2d/activation/...` and
-`offload/wait/activation/...`.
+`offload/h2d/layer/...` and `offload/wait/weights/...` (`gathered`: for a gather that had waited for them), of saved
+activations `offload/h2d/activation/...` and `offload/wait/activation/...`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class PartSummary:
     transfer_s: dict[str, float]
     transfer_bytes: dict[str, int]
     exposed_s: float | None
-    """None where nobody knows what the compute lane has waited for: on a simulated device, and where a gather waits for
-    weights, and the compute lane for the gather.
+    """Seconds in which the compute lane stood still for it. Where a gather waits for weights, and the compute lane for
+    the gather: the last part of that wait, as long as the gather waited, or all of it (docs/reports.md). None where
+    nobody knows: on a simulated device.
     """
 
 

@@ -10,6 +10,7 @@ from hostward.engine.trace import Span, SpanKind, Trace
 from hostward.schedule import Lane
 
 from .step import StepIssuer
+from .weight_residency import GATHERED
 
 _WAIT = "offload/wait/"
 _NO_LAYER = ("offload/wait/weights/", "offload/wait/activation/")
@@ -59,7 +60,8 @@ class Tracing:
         elif lane in (Lane.D2H, Lane.H2D):
             kind = SpanKind.COPY
         span = Span(name, lane, start_s, max(start_s, end_s), nbytes, turn, kind=kind)
-        if lane is Lane.COMPUTE:
+        # Waits for gathers lie within the forward of their layer, whose hook has run before, and end no pass.
+        if lane is Lane.COMPUTE and name != GATHERED:
             self._compute.append(span)
         self._trace.add(span)
 

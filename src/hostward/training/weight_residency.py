@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hostward.engine.backend import Backend, Batch, Buffer, Event, Tier, Work
+from hostward.engine.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.errors import ModelError
 from hostward.inspect import local_of
 from hostward.lowering.weights import WEIGHT
 from hostward.schedule import Lane
 
 OWNER = "offloaded weights"
+GATHERED = "offload/wait/weights/gathered"
+"""The compute lane waits for a gather that has waited for weights, so long as it would not have waited without."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +135,8 @@ class LayerWeights:
     """A step has written the host copy since it was fetched."""
     reading: bool = False
     """A gather may still read them, on a stream that the compute lane has not waited for."""
+    gather: Held | None = None
+    """How long the gather that reads them was held. None: nobody looks, or the compute lane has waited for it."""
     stream: int | None = None
     """The compute stream that took the memory; None: it was there before us."""
     waited: set[int] = field(default_factory=set)
@@ -216,8 +220,15 @@ class Residency:
         """So may what this stream does next; the compute lane does not wait. They stay until `release`."""
         layer = self._here(number)
         if layer is not None:
-            self.backend.hold(stream, [layer.fetch.done])
+            layer.gather = self.backend.hold(stream, [layer.fetch.done])
             layer.reading = True
+
+    def awaited(self, number: int, wait: Callable[[], None]) -> None:
+        """The compute lane is about to wait, by `wait`, for who was held until these weights were there."""
+        layer = self.layers[number]
+        if layer is not None and layer.gather is not None:
+            self.backend.wait_behind(GATHERED, layer.gather, wait)
+            layer.gather = None
 
     def release(self, number: int) -> None:
         """The compute lane has waited for whoever read these weights, and needs them no more."""
