@@ -1,8 +1,8 @@
 """A stream of somebody else waits for events of ours, and the compute lane for it, over a driver that remembers its
 calls.
 
-Seen red: records where nobody looks; the whole wait told, or the whole hold; the wait left out where nobody looks any
-more; events of a hold not used again.
+Seen red: records where nobody looks, or of a hold that nobody asks about; the whole wait told, or the whole hold; the
+wait timed where nobody looks any more; events of a hold not used again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hostward.engine.cuda import CudaBackend
 from hostward.schedule import Lane
 
 COPY_IN: Any = SimpleNamespace(cuda_stream=0xABC)
+GATHER: Any = SimpleNamespace(cuda_event=0x99)
 COMPUTE = STREAM_OF[Lane.COMPUTE]
 
 
@@ -37,37 +38,49 @@ class Heard:
         self.spans.append(told)
 
 
-def test_it_waits_for_the_events_and_no_lane_does() -> None:
+HOLDS = [CudaBackend.hold, CudaBackend.hold_timed]
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_it_waits_for_the_events_and_no_lane_does(hold: Any) -> None:
     backend = fake()
-    events = [Event(0x77), Event(0x78)]
-    assert CudaBackend.hold(backend, COPY_IN, events) is None
+    assert hold(backend, COPY_IN, [Event(0x77), Event(0x78)]) is None
     assert backend.calls() == [("wait", 0xABC, 0x77, 0), ("wait", 0xABC, 0x78, 0)]
 
 
-def test_without_events_there_is_nothing_to_wait_for() -> None:
+@pytest.mark.parametrize("hold", HOLDS)
+def test_without_events_there_is_nothing_to_wait_for(hold: Any) -> None:
     backend = fake()
-    CudaBackend.hold(backend, COPY_IN, [])
+    hold(backend, COPY_IN, [])
     assert backend.calls() == []
+
+
+def looked_at() -> tuple[Any, Heard]:
+    backend, heard = fake(), Heard()
+    backend.meter = heard
+    backend.begin_turn()
+    return backend, heard
+
+
+def test_what_nobody_asks_about_is_not_timed() -> None:
+    backend, _ = looked_at()
+    made = backend.timed_events
+    CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
+    assert (backend.calls(), backend.timed_events) == ([("wait", 0xABC, 0x77, 0)], made)
 
 
 def traced(held_s: int, stood_s: int) -> tuple[Any, Heard, Held]:
     """A backend that was asked for a hold that took so long, and for the wait behind it, and what the meter heard then.
     One second goes by between two records.
     """
-    backend, heard = fake(), Heard()
-    backend.meter = heard
-    backend.begin_turn()
-    held = CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
+    backend, heard = looked_at()
+    held = CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)])
     assert held is not None
     records = backend.fake.records
     at = records.index(held[1])
     records[at:at] = [0] * (held_s - 1)
-
-    def wait() -> None:
-        backend.fake.calls.append(("the lane waits",))
-        records.extend([0] * (stood_s - 1))
-
-    CudaBackend.wait_behind(backend, "wait", held, wait)
+    CudaBackend.wait_behind(backend, "wait", held, GATHER)
+    records[-1:-1] = [0] * (stood_s - 1)
     for _ in range(RING):
         assert heard.spans == []
         backend.begin_turn()
@@ -83,7 +96,7 @@ def test_while_somebody_looks_both_waits_are_timed_each_on_its_stream() -> None:
         ("wait", 0xABC, 0x77, 0),
         ("record", held[1], 0xABC),
         ("record", before, COMPUTE),
-        ("the lane waits",),
+        ("wait", COMPUTE, 0x99, 0),
         ("record", after, COMPUTE),
     ]
     assert len({*held, before, after}) == 4
@@ -103,15 +116,15 @@ def test_the_end_of_the_wait_counts_as_long_as_the_hold_took(held_s: int, stood_
     assert end_s == backend.fake.records.index(over)
 
 
-def test_who_has_stopped_looking_in_between_is_told_nothing_and_the_lane_waits() -> None:
-    backend, heard, waited = fake(), Heard(), []
-    backend.meter = heard
-    backend.begin_turn()
-    held = CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
+def test_who_has_stopped_looking_in_between_is_told_nothing() -> None:
+    """The caller waits for the gather in any case."""
+    backend, heard = looked_at()
+    held = CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)])
+    assert held is not None
     backend.meter = None
     backend.calls()
-    CudaBackend.wait_behind(backend, "wait", held, lambda: waited.append(1))  # type: ignore[arg-type]
-    assert (waited, backend.calls()) == ([1], [])
+    CudaBackend.wait_behind(backend, "wait", held, GATHER)
+    assert backend.calls() == []
     backend.meter = heard
     for _ in range(2 * RING):
         backend.begin_turn()
@@ -119,21 +132,20 @@ def test_who_has_stopped_looking_in_between_is_told_nothing_and_the_lane_waits()
 
 
 def test_what_is_captured_is_not_timed() -> None:
-    backend = fake()
-    backend.meter = Heard()
-    backend.begin_turn()
+    backend, _ = looked_at()
     backend.in_capture = True
-    assert CudaBackend.hold(backend, COPY_IN, [Event(0x77)]) is None
+    assert CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)]) is None
     assert backend.calls() == [("wait", 0xABC, 0x77, 0)]
 
 
 def test_timed_events_are_used_again() -> None:
-    backend, made = fake(), []
-    backend.meter = Heard()
+    backend, _ = looked_at()
+    made = []
     for _ in range(3 * RING):
         backend.begin_turn()
         for _ in range(5):
-            held = CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
-            CudaBackend.wait_behind(backend, "wait", held, lambda: None)  # type: ignore[arg-type]
+            held = CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)])
+            assert held is not None
+            CudaBackend.wait_behind(backend, "wait", held, GATHER)
         made.append(backend.timed_events)
     assert len(set(made[RING - 1 :])) == 1

@@ -10,7 +10,6 @@ Glossary:
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -34,7 +33,8 @@ KNOWN_VERSIONS = "2.11 to 2.13"
 _USED_OF_GROUPS = (
     "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
     "mesh_info", "mp_policy", "offload_policy", "reduce_grads", "all_reduce_grads", "_training_state",
-    "_all_gather_result", "_reset_sharded_params", "unshard_in_backward", "_reshard_after_forward",
+    "_all_gather_result", "_reset_sharded_params", "unshard_in_backward",
+    "_reshard_after_forward",
 )  # fmt: skip
 _USED_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "reset_sharded_param", "_init_extensions")
 
@@ -118,7 +118,8 @@ def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:
 
 
 def _placements(tensor: torch.Tensor) -> Sequence[Any]:
-    return tensor.placements  # type: ignore[attr-defined, no-any-return]
+    found: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
+    return found
 
 
 def mesh_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
@@ -146,8 +147,8 @@ class Keeper(Protocol):
     def needed(self, group: int, stream: torch.Stream | None, *, backward: bool) -> None:
         """The group's parts are about to be read, on `stream`; None: on the current one."""
 
-    def awaited(self, group: int, wait: Callable[[], None]) -> None:
-        """The current stream is about to wait, by `wait`, for a gather that reads them on another one."""
+    def awaited(self, group: int, gather: torch.Event | None) -> None:
+        """The current stream is about to wait for a gather that reads them on another; None: there are no streams."""
 
     def gathered(self, group: int) -> None:
         """They have been read, for what the current stream does next: the group is whole until it is let go of."""
@@ -372,20 +373,16 @@ class _NeededOnStream(_Needed):
 
 class _NeededHere(_Needed):
     def _before(self, to: Keeper, group: Any, *args: Any, **options: Any) -> None:
-        if group._all_gather_result is not None and group.is_sharded:
-            if _gathers(group):
-                to.awaited(self._number, functools.partial(_wait_for_gather, group))
-            else:
-                self._needed(to, group, None)
+        if group._all_gather_result is None or not group.is_sharded:
+            return
+        if _gathers(group):
+            to.awaited(self._number, group._all_gather_result.all_gather_event)
+        else:
+            self._needed(to, group, None)
 
     def _after(self, to: Keeper, group: Any) -> None:
         if group.is_unsharded:
             to.gathered(self._number)
-
-
-def _wait_for_gather(group: Any) -> None:
-    """As `wait_for_unshard` is about to do first."""
-    group.comm_ctx.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
 
 
 def _parameters(fsdp_params: Iterable[Any]) -> list[torch.Tensor]:

@@ -37,6 +37,7 @@ from .operands import (
     Tier as Tier,
     chunks_of as chunks_of,
     empty_buffer as empty_buffer,
+    require_tier as require_tier,
 )
 
 _DRAIN_ATTEMPTS = 1000
@@ -59,7 +60,7 @@ class Event:
 
 
 Held = tuple[int, int]
-"""Timed events before and after one `Backend.hold`, on the stream that it holds."""
+"""Timed events before and after one `Backend.hold_timed`, on the stream that it holds."""
 
 
 class Work(ABC):
@@ -280,16 +281,19 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
-        """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane. What it returns,
-        while there is a meter and no capture, is for `wait_behind`.
-        """
+    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
+        """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane."""
 
-    def wait_behind(self, name: str, held: Held, wait: Callable[[], None]) -> None:
-        """The compute lane waits, by `wait`, for what somebody does behind a `hold`. The meter hears of the last part
-        of that, as long as the hold took, or of all of it: without the hold it would have been shorter by no more.
+    def hold_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+        """The same; while somebody looks, it returns what `wait_behind` is told."""
+        self.hold(stream, waits)
+        return None
+
+    def wait_behind(self, name: str, held: Held, event: torch.Event | None) -> None:  # noqa: B027
+        """The caller is about to let the compute lane wait for an event of somebody else's, on a stream that was held.
+        While somebody looks, the lane waits for it here, and the meter hears of the last part of that, as long as the
+        hold took, or of all of it: without the hold it would have been shorter by no more.
         """
-        wait()
 
     def let_overwrite(self, what: str, streams: Iterable[torch.Stream | None]) -> None:
         """Memory that these streams made is given up, and goes back to them: each but the current one waits for what
@@ -364,17 +368,6 @@ class Backend(ABC):
     @abstractmethod
     def describe(self) -> Mapping[str, object]:
         """Plain facts for reports: name, device, host threads, instruction set."""
-
-
-def require_tier(buffers: Sequence[Buffer], tier: Tier, operation: str) -> None:
-    """Raises PlacementError if an operand lies on the wrong side."""
-    for buffer in buffers:
-        if buffer.tier is not tier:
-            raise PlacementError(
-                f"{operation}: operand {buffer.owner!r} lies on the {buffer.tier.value}, not on the {tier.value}",
-                why="device kernels never run on host memory, and host kernels never on device memory",
-                fix="report this with the plan: placements and operands disagree",
-            )
 
 
 def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:

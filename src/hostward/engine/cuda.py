@@ -37,7 +37,7 @@ from .commands import Command, CommandList, Verb, driver_table
 from .cuda_compute import ComputeLane
 from .cuda_copies import copying
 from .cuda_events import DriverEvents
-from .cuda_held import hold, wait_behind
+from .cuda_held import hold, hold_timed, wait_behind
 from .cuda_host_work import HostWork, TaskWork
 from .cuda_kernels import KernelTables
 from .cuda_lanes import INDEX, LANES, LaneStreams
@@ -266,11 +266,14 @@ class CudaBackend(Backend):
     ) -> Work:
         return CommandWork(self, name, lane, waits, done or self.event())
 
-    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
-        return hold(self, stream, waits)
+    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
+        hold(self, stream, waits)
 
-    def wait_behind(self, name: str, held: Held, wait: Callable[[], None]) -> None:
-        wait_behind(self, name, held, wait)
+    def hold_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+        return hold_timed(self, stream, waits)
+
+    def wait_behind(self, name: str, held: Held, event: torch.Event | None) -> None:
+        wait_behind(self, name, held, event)
 
     def batch(self, works: Sequence[Work]) -> Batch:
         return batch_of(self, works)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,28 +19,32 @@ if TYPE_CHECKING:
     from .cuda import CudaBackend
 
 
-def hold(backend: CudaBackend, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
-    """As `Backend.hold`. Nothing but the waits is enqueued where nobody looks. Raises DeviceError."""
+def hold(backend: CudaBackend, stream: torch.Stream, waits: Sequence[Event], timed: Held = UNTIMED) -> None:
+    """As `Backend.hold`, between two events. Raises DeviceError."""
     others = Streams(1, backend.context)
     others.set(0, stream.cuda_stream)  # type: ignore[attr-defined]
-    commands = [Command(Verb.WAIT, 0, backend.handle_of(event)) for event in waits]
-    timed = backend.timings.take(backend.turn) if is_timed(backend) else UNTIMED
-    if timed is UNTIMED:
-        CommandList(commands, backend.driver).issue(others)
-        return None
     before, after = (Command(Verb.RECORD, 0, event) for event in timed)
+    commands = [Command(Verb.WAIT, 0, backend.handle_of(event)) for event in waits]
     CommandList([before, *commands, after], backend.driver).issue(others)
-    return timed
 
 
-def wait_behind(backend: CudaBackend, name: str, held: Held, wait: Callable[[], None]) -> None:
-    """As `Backend.wait_behind`. Raises DeviceError."""
-    backend.follow_compute()
+def hold_timed(backend: CudaBackend, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+    """As `Backend.hold_timed`. Raises DeviceError."""
     timed = backend.timings.take(backend.turn) if is_timed(backend) else UNTIMED
-    before, after = (Command(Verb.RECORD, INDEX[Lane.COMPUTE], event) for event in timed)
-    CommandList([before], backend.driver).issue(backend.streams)
-    with backend.current(Lane.COMPUTE):
-        wait()
-    CommandList([after], backend.driver).issue(backend.streams)
+    hold(backend, stream, waits, timed)
+    return None if timed is UNTIMED else timed
+
+
+def wait_behind(backend: CudaBackend, name: str, held: Held, event: torch.Event | None) -> None:
+    """As `Backend.wait_behind`. Raises DeviceError."""
+    if event is None or not is_timed(backend):
+        return
+    backend.follow_compute()
+    timed = backend.timings.take(backend.turn)
+    lane = INDEX[Lane.COMPUTE]
+    before, after = (Command(Verb.RECORD, lane, each) for each in timed)
+    wait = Command(Verb.WAIT, lane, event.cuda_event)  # type: ignore[attr-defined]
+    # In one call: of a lane that has nothing to do, the host's time between two calls would count.
+    CommandList([before, wait, after], backend.driver).issue(backend.streams)
     # When this is over, so is the hold: what was waited for comes behind it.
     backend.timings.note(backend.turn, name, Lane.COMPUTE, 0, timed, held=held)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hostward.errors import PlacementError
 from hostward.host.adamw import FloatTable
 from hostward.inventory import Dtype, MasterKind
 
@@ -175,3 +176,14 @@ class Clipping:
     inv_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     overflow_out: torch.Tensor | None = None
+
+
+def require_tier(buffers: Sequence[Buffer], tier: Tier, operation: str) -> None:
+    """Raises PlacementError if an operand lies on the wrong side."""
+    for buffer in buffers:
+        if buffer.tier is not tier:
+            raise PlacementError(
+                f"{operation}: operand {buffer.owner!r} lies on the {buffer.tier.value}, not on the {tier.value}",
+                why="device kernels never run on host memory, and host kernels never on device memory",
+                fix="report this with the plan: placements and operands disagree",
+            )

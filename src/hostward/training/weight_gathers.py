@@ -6,7 +6,7 @@ layers one. What is gathered next is guessed from what was; a wrong guess costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -114,10 +114,10 @@ class Gathers:
             if 0 <= at < layers.offloaded and layers.groups.is_divided(layers.numbers[at]):
                 self._residency.prefetch(at)
 
-    def awaited(self, group: int, wait: Callable[[], None]) -> None:
+    def awaited(self, group: int, gather: torch.Event | None) -> None:
         at = self._layers.places.get(group)
         if at is not None and at < self._layers.offloaded:
-            self._residency.awaited(at, wait)
+            self._residency.awaited(at, gather)
 
     def gathered(self, group: int) -> None:
         at = self._layers.places.get(group)

@@ -21,7 +21,7 @@ from hostward.schedule import Lane
 
 OWNER = "offloaded weights"
 GATHERED = "offload/wait/weights/gathered"
-"""The compute lane waits for a gather that has waited for weights, so long as it would not have waited without."""
+"""The compute lane waits for a gather, for as long as that had waited for weights at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class LayerWeights:
     """A step has written the host copy since it was fetched."""
     reading: bool = False
     """A gather may still read them, on a stream that the compute lane has not waited for."""
-    gather: Held | None = None
+    gather_held: Held | None = None
     """How long the gather that reads them was held. None: nobody looks, or the compute lane has waited for it."""
     stream: int | None = None
     """The compute stream that took the memory; None: it was there before us."""
@@ -220,15 +220,15 @@ class Residency:
         """So may what this stream does next; the compute lane does not wait. They stay until `release`."""
         layer = self._here(number)
         if layer is not None:
-            layer.gather = self.backend.hold(stream, [layer.fetch.done])
+            layer.gather_held = self.backend.hold_timed(stream, [layer.fetch.done])
             layer.reading = True
 
-    def awaited(self, number: int, wait: Callable[[], None]) -> None:
-        """The compute lane is about to wait, by `wait`, for who was held until these weights were there."""
+    def awaited(self, number: int, gather: torch.Event | None) -> None:
+        """The compute lane is about to wait for a gather that was held until these weights were there."""
         layer = self.layers[number]
-        if layer is not None and layer.gather is not None:
-            self.backend.wait_behind(GATHERED, layer.gather, wait)
-            layer.gather = None
+        if layer is not None and layer.gather_held is not None:
+            self.backend.wait_behind(GATHERED, layer.gather_held, gather)
+            layer.gather_held = None
 
     def release(self, number: int) -> None:
         """The compute lane has waited for whoever read these weights, and needs them no more."""
