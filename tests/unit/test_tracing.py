@@ -1,6 +1,7 @@
 """Passes of the caller between operations of the compute lane.
 
-Seen red: forward of a layer that ends where its gather was waited for.
+Seen red: forward of a layer that ends where its gather was waited for, where room for a later one was made, or where
+its part went.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from typing import Any
 from hostward.engine.trace import SpanKind
 from hostward.schedule import Lane
 from hostward.training.tracing import Tracing
-from hostward.training.weight_residency import GATHERED
+from hostward.training.weight_residency import GATHERED, ROOM
 
 
 def test_a_wait_for_a_gather_lies_within_the_forward_of_its_layer() -> None:
-    """The layer's own hook, and with it the wait for what the step has written, comes first."""
+    """The layer's own hook, and with it the wait for what the step has written, comes first; its part goes before it
+    runs.
+    """
     backend: Any = SimpleNamespace(meter=None, synchronise=lambda: None)
     issuer: Any = SimpleNamespace(use_all=lambda: None)
     with Tracing(backend, issuer) as trace:
         for name, start_s, end_s in (
             ("offload/wait/model.layers.0", 0.0, 0.25),
+            (ROOM, 0.25, 0.25),
             (GATHERED, 0.5, 1.0),
+            ("offload/retire/weights", 1.0, 1.0),
             ("offload/wait/model.layers.1", 3.0, 3.0),
             ("offload/norm/0001.model.layers.1", 5.0, 5.5),
         ):

@@ -10,11 +10,13 @@ from hostward.engine.trace import Span, SpanKind, Trace
 from hostward.schedule import Lane
 
 from .step import StepIssuer
-from .weight_residency import GATHERED
+from .weight_residency import GATHERED, ROOM
 
 _WAIT = "offload/wait/"
 _NO_LAYER = ("offload/wait/weights/", "offload/wait/activation/")
 """Waits for one thing of a layer, in forward or backward."""
+_WITHIN = (GATHERED, ROOM)
+"""Where FSDP2 gathers these come behind the hook of their layer, and end no pass."""
 _NORM = "offload/norm/"
 _NOTHING_DONE = ("offload/retire", "offload/slots", "offload/gradient/", "offload/written")
 
@@ -60,8 +62,7 @@ class Tracing:
         elif lane in (Lane.D2H, Lane.H2D):
             kind = SpanKind.COPY
         span = Span(name, lane, start_s, max(start_s, end_s), nbytes, turn, kind=kind)
-        # Waits for gathers lie within the forward of their layer, whose hook has run before, and end no pass.
-        if lane is Lane.COMPUTE and name != GATHERED:
+        if lane is Lane.COMPUTE and name not in _WITHIN:
             self._compute.append(span)
         self._trace.add(span)
 

@@ -20,6 +20,7 @@ from hostward.lowering.weights import WEIGHT
 from hostward.schedule import Lane
 
 OWNER = "offloaded weights"
+ROOM = "offload/wait/weights/room"
 GATHERED = "offload/wait/weights/gathered"
 """The compute lane waits for a gather, for as long as that had waited for weights at most."""
 
@@ -165,7 +166,7 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     def waits(op: str) -> list[Event]:
         return [events[wait] for wait in WEIGHT[op].waits]
 
-    room = backend.mark("offload/wait/weights/room", WEIGHT["room"].lane, writes=here)
+    room = backend.mark(ROOM, WEIGHT["room"].lane, writes=here)
     events["room"] = room.done
     # A copy that goes out because somebody has written the weight comes before the next that comes in.
     out = [(h, d) for w in weights if w.changed is None for d, (_, h) in zip(w.here, w.pieces, strict=True)]
@@ -177,7 +178,7 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     arrive = backend.mark("offload/wait/weights/arrive", WEIGHT["arrive"].lane, reads=here, waits=waits("arrive"))
     retire = backend.retire(here, WEIGHT["empty"].lane, waits=waits("empty"))
     # What the compute lane holds comes before the memory goes.
-    empty = backend.batch([retire, backend.mark("offload/empty", Lane.COMPUTE)])
+    empty = backend.batch([retire, backend.mark("offload/retire/weights", Lane.COMPUTE)])
     return LayerWeights(
         name, list(weights), room, fetch, arrive, empty, backend.batch([made, save, saved]) if out else None
     )
