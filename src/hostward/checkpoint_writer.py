@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from functools import partial
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import IO, TypeVar, cast
 
 import torch
+from isal.isal_zlib import crc32
+from torch import serialization
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from hostward.checkpoint_manifest import CHUNK_BYTES, FileRecord
+from hostward.checkpoint_manifest import CHUNK_BYTES, NEAR_BYTES, FileRecord
 from hostward.checkpoint_plan import item_bytes
 from hostward.checkpoint_ranks import Stop
 
-NEAR_BYTES = 4 << 20
-"""Checked and written at once: still in a core's cache when it is read for the second time."""
 BEHIND_BYTES = 8 * CHUNK_BYTES
 """Of a file, looked at again for what the disk has written meanwhile."""
 
@@ -66,7 +66,7 @@ class PieceWriter(FileSystemWriter):
             for item in items:
                 self._stop.check()
                 start = stream.size_bytes
-                torch.save(alone(self.read(item, room)), cast("IO[bytes]", stream))
+                save_tensor(alone(self.read(item, room)), stream)
                 length = stream.size_bytes - start
                 info = _StorageInfo(name, start, length)
                 results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
@@ -111,6 +111,20 @@ def in_threads(bodies: Sequence[Callable[[], T]], stop: Stop) -> list[T]:
     if errors:
         raise errors[0]
     return [future.result() for future in started]
+
+
+def save_tensor(tensor: torch.Tensor, file: CheckedFile) -> None:
+    """What `torch.save` writes, but for the checksum in its archive: nothing that reads it compares that one, and
+    to make it takes a core as long as to write. Chunks of the file have their own.
+
+    `torch.serialization.set_crc32_options` would leave it out too; in torch 2.11 it does so for all threads, and what
+    others save is theirs. Tested with torch 2.11 and 2.13.
+    """
+    archive = torch._C.PyTorchFileWriter(cast("IO[bytes]", file), False, serialization._get_storage_alignment())
+    try:
+        serialization._save(tensor, archive, pickle, serialization.DEFAULT_PROTOCOL, False)  # type: ignore[no-untyped-call]
+    finally:
+        archive.write_end_of_file()
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,9 +175,9 @@ class CheckedFile:
     def _write_checked(self, part: memoryview) -> None:
         """At most `NEAR_BYTES`, within one chunk."""
         if self.size_bytes % CHUNK_BYTES:
-            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+            self._crc32[-1] = crc32(part, self._crc32[-1])
         else:
-            self._crc32.append(zlib.crc32(part))
+            self._crc32.append(crc32(part))
         self.size_bytes += len(part)
         while part:
             part = part[os.write(self._file.fileno(), part) :]

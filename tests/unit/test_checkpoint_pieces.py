@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import zipfile
+import zlib
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -13,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
 from hostward import checkpoint, checkpoint_files
-from hostward.checkpoint_manifest import CHUNK_BYTES
+from hostward.checkpoint_manifest import CHUNK_BYTES, read_checksums
 from hostward.checkpoint_plan import boxes_of
-from hostward.checkpoint_writer import CheckedFile
+from hostward.checkpoint_writer import CheckedFile, save_tensor
 from hostward.errors import CheckpointError
 from hostward.save_buffers import PIECE_BYTES, writer_count
 
@@ -49,6 +52,48 @@ def test_pieces_come_back_and_dcp_reads_them(large: tuple[Path, dict[str, torch.
         into = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
         load(path, into)
         assert all(torch.equal(into[name], tensors[name]) for name in tensors)
+
+
+def members(path: Path) -> dict[str, bytes]:
+    """Of an archive whose members are stored as they are; their checksums are not looked at."""
+    data = path.read_bytes()
+    found = {}
+    for member in zipfile.ZipFile(io.BytesIO(data)).infolist():
+        names = int.from_bytes(data[member.header_offset + 26 :][:2], "little")
+        extra = int.from_bytes(data[member.header_offset + 28 :][:2], "little")
+        start = member.header_offset + 30 + names + extra
+        found[member.filename.partition("/")[2]] = data[start : start + member.file_size]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16, torch.float8_e4m3fn])
+def test_a_piece_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for name in ("piece", "again"):
+        with CheckedFile(tmp_path / name) as file:
+            save_tensor(tensor, file)
+    saved = io.BytesIO()  # as a file's, its archive would have the file's name
+    torch.save(tensor, saved)
+    (tmp_path / "saved").write_bytes(saved.getvalue())
+    piece, whole = members(tmp_path / "piece"), members(tmp_path / "saved")
+    for found in (piece, whole):
+        del found[".data/serialization_id"]  # made of checksums, and read by nothing
+    assert list(piece) == list(whole)
+    assert piece == whole
+    assert (tmp_path / "piece").read_bytes() == (tmp_path / "again").read_bytes()
+    loaded = torch.load(tmp_path / "piece", weights_only=True)
+    assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
+    """Of earlier checkpoints, and of who checks them without hostward."""
+    data = os.urandom(2 * CHUNK_BYTES + 12345)
+    with CheckedFile(tmp_path / "file") as file:
+        for first in range(0, len(data), 5_000_011):
+            file.write(data[first : first + 5_000_011])
+    chunks = [data[first : first + CHUNK_BYTES] for first in range(0, len(data), CHUNK_BYTES)]
+    assert list(file.record().crc32) == [zlib.crc32(chunk) for chunk in chunks]
+    assert read_checksums(tmp_path / "file", range(len(chunks)), CHUNK_BYTES) == [zlib.crc32(c) for c in chunks]
 
 
 def test_the_disk_begins_chunk_by_chunk_and_memory_lets_go_of_those_before(
