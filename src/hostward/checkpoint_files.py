@@ -32,10 +32,11 @@ LOCK = ".save.lock"
 
 _COMPLETE_NAME = re.compile(r"iter_(\d{7,})")
 _HIDDEN_NAME = re.compile(r"\.(iter_\d{7,}|latest)\.(partial|replaced|discarded)-[0-9a-f]{8}")
+_CHOOSE = "set checkpoint.save to"
 _FIXES = {
-    errno.ENOSPC: "free space on that disk, or set checkpoint.save to a folder on another one",
-    errno.EDQUOT: "free space within the quota, or set checkpoint.save to a folder elsewhere",
-    errno.EFBIG: "raise the file size limit (ulimit -f), or set checkpoint.save to another file system",
+    errno.ENOSPC: "free space on that disk, or {} a folder on another one",
+    errno.EDQUOT: "free space within the quota, or {} a folder elsewhere",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or {} a folder on another file system",
     errno.EACCES: "give this user permission there, or use another folder",
     errno.EPERM: "give this user permission there, or use another folder",
     errno.EROFS: "use a folder on a file system that is mounted for writing",
@@ -47,20 +48,22 @@ _FIXES = {
 # --- writing ---
 
 
-def system_error(what: str, error: OSError) -> CheckpointError:
-    """Return the typed error of a failed system call, with the cure that fits its errno."""
-    fix = _FIXES.get(error.errno or 0, "check that the disk and the folder are sound, and try again")
+def system_error(what: str, error: OSError, choose: str = _CHOOSE) -> CheckpointError:
+    """Return the typed error of a failed system call, with the cure that fits its errno; `choose`: how to have another
+    folder.
+    """
+    fix = _FIXES.get(error.errno or 0, "check that the disk and the folder are sound, and try again").format(choose)
     where = f" ({error.filename})" if error.filename else ""
     return CheckpointError(what, why=f"{error.strerror or error}{where}", fix=fix)
 
 
 @contextlib.contextmanager
-def system_errors(what: str) -> Iterator[None]:
+def system_errors(what: str, choose: str = _CHOOSE) -> Iterator[None]:
     """Turn an OSError of the block into a CheckpointError that begins with `what`."""
     try:
         yield
     except OSError as error:
-        raise system_error(what, error) from error
+        raise system_error(what, error, choose) from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -5,6 +5,9 @@ training by options.
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +112,29 @@ def test_what_cannot_be_converted_is_refused(cli: Cli, folder: Path, words: list
     assert told.code == 2
     assert reason in told.err
     assert not list(folder.parent.glob("*-out"))
+
+
+@contextmanager
+def largest_file(limit_bytes: int) -> Iterator[None]:
+    """A disk that takes no more bytes of one file: as a full one, the write itself fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("form", export.FORMATS)
+@pytest.mark.parametrize("limit_bytes", [0, 500, 100_000])
+def test_a_write_that_fails_is_told_and_leaves_nothing(cli: Cli, folder: Path, form: str, limit_bytes: int) -> None:
+    """Seen red: SafetensorError, and RuntimeError `unexpected pos`, with a traceback."""
+    out = folder.parent / "out"
+    with largest_file(limit_bytes):
+        told = cli("checkpoint", "convert", folder, out, "--to", form)
+    assert told.code == 2
+    assert told.err == (
+        f"error: cannot write {out}\n  why: File too large\n"
+        "  fix: raise the file size limit (ulimit -f), or name a folder on another file system\n"
+    )
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ SHARD_BYTES = 4 * GIB
 """Of a safetensors file, at most, unless one tensor is larger; so much host memory an export takes."""
 FORMATS = ("safetensors", "torch")
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, or was not saved by `hostward train`; `out` exists; an
-            unknown form.
+            unknown form; a full disk, or another write that fails, which leaves nothing at `out`.
     """
     if form not in FORMATS:
         raise CheckpointError(f"there is no form {form!r}", fix=f"one of {', '.join(FORMATS)}")
@@ -122,7 +124,7 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
     missing = [key for key in ("optimizer", "config") if key not in plain]
     if missing:
         raise CheckpointError(f"{path} was not saved by `hostward train`", why=f"it lacks {', '.join(missing)}")
-    with files.system_errors(f"cannot write {out}"):
+    with files.system_errors(f"cannot write {out}", "name"):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
         if out.exists():
@@ -146,7 +148,8 @@ def _safetensors(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
         into = {name: torch.empty(index[name][0], dtype=index[name][1]) for name in names}
         checkpoint.load_some(path, into)
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({n.removeprefix(MODEL): t for n, t in into.items()}, out / name, metadata={"format": "pt"})
+        with _system_errors_shown():
+            save_file({n.removeprefix(MODEL): t for n, t in into.items()}, out / name, metadata={"format": "pt"})
         held |= dict.fromkeys((n.removeprefix(MODEL) for n in names), name)
     if len(shards) > 1:
         size_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in index.values())
@@ -190,5 +193,26 @@ def _torch(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
     checkpoint.load_some(path, into)
     state, masters = to_torch_adamw(checkpoint.optimizer_state(plain["optimizer"], into))
     weights = {n.removeprefix(MODEL): t for n, t in into.items() if n.startswith(MODEL)}
-    torch.save({**weights, **masters}, out / "model.pt")
-    torch.save(state, out / "optimizer.pt")
+    for name, content in (("model.pt", {**weights, **masters}), ("optimizer.pt", state)):
+        # By Python's file, whose error stands behind the one that the end of the zip file raises.
+        with _system_errors_shown(), (out / name).open("xb") as stream:
+            torch.save(content, stream)
+
+
+@contextmanager
+def _system_errors_shown() -> Iterator[None]:
+    """Raise the OSError that safetensors tells in its text, and torch's zip writer replaces by `unexpected pos`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = _ERRNO.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    except RuntimeError as error:
+        behind = error.__context__
+        if not isinstance(behind, OSError):
+            raise
+        raise OSError(behind.errno, behind.strerror) from error
