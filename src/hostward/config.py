@@ -23,6 +23,9 @@ DTYPE_ALIASES = {
     for prefix in ("", "torch.")
 }
 
+SYNONYMS = {"gpu": "cuda"}
+"""Words that mean a value and look like another one. They are refused, with the value that they mean."""
+
 
 @dataclass(slots=True)
 class ModelConfig(Options):
@@ -321,6 +324,7 @@ class OptionInfo:
         known = {
             **{word: word for word in words},
             **self.aliases,
+            **{word: value for word, value in SYNONYMS.items() if value in words},
             # Not for numbers: who writes them out does not mean "none", which is like "one" and "nine".
             **({"null": "null", "none": "null"} if self.optional and words else {}),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hostward.combinations import COMBINATIONS
 from hostward.config import NAMESPACES, OptionInfo, options
-from hostward.overrides import DROPPED
+from hostward.overrides import DEEPSPEED, DROPPED
 from hostward.rule_table import DEPENDENT, DIFFERENCES, NOT_BUILT, NOT_BUILT_FOR_RANKS, RANGES, Kind, Rule
 from hostward.rules import shown
 
@@ -49,6 +49,9 @@ def render() -> str:
     parts.append("They are never checked; naming one on the command line is an error that gives the reason.\n\n")
     parts.append("| Option | Why there is none |\n|---|---|\n")
     parts.extend(f"| `{name}` | {reason} |\n" for name, reason in DROPPED.items())
+    parts.append("\n## DeepSpeed's names\n\nNaming one is an error that gives what is written here.\n\n")
+    parts.append("| DeepSpeed | hostward |\n|---|---|\n")
+    parts.extend(f"| `{name}` | {here} |\n" for name, here in DEEPSPEED.items())
     return "".join(parts)
 
 

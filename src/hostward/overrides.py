@@ -58,6 +58,37 @@ MOVED = {
     "optimizer.fp16": "model.params_dtype=fp16",
 }
 
+# DeepSpeed's names, and what is written here in their place. A name stands for those within it, too.
+DEEPSPEED = {
+    "zero_optimization": "ddp.use_distributed_optimizer=true",
+    "zero_optimization.stage": "ddp.use_distributed_optimizer=true, and for stage 3 "
+    "ddp.data_parallel_sharding_strategy=optim_grads_params",
+    "zero_optimization.offload_optimizer": "optimizer.optimizer_cpu_offload=true "
+    "optimizer.optimizer_offload_fraction=1.0",
+    "zero_optimization.offload_optimizer.pin_memory": "optimizer.pin_cpu_grads and optimizer.pin_cpu_params",
+    "zero_optimization.offload_param": "model.cpu_offloading=true model.cpu_offloading_weights=true "
+    "model.cpu_offloading_num_layers=COUNT",
+    "zero_optimization.overlap_comm": "ddp.overlap_grad_reduce and ddp.overlap_param_gather",
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size, over train.micro_batch_size and the processes",
+    "gradient_clipping": "optimizer.clip_grad",
+    "bf16": "model.params_dtype=bf16",
+    "fp16": "model.params_dtype=fp16",
+    "activation_checkpointing": "model.recompute_granularity=full model.recompute_method=uniform "
+    "model.recompute_num_layers=1",
+    "steps_per_print": "logger.log_interval",
+}
+
+# Flags of other launchers and trainers, without their dashes, and what to do here.
+_NO_DEEPSPEED_FILE = "leave it out, and write what its file says as namespace.option=value; docs/options.md lists them"
+FLAGS = {
+    "deepspeed": _NO_DEEPSPEED_FILE,
+    "deepspeed_config": _NO_DEEPSPEED_FILE,
+    "dry_run": "hostward plan with the same options says what the run would take, and allocates nothing",
+    "local_rank": "leave it out, and start with torchrun, which says it in the environment",
+}
+
 
 def apply_overrides(config: Config, words: Sequence[str]) -> Config:
     """A copy of `config` with every `namespace.option=value` of `words` applied in order; the later one wins.
@@ -142,9 +173,31 @@ def unknown_option(name: str) -> UnknownNameError:
         what = f"{name!r} names no namespace"
     elif namespace not in NAMESPACES:
         what = f"there is no namespace {namespace!r} (in {name!r})"
+    of_deepspeed = deepspeed_name(name)
+    if of_deepspeed is not None:
+        return UnknownNameError(what, why="the name is DeepSpeed's", fix=f"here it is {of_deepspeed}")
     proposal = MOVED.get(name) or nearest_option(namespace, bare if dot else name)
     listing = f"the namespaces are {', '.join(NAMESPACES)}; docs/options.md lists every option"
     return UnknownNameError(what, fix=f"did you mean {proposal}?" if proposal else listing)
+
+
+def deepspeed_name(name: str) -> str | None:
+    """What is written here for a name of DeepSpeed's; None where it is none."""
+    while name and name not in DEEPSPEED:
+        name = name.rpartition(".")[0]
+    return DEEPSPEED.get(name)
+
+
+def unknown_flag(flag: str) -> str | None:
+    """What to do about a flag that no command has: an option of training as Megatron's scripts spell it, or a word of
+    another trainer; None where it is neither.
+    """
+    name = flag.removeprefix("--").replace("-", "_")
+    meant = [info.dotted for info in options().values() if info.name == name]
+    if meant:
+        return f"options of training are written {meant[0]}=VALUE"
+    of_deepspeed = deepspeed_name(name)
+    return FLAGS.get(name) if of_deepspeed is None else f"here it is {of_deepspeed}"
 
 
 def nearest_option(namespace: str, bare: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import string
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import example, given, settings, strategies as st
 from hostward import recipes
 from hostward.config import NAMESPACES, Config, OptionInfo, from_dict, get_option, options, to_dict
 from hostward.errors import ConfigError, UnknownNameError
-from hostward.overrides import DROPPED, MOVED, apply_overrides, parse_value
+from hostward.overrides import DEEPSPEED, DROPPED, FLAGS, MOVED, apply_overrides, parse_value, unknown_flag
 from hostward.rules import check
 
 # Renaming or dropping an option breaks its users: this list changes only together with the changelog.
@@ -223,6 +224,9 @@ def test_t15_values_that_do_not_fit_are_errors(word: str, text: str) -> None:
         ("model.params_dtype=BF16", "model.params_dtype=bf16"),
         ("model.params_dtype=bfloat61", "model.params_dtype=bf16"),
         ("train.device=CUDA", "train.device=cuda"),
+        ("train.device=gpu", "train.device=cuda"),
+        ("train.device=GPUs", "train.device=cuda"),
+        ("train.device=cup", "train.device=cpu"),
         ("model.cpu_offloading=ture", "model.cpu_offloading=true"),
         ("model.cpu_offloading=TRUE", "model.cpu_offloading=true"),
         ("optimizer.offload_mix=atuo", "optimizer.offload_mix=auto"),
@@ -285,6 +289,47 @@ def test_dropped_options_say_why_there_is_none() -> None:
 def test_moved_options_point_at_existing_ones() -> None:
     assert not set(MOVED) & set(options())
     assert {target.partition("=")[0] for target in MOVED.values()} <= set(options())
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("zero_optimization.stage=3", "ddp.data_parallel_sharding_strategy=optim_grads_params"),
+        ("zero_optimization.offload_optimizer.device=cpu", "optimizer.optimizer_cpu_offload=true "),
+        ("zero_optimization.reduce_bucket_size=1", "ddp.use_distributed_optimizer=true"),
+        ("train_micro_batch_size_per_gpu=1", "train.micro_batch_size"),
+        ("bf16.enabled=true", "model.params_dtype=bf16"),
+    ],
+)
+def test_names_of_deepspeed_are_answered_with_ours(word: str, fix: str) -> None:
+    """Seen red: "did you mean checkpoint.save?" for `stage`."""
+    with pytest.raises(UnknownNameError) as caught:
+        apply_overrides(Config(), [word])
+    assert word.partition("=")[0] in caught.value.what
+    assert caught.value.why == "the name is DeepSpeed's"
+    assert caught.value.fix.startswith("here it is ")
+    assert fix in caught.value.fix
+
+
+def test_what_is_written_for_deepspeeds_names_can_be_written() -> None:
+    for text in DEEPSPEED.values():
+        found = re.findall(r"([a-z]+\.\w+)(?:=(\S*[^\s,]))?", text)
+        assert found
+        for name, value in found:
+            assert name in options()
+            if value not in ("", "COUNT"):
+                parse_value(options()[name], value)
+
+
+@pytest.mark.parametrize("flag", ["--deepspeed", "--deepspeed_config", "--dry-run", "--local_rank", "--bf16"])
+def test_flags_of_other_trainers_have_a_fix(flag: str) -> None:
+    assert unknown_flag(flag)
+
+
+def test_other_flags_have_none() -> None:
+    assert not set(FLAGS) & {info.name for info in options().values()}
+    assert unknown_flag("--recipy") is None
+    assert unknown_flag("") is None
 
 
 TEXT_OPTIONS = [info for info in options().values() if info.kind is str and not info.choices]

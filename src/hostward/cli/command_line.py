@@ -293,7 +293,7 @@ def _run(words: list[str], debug: bool) -> int:
         return MemoryLimitError.exit_code
     except _usage_errors() as error:
         error.show()
-        _tell_spelling(getattr(error, "option_name", None) or "")
+        _tell_flag(getattr(error, "option_name", None) or "")
         return 2
 
 
@@ -303,14 +303,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text or "not enough memory" in text
 
 
-def _tell_spelling(flag: str) -> None:
-    """A flag that no command has may be an option of training as Megatron's scripts spell it."""
-    from hostward.config import options
+def _tell_flag(flag: str) -> None:
+    from hostward.overrides import unknown_flag
 
-    name = flag.removeprefix("--").replace("-", "_")
-    meant = [info.dotted for info in options().values() if info.name == name]
-    if meant:
-        print(f"  fix: options of training are written {meant[0]}=VALUE", file=sys.stderr)
+    fix = unknown_flag(flag)
+    if fix is not None:
+        print(f"  fix: {fix}", file=sys.stderr)
 
 
 def _usage_errors() -> type[Any]:
