@@ -160,10 +160,20 @@ def test_t01_a_model_that_cannot_fit_is_refused(refused: Cli) -> None:
     """A recipe made for several GPUs, started on a small machine: refused by its sizes, not killed by the system."""
     parameters = 10**12 * 64 * 2  # input and output embedding; the layers do not count beside them
     outcome = refused("model.vocab_size=1000000000000", "model.params_dtype=bf16", *offloaded(0.5))
-    assert re.search(r"the run needs at least [\d,]+ bytes of host memory, and [\d,]+ are available", outcome.err)
+    assert re.search(r"the run needs at least [\d,]+ GiB of host memory, and [\d.,]+ GiB are available", outcome.err)
     (count,) = re.findall(r"why: ([\d,]+) parameters", outcome.err)
     assert int(count.replace(",", "")) == pytest.approx(parameters, rel=1e-3)
     assert "model.num_layers=2" in outcome.err
+    assert "without a GPU all of it lies there\n  fix: train.device=auto uses GPUs, and hostward plan" in outcome.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_recipe_for_gpus_says_that_none_was_found(cli: Cli) -> None:
+    """Seen red: bytes, and nothing of a GPU."""
+    outcome = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "model.num_layers=4800")
+    assert outcome.code == 2
+    assert re.search(r"why: [\d,]+ parameters: weights [\d,]+ GiB, gradients [\d,]+ GiB, ", outcome.err)
+    assert "fix: no GPU was found: hostward doctor says why, and hostward plan with the same options" in outcome.err
 
 
 def test_a_save_folder_below_a_file_is_refused(refused: Cli, tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ overloaded, please further tune the variable""",
         "error: the run needs at least 98,304,000,000 bytes of device memory, and 84,987,740,160 are available",
         1,
     ),
+    ("run-refused", "error: the run needs at least 1,455.0 GiB of host memory, and 22.7 GiB are available", 1),
     (
         "run-refused",
         """error: the run needs more device memory than there is: free are device 139.1 GiB
@@ -580,6 +581,9 @@ NUMBERS = {
     ),
     "error: the run needs at least 214,748,364,800 bytes of device memory, and 141,733,920,768 are available": (
         "200.0 GiB of device memory asked, 132.0 GiB there: 68.0 GiB too few"
+    ),
+    "error: the run needs at least 1,455 GiB of host memory, and 512.0 MiB are available": (
+        "1,455 GiB of host memory asked, 512.0 MiB there: 1,454 GiB too few"
     ),
 }
 

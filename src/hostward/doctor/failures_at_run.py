@@ -38,7 +38,8 @@ HOST_MEMORY = (
     ),
     Failure(
         "run-refused",
-        r"the run needs (?:at least [\d,]{1,40} bytes of (?:host|device)|more (?:device|host|pinned)) memory",
+        r"the run needs (?:at least [\d,.]{1,40} (?:bytes|[kmg]?i?b) of (?:host|device)|more (?:device|host|pinned))"
+        r" memory",
         "hostward refused the run before it allocated anything: it needs more memory than is free",
         "weights, gradients and state were weighed first, and activations too unless it says 'at least'; the lines "
         "after it say how much of which",

@@ -6,7 +6,7 @@ import re
 
 from hostward.sizes import GIB, KIB, MIB, size
 
-_UNITS = {"bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB}
+_UNITS = {"bytes": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|kib|mib|gib)"
 # Torch 2.1 wrote "capacty".
 _OF_TORCH = re.compile(rf"tried to allocate {_SIZE}\..*? total capaci?ty of {_SIZE} of which {_SIZE} is free")
@@ -17,7 +17,10 @@ _OF_OLDER_TORCH = re.compile(
 _OF_OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by pytorch")
 _IN_PIECES = re.compile(rf"{_SIZE} is reserved by pytorch but unallocated")
-_OF_HOSTWARD = re.compile(r"([\d,]+) bytes of (host|device) memory(?: asked)?, (?:and )?([\d,]+) (?:are )?available")
+_OF_HOSTWARD = re.compile(
+    r"([\d,.]+) (bytes|b|[kmg]ib) of (host|device) memory(?: asked)?, "
+    r"(?:and )?([\d,.]+)(?: (b|[kmg]ib))? (?:are )?available"
+)
 _CONTEXT_BYTES = GIB
 """Of a process on the GPU besides what torch allocates, at most."""
 
@@ -44,8 +47,8 @@ def numbers(line: str) -> str:
             told.append(f"other processes, and what torch does not count, have {size(others)}")
         return "; ".join(told)
     if (found := _OF_HOSTWARD.search(lowered)) is not None:
-        asked, there = (int(found.group(i).replace(",", "")) for i in (1, 3))
-        return f"{size(asked)} of {found.group(2)} memory asked, {size(there)} there: {size(asked - there)} too few"
+        asked, there = _bytes(*found.group(1, 2)), _bytes(found.group(4), found.group(5) or "bytes")
+        return f"{size(asked)} of {found.group(3)} memory asked, {size(there)} there: {size(asked - there)} too few"
     return ""
 
 
@@ -59,4 +62,4 @@ def _sum(pattern: re.Pattern[str], line: str) -> int:
 
 
 def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * _UNITS[unit])
+    return round(float(number.replace(",", "")) * _UNITS[unit])

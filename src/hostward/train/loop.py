@@ -158,7 +158,10 @@ class Run:
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto`: cuda where there is one. Raises DeviceError for a device that this machine lacks."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("train.device=cuda, and no CUDA device is there", fix="train.device=cpu or auto")
+        raise DeviceError(
+            "train.device=cuda, and no CUDA device is there",
+            fix="train.device=cpu or auto; hostward doctor says why none was found",
+        )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():

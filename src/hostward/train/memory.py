@@ -28,6 +28,10 @@ from .shares import shares
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
 """Per parameter: two moments, and the part of the master that is not the weight itself."""
 
+SMALLER = "shrink the model, as in model.num_layers=2"
+NONE_FOUND = "no GPU was found: hostward doctor says why, and hostward plan with the same options what GPUs it takes"
+NONE_ASKED = "train.device=auto uses GPUs, and hostward plan with the same options says which it takes"
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -95,10 +99,12 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
         phase = PhaseNeeds(STEADY_STEP, here, {**there, Owner.GRADIENTS.value: landing_bytes}, {})
     free = Budgets(free_bytes, host.available_bytes // ranks.local_size)
     if phase.host_bytes * ranks.local_size > host.available_bytes:
-        fix = "shrink the model, as in model.num_layers=2"
+        fix = SMALLER
+        if device.type == "cpu":
+            fix = f"{NONE_ASKED if config.train.device == 'cpu' else NONE_FOUND}; or {SMALLER}"
         raise _too_large(least, phase, free, "host", phase.host_bytes * ranks.local_size, host.available_bytes, fix)
     if free_bytes is not None and phase.device_bytes > free_bytes:
-        fix = "raise optimizer.optimizer_offload_fraction, or shrink the model, as in model.num_layers=2"
+        fix = f"raise optimizer.optimizer_offload_fraction, or {SMALLER}"
         raise _too_large(least, phase, free, "device", phase.device_bytes, free_bytes, fix)
     # Weights that leave do so when all are there, and before there are gradients.
     if free_bytes is not None and ranks.size > 1 and least.weight_bytes > free_bytes:
@@ -125,13 +131,15 @@ def _too_large(
     least: Need, phase: PhaseNeeds, free: Budgets, where: str, needed_bytes: int, available_bytes: int, fix: str
 ) -> MemoryLimitError:
     why = (
-        f"{least.parameters:,} parameters: weights {least.weight_bytes:,}, gradients {least.gradient_bytes:,}, "
-        f"optimizer state {least.state_bytes:,} bytes, and activations come on top"
+        f"{least.parameters:,} parameters: weights {size(least.weight_bytes)}, gradients {size(least.gradient_bytes)}, "
+        f"optimizer state {size(least.state_bytes)}, and activations come on top"
     )
-    if free.device_bytes is not None:
+    if free.device_bytes is None:
+        why = f"{why}; without a GPU all of it lies there"
+    else:
         why = f"{why}; without these, beside what is free:\n{table(Needs((phase,)), free)}"
     return MemoryLimitError(
-        f"the run needs at least {needed_bytes:,} bytes of {where} memory, and {available_bytes:,} are available",
+        f"the run needs at least {size(needed_bytes)} of {where} memory, and {size(available_bytes)} are available",
         why=why,
         fix=fix,
     )
