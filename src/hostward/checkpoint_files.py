@@ -196,6 +196,11 @@ def discard_older(directory: Path, iteration: int, keep: int) -> None:
 # --- reading ---
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, sound or not, rather than one that holds some."""
+    return (path / MANIFEST).exists()
+
+
 def _iteration_of(path: Path) -> int:
     match = _COMPLETE_NAME.fullmatch(path.name)
     return int(match[1]) if match else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -187,6 +188,30 @@ def test_a_save_folder_that_takes_no_files_is_refused(refused: Cli) -> None:
     """It is there, so making it succeeds; only writing fails, and not after hours of training."""
     outcome = refused("checkpoint.save=/proc/self")
     assert "checkpoint.save=/proc/self cannot be written" in outcome.err
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "checkpoint.save", "logger.tensorboard_dir"])
+def test_a_checkpoint_is_no_folder_to_write_into(refused: Cli, tmp_path: Path, option: str) -> None:
+    """A later save may remove it. Seen red: the report of a run was written beside the manifest."""
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "manifest.json").touch()
+    joined = " " if option.startswith("--") else "="
+    word = f"{option}{joined}{tmp_path / 'iter_0000001'}"
+    outcome = refused(*word.split(" "))
+    assert f"{word} is a checkpoint\n" in outcome.err
+    assert [path.name for path in (tmp_path / "iter_0000001").iterdir()] == ["manifest.json"]
+
+
+def test_a_save_folder_that_cannot_be_written_is_told_without_numbers(
+    refused: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: `[Errno 30] Read-only file system: ...`."""
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    monkeypatch.setattr("hostward.train.resume.tempfile.TemporaryFile", read_only)
+    assert "cannot be written\n  why: Read-only file system\n" in refused(f"checkpoint.save={tmp_path / 'x'}").err
 
 
 def test_refused_data_leaves_no_save_folder(refused: Cli, tmp_path: Path) -> None:

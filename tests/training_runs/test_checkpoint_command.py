@@ -105,6 +105,7 @@ def test_torch_adamw_takes_the_state_over(cli: Cli, folder: Path, tmp_path: Path
         (["{folder}", "{folder}"], "exists"),
         (["{folder}", "{folder}-out", "--to", "onnx"], "there is no form 'onnx'"),
         (["{folder}-none", "{folder}-out"], "is not a checkpoint"),
+        (["{folder}/..", "{folder}-out"], "there is neither latest nor manifest.json in it"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(cli: Cli, folder: Path, words: list[str], reason: str) -> None:
@@ -112,6 +113,35 @@ def test_what_cannot_be_converted_is_refused(cli: Cli, folder: Path, words: list
     assert told.code == 2
     assert reason in told.err
     assert not list(folder.parent.glob("*-out"))
+
+
+def test_a_runs_folder_without_a_checkpoint_is_told_from_a_damaged_one(
+    train: Cli, cli: Cli, folder: Path, tmp_path: Path
+) -> None:
+    """Seen red: "restore the checkpoint from a copy"."""
+    bare, elsewhere = tmp_path / "bare", tmp_path / "elsewhere"
+    train("train.train_iters=1", "--run-dir", bare)
+    train("train.train_iters=1", "--run-dir", elsewhere, f"checkpoint.save={tmp_path / 'saved'}")
+    told = [cli("checkpoint", "inspect", place) for place in (bare, elsewhere)]
+    for place, outcome in zip((bare, elsewhere), told, strict=True):
+        assert outcome.code == 2
+        assert f"error: {place} holds no checkpoint\n  why: it is a run's folder (report.json)" in outcome.err
+    assert "fix: name a folder that checkpoint.save named" in told[0].err
+    assert f"fix: name {tmp_path}/saved/iter_0000001, which this run saved" in told[1].err
+    (bare / "report.json").write_text("{")
+    assert "fix: name a folder that checkpoint.save named" in cli("checkpoint", "inspect", bare).err
+    (folder / "iter_0000002" / "manifest.json").unlink()
+    assert "restore the checkpoint from a copy" in cli("checkpoint", "inspect", folder / "iter_0000002").err
+
+
+@pytest.mark.parametrize("named", ["latest", "iter_0000002"])
+def test_a_checkpoint_is_no_report(cli: Cli, folder: Path, named: str) -> None:
+    """Seen red: "train again with --run-dir"."""
+    outcome = cli("report", folder / named)
+    assert outcome.code == 2
+    assert f"fix: hostward report {folder}\n" in outcome.err
+    (folder / "report.json").unlink()
+    assert "fix: name that folder\n" in cli("report", folder / named).err
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hostward.checkpoint_files import is_checkpoint
 from hostward.errors import ConfigError
 from hostward.run_report import finite
 
@@ -55,7 +56,15 @@ def _unwritable(option: str, file: Path, error: OSError) -> ConfigError:
 
 
 def require_folder(told: str, folder: Path) -> None:
-    """Make the folder, if need be. Raises ConfigError, which begins with `told`, where it cannot be made or written."""
+    """Make the folder, if need be. Raises ConfigError, which begins with `told`, where it cannot be made or written, or
+    is a checkpoint.
+    """
+    if is_checkpoint(folder):
+        raise ConfigError(
+            f"{told} is a checkpoint",
+            why="what else is written into it is removed with it",
+            fix="name another folder, as in the one that it lies in",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hostward.checkpoint_files import LATEST, is_checkpoint
 from hostward.errors import ConfigError
+from hostward.run_report import REPORT_FILE
 
 PAGE = "report.html"
 
@@ -33,6 +36,7 @@ def report(
     from hostward.run_report import TRACE_FILE, read_report
     from hostward.text_files import replace_text
 
+    _require_no_checkpoint(run)
     found = read_report(run)
     folder = run if run.is_dir() else run.parent
     if trace is None and run.is_dir() and (run / TRACE_FILE).is_file():
@@ -52,3 +56,17 @@ def report(
         raise ConfigError(f"--png {png} cannot be made", why=why, fix="name a folder") from error
     for file in draw_all(found, spans, png):
         typer.echo(f"written to {file}")
+
+
+def _require_no_checkpoint(run: Path) -> None:
+    """Raises ConfigError for a checkpoint, or the file that names the newest: neither says anything of the run."""
+    if run.name != LATEST and not is_checkpoint(run):
+        return
+    what = f"names a checkpoint of {run.parent}" if run.name == LATEST else "is a checkpoint"
+    raise ConfigError(
+        f"{run} {what}, and no report",
+        why=f"the report of a run is {REPORT_FILE} in its folder: --run-dir, else checkpoint.save",
+        fix=f"hostward report {shlex.quote(str(run.parent))}"
+        if (run.parent / REPORT_FILE).is_file()
+        else "name that folder",
+    )

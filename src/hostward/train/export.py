@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from hostward import checkpoint, checkpoint_files as files
+from hostward.checkpoint_manifest import MANIFEST
 from hostward.checkpoint_state import MODEL, OPTIMIZER
 from hostward.config import from_dict
 from hostward.convert import to_torch_adamw
-from hostward.errors import CheckpointError
+from hostward.errors import CheckpointError, ConfigError
+from hostward.run_report import REPORT_FILE, read_report
 from hostward.sizes import GIB
 
 SHARD_BYTES = 4 * GIB
@@ -75,9 +77,26 @@ class Contents:
 
 
 def found(path: Path) -> Path:
-    """The checkpoint at `path`, or the one that `path/latest` names. Raises CheckpointError."""
-    named = None if path.name.startswith("iter_") else checkpoint.latest(path)
-    return named or path
+    """The checkpoint at `path`, or the one that `path/latest` names. Raises CheckpointError for a folder without."""
+    if path.name.startswith("iter_") or files.is_checkpoint(path) or not path.is_dir():
+        return path
+    named = checkpoint.latest(path)
+    if named is not None:
+        return named
+    what, fix = f"{path} holds no checkpoint", "name a folder that checkpoint.save named, or one of DIR/iter_... in it"
+    if not (path / REPORT_FILE).is_file():
+        raise CheckpointError(what, why=f"there is neither {files.LATEST} nor {MANIFEST} in it", fix=fix)
+    elsewhere = _saved_by_run(path)
+    why = f"it is a run's folder ({REPORT_FILE}) into which no save was ever finished"
+    raise CheckpointError(what, why=why, fix=f"name {elsewhere}, which this run saved" if elsewhere else fix)
+
+
+def _saved_by_run(folder: Path) -> str | None:
+    """The newest checkpoint of the run of this folder, by its report."""
+    try:
+        return read_report(folder).checkpoint
+    except ConfigError:
+        return None  # a damaged report is not what was asked about
 
 
 def inspect(path: Path, *, verify: bool = False) -> Contents:

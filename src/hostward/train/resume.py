@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hostward import checkpoint
-from hostward.checkpoint_files import complete_checkpoints
+from hostward.checkpoint_files import complete_checkpoints, is_checkpoint
 from hostward.config import Config, to_dict
 from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
@@ -341,6 +341,12 @@ def require_writable(config: Config) -> None:
     if config.checkpoint.save is None:
         return
     save = Path(config.checkpoint.save)
+    if is_checkpoint(save):
+        raise CheckpointError(
+            f"checkpoint.save={save} is a checkpoint",
+            why="checkpoints lie beside each other, and what is within one is removed with it",
+            fix=f"checkpoint.save={save.parent}, or another folder",
+        )
     others = complete_checkpoints(save) if save.is_dir() else []
     if others and not _same_folder(config):
         raise CheckpointError(
@@ -349,11 +355,11 @@ def require_writable(config: Config) -> None:
             fix=f"go on from them with checkpoint.load={save}, or name another folder",
         )
     try:
-        Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.checkpoint.save).close()
+        save.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=save).close()
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.save={config.checkpoint.save} cannot be written", why=str(error), fix="name a writable folder"
+            f"checkpoint.save={save} cannot be written", why=error.strerror or str(error), fix="name a writable folder"
         ) from error
 
 
