@@ -212,6 +212,21 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return [path for path in sorted(named, key=_iteration_of) if _is_complete(path)]
 
 
+def complete_bytes(directory: Path) -> int:
+    """Of all complete checkpoints in a folder, which need not exist."""
+    return sum(map(_size_bytes, complete_checkpoints(directory))) if directory.is_dir() else 0
+
+
+def leftover_bytes(directory: Path) -> int:
+    """What `clear_leftovers` gives back of a folder, at most."""
+    names = directory.iterdir() if directory.is_dir() else ()
+    return sum(_size_bytes(path) for path in names if _HIDDEN_NAME.fullmatch(path.name))
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
 def _is_complete(path: Path) -> bool:
     try:
         _check_sizes(path, _parse_manifest(path))

@@ -214,6 +214,21 @@ def test_a_save_folder_that_cannot_be_written_is_told_without_numbers(
     assert "cannot be written\n  why: Read-only file system\n" in refused(f"checkpoint.save={tmp_path / 'x'}").err
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_refused(
+    refused: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: found at the first save, after all of the training."""
+    monkeypatch.setattr("hostward.train.disk.room_bytes", lambda folder: 100_000)
+    outcome = refused(f"checkpoint.save={tmp_path / 'new'}")
+    assert f"checkpoint.save={tmp_path}/new has room for 97.7 KiB; a checkpoint takes at least " in outcome.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_such_a_run_can_be_forced(train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hostward.train.disk.room_bytes", lambda folder: 100_000)
+    assert train("train.train_iters=1", f"checkpoint.save={tmp_path / 'new'}", "--force").report["checkpoint"]
+
+
 def test_refused_data_leaves_no_save_folder(refused: Cli, tmp_path: Path) -> None:
     refused(f"checkpoint.save={tmp_path / 'new'}", f"dataset.path={tmp_path / 'missing'}")
     assert not (tmp_path / "new").exists()

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import different, iterations_saved, offloaded, saved
+from cli_runs import SMALL, different, iterations_saved, offloaded, saved
 from conftest import Cli
 
+from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.train import export
+from hostward.train.disk import checkpoint_bytes
 
 BF16 = "model.params_dtype=bf16"
 
@@ -62,6 +64,16 @@ def test_inspect_tells_what_there_is_and_whether_it_is_sound(cli: Cli, folder: P
     damaged = cli("checkpoint", "inspect", folder, "--verify")
     assert damaged.code == 2
     assert "is damaged in chunk 1" in damaged.err
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_checkpoint_is_as_large_as_was_weighed(train: Cli, tmp_path: Path, dtype: str) -> None:
+    """Tables of contents and headers come on top: less than a byte per parameter, though the model is small."""
+    words = [*SMALL, f"model.params_dtype={dtype}", "model.hidden_size=256"]
+    train("train.train_iters=1", *words, f"checkpoint.save={tmp_path / 'run'}")
+    contents = export.inspect(tmp_path / "run")
+    weighed = checkpoint_bytes(configured(DEFAULT_RECIPE, words), 257)
+    assert weighed < contents.size_bytes < weighed + contents.parameters
 
 
 @pytest.mark.parametrize("shard_bytes", [export.SHARD_BYTES, 50_000])

@@ -88,7 +88,9 @@ def train(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="Where everything goes, from `hostward plan --json`.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Start even if it does not fit by the memory model.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if it does not fit the memory, by the model, or the disk.")
+    ] = False,
 ) -> None:
     """Train a recipe, and print what moved, what it holds and how fast it went."""
     config = checked(recipe, overrides)

@@ -15,6 +15,7 @@ from hostward.rule_table import captured
 from . import resume
 from .captured import require_capturable
 from .data import TokenDataset, build_dataset
+from .disk import require_room
 from .memory import require_memory
 from .models import pretrained_config
 from .ranks import Ranks
@@ -52,6 +53,8 @@ def weighed(
     leaving = leaving_weights(config, plan, dataset.vocab_size, dtype, ranks)
     require_memory(config, device, dataset.vocab_size, ranks, 0 if leaving is None else leaving.weight_bytes)
     found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
+    if not force:
+        require_room(config, dataset.vocab_size, resume_from, first=ranks.first)
     resume.require_writable(config)
     return dataset, found, leaving if ranks.size == 1 else None
 

@@ -192,7 +192,8 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
 
     Args:
         plan: where everything goes, instead of the options.
-        force: start even if it does not fit by the memory model, or the plan is for another GPU.
+        force: start even if it does not fit by the memory model, or no checkpoint fits the disk, or the plan is for
+            another GPU.
 
     Raises:
         HostwardError: of the kind that names the cause; everything that can be refused before the weights are
