@@ -92,11 +92,13 @@ def test_a_run_goes_on_in_its_own_folder(train: Cli, tmp_path: Path) -> None:
     assert_same_state(tmp_path / "whole", folder)
 
 
-def test_a_finished_run_has_nothing_to_do(train: Cli, tmp_path: Path) -> None:
+def test_a_finished_run_has_nothing_to_do(train: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And no table: seen red."""
     train("train.train_iters=2", f"checkpoint.save={tmp_path}/a")
     outcome = train("train.train_iters=2", f"checkpoint.load={tmp_path}/a")
     assert outcome.report["losses"] == []
-    assert "no iteration was run" in outcome.out
+    assert "nothing to do; raise the latter to go on" in caplog.text
+    assert outcome.out == ""
 
 
 def test_t54_killed_in_mid_run_resumes_as_if_nothing_had_happened(train: Cli, tmp_path: Path, text: Path) -> None:

@@ -23,6 +23,7 @@ from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 
 from . import checkpoint, machine, plan, progress, ranks, report_command, run_files
 from .output import (
+    Marked,
     circumstances,
     command_words,
     gone_if_refused,
@@ -137,7 +138,8 @@ def train(
             stack.callback(write_json, json_file, files.report.to_json())
             if trace_file is not None and run.trace is not None:
                 stack.callback(run.trace.write, trace_file)
-            print_tables(render(files.report))
+            if not over:
+                print_tables(render(files.report))
             if folder is not None:
                 typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
             if run.stopped:
@@ -239,7 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [w for w in words if w != "--debug"]
     command_words.set(words)
     level = logging.INFO if ranks.is_first() else logging.WARNING
-    logging.basicConfig(level=level, format=f"{ranks.prefix()}%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Marked(ranks.prefix()))
+    logging.basicConfig(level=level, handlers=[handler])
     try:
         code = _run(words, debug)
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,18 @@ from hostward.run_report import finite
 
 command_words: ContextVar[list[str]] = ContextVar("command")
 """The words of this command line, for reports."""
+
+
+class Marked(logging.Formatter):
+    """Lines of the log as errors are written: by the rank, if it is not the first, and with their kind."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        kind = "warning: " if record.levelno == logging.WARNING else ""
+        return f"{self._prefix}{kind}{super().format(record)}"
 
 
 def require_writable(option: str, file: Path | None) -> None:
