@@ -15,6 +15,7 @@ the two beside it. Columns:
     save        seconds from the call to the published checkpoint
     rate        bytes of the checkpoint over those seconds, and over the disk's rate
     held        host bytes besides the state while it is saved, by owner (in the file)
+    cores       seconds of cores that this process took meanwhile, training included (in the file)
 
 `wait` is a save that is waited for: no step runs beside it. `snapshot` is saved twice, and its second save counts: the
 first takes the memory.
@@ -120,6 +121,7 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
         shutil.rmtree(saver.finish())
         progress("saved for the first time")
     training.optimizer.wait()
+    used = os.times()
     start_s = time.perf_counter()
     path = saver.save(1, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
     called_s = time.perf_counter() - start_s
@@ -128,6 +130,7 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
         beside_s.append(training.step_s())
         path = saver.poll()
     saved_s = time.perf_counter() - start_s
+    done = os.times()
     held = training.optimizer.backend.ledger.by_owner(Tier.HOST)
     saver.close()
     size_bytes = sum(file.stat().st_size for file in path.iterdir())
@@ -142,6 +145,8 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
         "stall_s": stall_s,
         "stall_of_50_steps": stall_s / (50 * usual_s),
         "save_s": saved_s,
+        "cores_user_s": done.user - used.user,
+        "cores_system_s": done.system - used.system,
         "bytes": size_bytes,
         "bytes_per_s": size_bytes / saved_s,
         "held_bytes": {owner: held[owner] for owner in OWNERS if owner in held},
