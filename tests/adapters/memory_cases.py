@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +32,7 @@ from hostward.planning.shards import sharded
 from hostward.train.models import build_model, layers_of, training_loss
 from hostward.train.parts import synchronise_gradients
 from hostward.train.workload import recipe_workload
+from hostward.workload import Workload
 
 VOCABULARY, TOKENS = 65536, 16
 SIZES = (
@@ -80,15 +82,22 @@ def measured(model: Any, microbatches: int, *, resharded: bool) -> int:
     return int(parts + max(accumulate(nbytes for _, nbytes in changes)))
 
 
-def case(name: str) -> tuple[int, int]:
-    tied, dtype, whole, reduced, count = name.split()
-    microbatches, resharded = int(count), whole == "one"
+@cache
+def described(tied: str, dtype: str, microbatches: int) -> tuple[Config, Workload]:
+    """Options and their traced workload, which several cases have in common."""
     words = [f"model.share_embeddings_and_output_weights={tied == 'tied'}", f"model.params_dtype={dtype}"]
     words += [f"train.global_batch_size={2 * microbatches}"]
     config = apply_overrides(recipes.load("llama32_1b_pretrain_config"), [*SIZES, *words])
+    return config, recipe_workload(config)
+
+
+def case(name: str) -> tuple[int, int]:
+    tied, dtype, whole, reduced, count = name.split()
+    microbatches, resharded = int(count), whole == "one"
+    config, traced = described(tied, dtype, microbatches)
     model = divided(config, resharded=resharded, reduced=DTYPES[reduced])
     found = measured(model, microbatches, resharded=resharded)
-    work = sharded(recipe_workload(config), 2, reduced_in_fp32=reduced != dtype, resharded=resharded)
+    work = sharded(traced, 2, reduced_in_fp32=reduced != dtype, resharded=resharded)
     choice = Choice((Placement.DEVICE,) * len(work.inventory.buckets), (Keep.KEEP,) * len(work.repeated))
     needs = required(work, choice).phase(STEADY_STEP).device
     return found, sum(needs.get(owner, 0) for owner in COUNTED)
