@@ -38,12 +38,13 @@ LIMIT_S = 6.0
 """That ranks wait for each other, where one stands still."""
 IMPORTED = (
     "hostward.adapters.experts",
+    "hostward.train.loop",
     "hostward.train.report",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "transformers.models.qwen3_moe",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""Before ranks are forked."""
+"""Before ranks are forked. Of the model the module with its classes: its package alone imports none of it."""
 MODES = ("", "stream", "snapshot")
 WORDS = (
     "train",
