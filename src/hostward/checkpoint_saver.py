@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,6 +19,7 @@ from hostward.checkpoint_save import Request, Save
 from hostward.checkpoint_snapshot import ALIGNED, Snapshot, snapshot_bytes
 from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.errors import CheckpointError, HostwardError, PageLockError
+from hostward.host.threads import local_ranks
 from hostward.inspect import local_of
 from hostward.inventory import align
 from hostward.save_buffers import PIECE_BYTES, writer_count
@@ -225,7 +227,7 @@ def _sources(values: Mapping[str, Value]) -> list[Source]:
 def _threads(values: Mapping[str, Value]) -> int:
     """Threads worth starting."""
     size_bytes = sum(v.nbytes if isinstance(v, Source) else local_of(v).nbytes for v in values.values())
-    return max(1, min(writer_count(), size_bytes // PIECE_BYTES))
+    return max(1, min(writer_count(local_ranks(os.environ)), size_bytes // PIECE_BYTES))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

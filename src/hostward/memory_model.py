@@ -202,7 +202,9 @@ def _with(held: Mapping[Owner, float], state: float, weights: float) -> dict[Own
 
 
 def save_bytes(inventory: Inventory) -> tuple[int, int]:
-    """Host bytes besides the state while it is saved: of the buffers, and of a snapshot where one is taken."""
+    """Host bytes besides the state while it is saved: of the buffers, at most (several ranks share the threads that
+    write), and of a snapshot where one is taken.
+    """
     parameters = inventory.parameters
     roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
     total = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)

@@ -7,9 +7,14 @@ import os
 PIECE_BYTES = 32 * 1024 * 1024
 """Tensors are read, written and checked in pieces of at most so many bytes."""
 MOST_WRITERS = 8
-"""Threads that write, each into a file of its own: checksums take a thread more time than a disk its bytes."""
+"""Threads of one machine that write, each into a file of its own: to read, check and hand over what a disk takes in
+parallel needs several.
+"""
 
 
-def writer_count() -> int:
-    """Threads that write a checkpoint on this machine."""
-    return min(MOST_WRITERS, len(os.sched_getaffinity(0)))
+def writer_count(ranks: int = 1) -> int:
+    """Threads by which one of so many ranks of this machine writes. They share its disk, and the cores that their steps
+    need; two are left to each, so that one reads while the other writes.
+    """
+    most = min(MOST_WRITERS, len(os.sched_getaffinity(0)))
+    return max(min(2, most), most // ranks)

@@ -54,6 +54,19 @@ def test_pieces_come_back_and_dcp_reads_them(large: tuple[Path, dict[str, torch.
         assert all(torch.equal(into[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "cores", "writers"), [(1, 64, 8), (2, 64, 4), (8, 64, 2), (4, 2, 2), (2, 1, 1), (1, 3, 3)]
+)
+def test_ranks_of_a_machine_share_its_writers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int, writers: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    pieces = torch.empty(9, PIECE_BYTES, dtype=torch.uint8)
+    path = checkpoint.save(tmp_path, 1, tensors={"t": pieces}, plain={})
+    assert len(list(path.glob("*.distcp"))) == writers
+
+
 def members(path: Path) -> dict[str, bytes]:
     """Of an archive whose members are stored as they are; their checksums are not looked at."""
     data = path.read_bytes()
