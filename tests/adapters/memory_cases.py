@@ -9,6 +9,7 @@ sends nothing: gloo makes copies of its own of whatever it exchanges, as NCCL do
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -74,6 +75,7 @@ def measured(model: Any, microbatches: int, *, resharded: bool) -> int:
 
     passes()
     model.zero_grad()
+    gc.collect()  # what an earlier case has left must not be freed while this one is measured
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         passes()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
