@@ -197,8 +197,13 @@ def discard_older(directory: Path, iteration: int, keep: int) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, sound or not, rather than one that holds some."""
-    return (path / MANIFEST).exists()
+    """Whether a folder is a checkpoint, sound or not, rather than one that holds some. What cannot be looked into is
+    none: whoever reads or writes there is told why.
+    """
+    try:
+        return (path / MANIFEST).exists()
+    except OSError:
+        return False
 
 
 def _iteration_of(path: Path) -> int:
@@ -212,9 +217,10 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return [path for path in sorted(named, key=_iteration_of) if _is_complete(path)]
 
 
-def complete_bytes(directory: Path) -> int:
-    """Of all complete checkpoints in a folder, which need not exist."""
-    return sum(map(_size_bytes, complete_checkpoints(directory))) if directory.is_dir() else 0
+def complete_bytes(directory: Path, until: int) -> int:
+    """Of the complete checkpoints up to an iteration in a folder, which need not exist."""
+    complete = complete_checkpoints(directory) if directory.is_dir() else ()
+    return sum(_size_bytes(path) for path in complete if _iteration_of(path) <= until)
 
 
 def leftover_bytes(directory: Path) -> int:
@@ -224,7 +230,11 @@ def leftover_bytes(directory: Path) -> int:
 
 
 def _size_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # who is tidying there may have removed it meanwhile
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _is_complete(path: Path) -> bool:

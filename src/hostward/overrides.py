@@ -58,25 +58,29 @@ MOVED = {
     "optimizer.fp16": "model.params_dtype=fp16",
 }
 
-# DeepSpeed's names, and what is written here in their place. A name stands for those within it, too.
+# DeepSpeed's names, and what is written here in their place.
 DEEPSPEED = {
     "zero_optimization": "ddp.use_distributed_optimizer=true",
-    "zero_optimization.stage": "ddp.use_distributed_optimizer=true, and for stage 3 "
-    "ddp.data_parallel_sharding_strategy=optim_grads_params",
+    "zero_optimization.stage": "ddp.use_distributed_optimizer=true for 1 and 2, with "
+    "ddp.data_parallel_sharding_strategy=optim_grads_params for 3, and nothing for 0",
+    "zero_optimization.cpu_offload": "optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=1.0",
     "zero_optimization.offload_optimizer": "optimizer.optimizer_cpu_offload=true "
     "optimizer.optimizer_offload_fraction=1.0",
     "zero_optimization.offload_optimizer.pin_memory": "optimizer.pin_cpu_grads and optimizer.pin_cpu_params",
+    "zero_optimization.offload_optimizer.ratio": "optimizer.optimizer_offload_fraction",
     "zero_optimization.offload_param": "model.cpu_offloading=true model.cpu_offloading_weights=true "
-    "model.cpu_offloading_num_layers=COUNT",
+    "model.cpu_offloading_num_layers=COUNT, with optimizer.optimizer_cpu_offload=true "
+    "optimizer.optimizer_offload_fraction=1.0",
     "zero_optimization.overlap_comm": "ddp.overlap_grad_reduce and ddp.overlap_param_gather",
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.global_batch_size, over train.micro_batch_size and the processes",
     "gradient_clipping": "optimizer.clip_grad",
-    "bf16": "model.params_dtype=bf16",
-    "fp16": "model.params_dtype=fp16",
+    "bf16": "model.params_dtype=bf16, and fp32 without",
+    "fp16": "model.params_dtype=fp16, and fp32 without",
     "activation_checkpointing": "model.recompute_granularity=full model.recompute_method=uniform "
     "model.recompute_num_layers=1",
+    "activation_checkpointing.cpu_checkpointing": "model.cpu_offloading=true model.cpu_offloading_num_layers=COUNT",
     "steps_per_print": "logger.log_interval",
 }
 
@@ -175,17 +179,21 @@ def unknown_option(name: str) -> UnknownNameError:
         what = f"there is no namespace {namespace!r} (in {name!r})"
     of_deepspeed = deepspeed_name(name)
     if of_deepspeed is not None:
-        return UnknownNameError(what, why="the name is DeepSpeed's", fix=f"here it is {of_deepspeed}")
+        return UnknownNameError(what, why="the name is DeepSpeed's", fix=of_deepspeed)
     proposal = MOVED.get(name) or nearest_option(namespace, bare if dot else name)
     listing = f"the namespaces are {', '.join(NAMESPACES)}; docs/options.md lists every option"
     return UnknownNameError(what, fix=f"did you mean {proposal}?" if proposal else listing)
 
 
 def deepspeed_name(name: str) -> str | None:
-    """What is written here for a name of DeepSpeed's; None where it is none."""
-    while name and name not in DEEPSPEED:
-        name = name.rpartition(".")[0]
-    return DEEPSPEED.get(name)
+    """What to do about a name of DeepSpeed's; None where it is none."""
+    section, _, last = name.rpartition(".")
+    here = DEEPSPEED.get(section if last in ("enabled", "device") and name not in DEEPSPEED else name)
+    if here is not None:
+        return f"here it is {here}"
+    while section and section not in DEEPSPEED:
+        section = section.rpartition(".")[0]
+    return f"leave it out: nothing here is like it; {section} itself is {DEEPSPEED[section]}" if section else None
 
 
 def unknown_flag(flag: str) -> str | None:
@@ -197,7 +205,7 @@ def unknown_flag(flag: str) -> str | None:
     if meant:
         return f"options of training are written {meant[0]}=VALUE"
     of_deepspeed = deepspeed_name(name)
-    return FLAGS.get(name) if of_deepspeed is None else f"here it is {of_deepspeed}"
+    return FLAGS.get(name) if of_deepspeed is None else of_deepspeed
 
 
 def nearest_option(namespace: str, bare: str) -> str | None:

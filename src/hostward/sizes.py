@@ -59,3 +59,9 @@ def unit_of(most_bytes: float) -> tuple[int, str]:
     """The unit in which so many bytes are a figure of at least 1, up to GiB."""
     units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
     return next((unit for unit in units if most_bytes >= unit[0]), (1, "B"))
+
+
+def sizes_apart(asked_bytes: int, there_bytes: int) -> tuple[str, str]:
+    """Both as `size` writes them, or to the byte where that would be the same."""
+    asked, there = size(asked_bytes), size(there_bytes)
+    return (asked, there) if asked != there else (f"{asked_bytes:,} bytes", f"{there_bytes:,} bytes")

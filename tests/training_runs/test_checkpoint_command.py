@@ -156,6 +156,13 @@ def test_a_checkpoint_is_no_report(cli: Cli, folder: Path, named: str) -> None:
     assert "fix: name that folder\n" in cli("report", folder / named).err
 
 
+def test_a_run_may_lie_in_a_folder_named_latest(cli: Cli, folder: Path) -> None:
+    run = folder.parent / "latest"
+    folder.rename(run)
+    (run / "manifest.json").write_text("{}")  # anybody's
+    assert cli("report", run).code == 0
+
+
 @contextmanager
 def largest_file(limit_bytes: int) -> Iterator[None]:
     """A disk that takes no more bytes of one file: as a full one, the write itself fails."""

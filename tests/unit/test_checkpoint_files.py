@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hostward import checkpoint
+from hostward import checkpoint, checkpoint_files
 
 
 def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +52,16 @@ def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: p
         "rename PARTIAL-latest latest",
         "sync .",
     ]
+
+
+def test_what_cannot_be_looked_into_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes there says why it fails: an error here ended runs that a full disk does not end."""
+    assert not checkpoint_files.is_checkpoint(tmp_path / ("x" * 300))
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stale)
+        assert not checkpoint_files.is_checkpoint(tmp_path)
+    assert checkpoint_files.is_checkpoint(checkpoint.save(tmp_path, 1, tensors={"x": torch.ones(3)}, plain={}))

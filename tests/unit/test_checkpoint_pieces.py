@@ -94,6 +94,7 @@ def test_a_piece_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype) -> None
     assert list(piece) == list(whole)
     assert piece == whole
     assert (tmp_path / "piece").read_bytes() == (tmp_path / "again").read_bytes()
+    assert zipfile.ZipFile(tmp_path / "piece").testzip() is not None  # has no checksums of its own
     loaded = torch.load(tmp_path / "piece", weights_only=True)
     assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
 
@@ -132,6 +133,10 @@ def test_the_disk_begins_chunk_by_chunk_and_memory_lets_go_of_those_before(
     first = there[0]
     assert sum(start < first for start, _ in asked) >= 5  # again, behind 4 other chunks
     assert asked[-1][0] > first  # and then no more
+    with CheckedFile(tmp_path / "settled") as file:
+        file.write(bytes(5))
+        file.settle()
+    assert asked[-1] == (0, 5)
 
 
 def test_only_the_chunks_that_are_read_have_to_be_sound(large: tuple[Path, dict[str, torch.Tensor]]) -> None:

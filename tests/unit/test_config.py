@@ -296,7 +296,8 @@ def test_moved_options_point_at_existing_ones() -> None:
     [
         ("zero_optimization.stage=3", "ddp.data_parallel_sharding_strategy=optim_grads_params"),
         ("zero_optimization.offload_optimizer.device=cpu", "optimizer.optimizer_cpu_offload=true "),
-        ("zero_optimization.reduce_bucket_size=1", "ddp.use_distributed_optimizer=true"),
+        ("zero_optimization.cpu_offload=true", "optimizer.optimizer_cpu_offload=true "),
+        ("zero_optimization.offload_optimizer.ratio=0.3", "optimizer.optimizer_offload_fraction"),
         ("train_micro_batch_size_per_gpu=1", "train.micro_batch_size"),
         ("bf16.enabled=true", "model.params_dtype=bf16"),
     ],
@@ -309,6 +310,14 @@ def test_names_of_deepspeed_are_answered_with_ours(word: str, fix: str) -> None:
     assert caught.value.why == "the name is DeepSpeed's"
     assert caught.value.fix.startswith("here it is ")
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["zero_optimization.reduce_bucket_size", "zero_optimization.a.b", "fp16.loss_scale"])
+def test_a_name_of_deepspeed_is_not_answered_with_that_of_its_section(name: str) -> None:
+    """Seen red: a bucket's size was said to be ddp.use_distributed_optimizer here."""
+    with pytest.raises(UnknownNameError) as caught:
+        apply_overrides(Config(), [f"{name}=1"])
+    assert caught.value.fix.startswith("leave it out: nothing here is like it; ")
 
 
 def test_what_is_written_for_deepspeeds_names_can_be_written() -> None:

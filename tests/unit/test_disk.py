@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hostward import checkpoint, recipes
+from hostward import checkpoint, checkpoint_files, recipes
 from hostward.config import Config
 from hostward.errors import CheckpointError
 from hostward.overrides import apply_overrides
@@ -68,7 +68,9 @@ def test_a_checkpoint_without_room_is_refused_and_one_with_room_is_not(tmp_path:
     free.bytes = checkpoint_bytes(config, VOCABULARY)
     require_room(config, VOCABULARY, None)
     free.bytes -= 1
-    with pytest.raises(CheckpointError, match=r"new has room for .* MiB; a .* takes at least 1.* MiB") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"new has room for [0-9,]+ bytes; a .* takes at least [0-9,]+ bytes"
+    ) as caught:
         require_room(config, VOCABULARY, None)
     assert "--force" in caught.value.fix
     require_room(configured(), VOCABULARY, None)  # saves nothing
@@ -134,6 +136,35 @@ def test_older_checkpoints_that_retention_removes_are_room_for_later_ones(
     assert caplog.text == ""
     require_room(configured(*words[:2], "checkpoint.save_interval=4"), VOCABULARY, older)
     assert "would hold 2 checkpoints" in caplog.text
+
+
+def test_checkpoints_that_retention_leaves_give_no_room(
+    tmp_path: Path, free: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of later iterations, of which the run is finetuned."""
+    words = [f"checkpoint.save={tmp_path}", "checkpoint.save_interval=5", "checkpoint.most_recent_k=1"]
+    config = configured(*words, "checkpoint.finetune=true")
+    later = saved(tmp_path, 1000, numel=100_000)
+    free.bytes = 2 * checkpoint_bytes(config, VOCABULARY) - 1
+    require_room(config, VOCABULARY, later)
+    assert "would hold 2 checkpoints" in caplog.text
+
+
+def test_what_is_removed_while_it_is_weighed_weighs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ".iter_0000006.partial-0123abcd"
+    folder.mkdir()
+    for name in "ab":
+        (folder / name).write_bytes(bytes(10))
+    is_file = Path.is_file
+
+    def gone(path: Path) -> bool:
+        found = is_file(path)
+        if path.name == "a":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "is_file", gone)
+    assert checkpoint_files.leftover_bytes(tmp_path) == 10
 
 
 def test_room_is_that_of_the_nearest_folder_there_is(tmp_path: Path) -> None:

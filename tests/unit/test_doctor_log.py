@@ -576,6 +576,9 @@ NUMBERS = {
     OLDER.replace("70.00 GiB", "77.50 GiB").replace("60.00 GiB", "77.50 GiB"): (
         "asked 2.0 GiB where 1.0 GiB of 79.2 GiB were free; torch's tensors take 77.5 GiB"
     ),
+    "error: the run needs at least 85,899,345,921 bytes of device memory, and 85,899,345,920 bytes are available": (
+        "80.0 GiB of device memory asked, 80.0 GiB there: 1 B too few"
+    ),
     "error: exp_avg: 68,719,476,736 bytes of host memory asked, 21,632,086,016 available": (
         "64.0 GiB of host memory asked, 20.1 GiB there: 43.9 GiB too few"
     ),

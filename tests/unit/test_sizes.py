@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from hostward.errors import ConfigError
-from hostward.sizes import gib, size_bytes
+from hostward.sizes import gib, size_bytes, sizes_apart
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,9 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 def test_gib() -> None:
     assert gib(3 << 29) == "1.5"
     assert gib(2000 << 30) == "2,000.0"
+
+
+def test_what_is_written_tells_two_sizes_apart() -> None:
+    """Seen red: 80.0 GiB are needed, and 80.0 GiB are available."""
+    assert sizes_apart(80 << 30, 79 << 30) == ("80.0 GiB", "79.0 GiB")
+    assert sizes_apart((80 << 30) + 1, 80 << 30) == ("85,899,345,921 bytes", "85,899,345,920 bytes")

@@ -60,9 +60,10 @@ def report(
 
 def _require_no_checkpoint(run: Path) -> None:
     """Raises ConfigError for a checkpoint, or the file that names the newest: neither says anything of the run."""
-    if run.name != LATEST and not is_checkpoint(run):
+    names_one = run.name == LATEST and run.is_file()
+    if (run / REPORT_FILE).is_file() or not (names_one or is_checkpoint(run)):
         return
-    what = f"names a checkpoint of {run.parent}" if run.name == LATEST else "is a checkpoint"
+    what = f"names a checkpoint of {run.parent}" if names_one else "is a checkpoint"
     raise ConfigError(
         f"{run} {what}, and no report",
         why=f"the report of a run is {REPORT_FILE} in its folder: --run-dir, else checkpoint.save",

@@ -19,7 +19,7 @@ _ALLOCATED = re.compile(rf"{_SIZE} is allocated by pytorch")
 _IN_PIECES = re.compile(rf"{_SIZE} is reserved by pytorch but unallocated")
 _OF_HOSTWARD = re.compile(
     r"([\d,.]+) (bytes|b|[kmg]ib) of (host|device) memory(?: asked)?, "
-    r"(?:and )?([\d,.]+)(?: (b|[kmg]ib))? (?:are )?available"
+    r"(?:and )?([\d,.]+)(?: (bytes|b|[kmg]ib))? (?:are )?available"
 )
 _CONTEXT_BYTES = GIB
 """Of a process on the GPU besides what torch allocates, at most."""

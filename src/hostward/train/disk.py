@@ -10,7 +10,7 @@ from hostward import checkpoint, checkpoint_files as files
 from hostward.config import Config
 from hostward.errors import CheckpointError
 from hostward.inventory import Dtype
-from hostward.sizes import size
+from hostward.sizes import size, sizes_apart
 
 from .models import parameter_count
 
@@ -39,10 +39,13 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
         if free_bytes is None:
             return
         free_bytes += files.leftover_bytes(save)
-        older_bytes = 0 if options.most_recent_k is None else files.complete_bytes(save)
+        # Retention removes none of later iterations, as of a run that this one is finetuned from.
+        kept = options.most_recent_k is not None
+        older_bytes = files.complete_bytes(save, config.train.train_iters) if kept else 0
     if one_bytes > free_bytes:
+        asked, there = sizes_apart(one_bytes, free_bytes)
         raise CheckpointError(
-            f"checkpoint.save={save} has room for {size(free_bytes)}; a checkpoint takes at least {size(one_bytes)}",
+            f"checkpoint.save={save} has room for {there}; a checkpoint takes at least {asked}",
             why="older checkpoints are removed when a new one is complete, not before",
             fix="free space there, or set checkpoint.save to a folder on another disk; --force starts anyway",
         )

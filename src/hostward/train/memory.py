@@ -17,7 +17,7 @@ from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, lock_limit_by
 from hostward.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds
 from hostward.planning.needs import Budgets
 from hostward.planning.refuse import table
-from hostward.sizes import size
+from hostward.sizes import size, sizes_apart
 from hostward.step_model import Owner
 
 from .models import named_shapes, place_in_model
@@ -138,8 +138,9 @@ def _too_large(
         why = f"{why}; without a GPU all of it lies there"
     else:
         why = f"{why}; without these, beside what is free:\n{table(Needs((phase,)), free)}"
+    asked, there = sizes_apart(needed_bytes, available_bytes)
     return MemoryLimitError(
-        f"the run needs at least {size(needed_bytes)} of {where} memory, and {size(available_bytes)} are available",
+        f"the run needs at least {asked} of {where} memory, and {there} are available",
         why=why,
         fix=fix,
     )
