@@ -17,6 +17,7 @@ from hostward.checkpoint_ranks import Stop
 from hostward.checkpoint_writer import shared_out
 from hostward.engine.backend import Backend, Tier
 from hostward.host.copy import Copy, copy
+from hostward.inventory import align
 from hostward.training.sources import Source
 
 ALIGNED = 64
@@ -25,7 +26,6 @@ _TOGETHER_BYTES = 1024 * 1024 * 1024
 """Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
 _LOOK_S = 0.1
 """Between two looks of a thread that waits for a copy, at whether the save has been given up."""
-
 
 Group: TypeAlias = list[tuple[WriteItem, bool]]
 """Items that are copied at once, each with whether some of it lies on the device."""
@@ -49,7 +49,7 @@ class Snapshot:
         end = 0
         for item in filter(planner.live, items):
             places[item.index] = self._buffer.data[end : end + item_bytes(item)]
-            end += -(-item_bytes(item) // ALIGNED) * ALIGNED
+            end += align(item_bytes(item), ALIGNED)
         return Copies(planner, items, places, stop, self._backend)
 
     def free(self) -> None:
@@ -146,5 +146,5 @@ class Copies:
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
     """Bytes that a snapshot of these needs at most."""
-    pieces = sum(-(-s.nbytes // ALIGNED) * ALIGNED for s in sources)
+    pieces = sum(align(s.nbytes, ALIGNED) for s in sources)
     return pieces + sum(ALIGNED * (s.nbytes >> 20) for s in sources)  # a place for each piece is rounded up

@@ -10,7 +10,7 @@ import typer
 
 from hostward.checkpoint_files import LATEST, is_checkpoint
 from hostward.errors import ConfigError
-from hostward.run_report import REPORT_FILE
+from hostward.run_report import REPORT_FILE, TRACE_FILE, read_report
 
 PAGE = "report.html"
 
@@ -33,7 +33,6 @@ def report(
     """Render the report of a run as one HTML page: memory, a step's lanes, predictions, loss and speed."""
     from hostward.engine.trace import from_chrome
     from hostward.pages.page import render
-    from hostward.run_report import TRACE_FILE, read_report
     from hostward.text_files import replace_text
 
     _require_no_checkpoint(run)
