@@ -210,7 +210,7 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
         require_fit(TINY, plain, device, 257, None, Ranks())
     free_bytes(monkeypatch, work.weight_bytes - 1)
     require_memory(config, device, 257, Ranks(), waiting.weight_bytes)
-    with pytest.raises(MemoryLimitError, match="iB of device memory"):
+    with pytest.raises(MemoryLimitError, match="bytes of device memory"):
         require_memory(plain, device, 257, Ranks())
 
 
@@ -248,7 +248,7 @@ def test_a_stage_whose_weights_leave_needs_room_for_them_until_they_have_left(mo
     free_bytes(monkeypatch, weights)
     require_memory(config, device, 257, rank, waiting.weight_bytes)
     free_bytes(monkeypatch, weights - 1)
-    with pytest.raises(MemoryLimitError, match="iB of device memory") as told:
+    with pytest.raises(MemoryLimitError, match="bytes of device memory") as told:
         require_memory(config, device, 257, rank, waiting.weight_bytes)
     assert "lie on the device until training begins" in str(told.value)
     assert "load" in str(told.value)
