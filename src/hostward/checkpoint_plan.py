@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from hostward.engine.backend import Backend
 from hostward.inspect import local_of
 from hostward.save_buffers import PIECE_BYTES
-from hostward.training.sources import Source, Taking
+from hostward.training.sources import Source, Where
 
 Value: TypeAlias = "torch.Tensor | Source"
 
@@ -55,49 +54,36 @@ class PiecePlanner(DefaultSavePlanner):
             index = MetadataIndex(item.index.fqn, at)
             yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 
-    def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
+    def read(self, item: WriteItem, room: torch.Tensor | None, where: Where = lambda memory: memory) -> torch.Tensor:
         """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `room` if
         they come from a source (`Source.read`).
         """
-        offsets, sizes = self._box(item)
+        offsets, sizes = self.box(item)
         value = self._values[item.index.fqn]
         if isinstance(value, Source):
-            return value.read(offsets, sizes, room)
+            return value.read(offsets, sizes, room, where)
         local = local_of(value).detach()
         box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
         piece = local[box].cpu()
         plain = piece.is_contiguous() and not piece.is_conj() and not piece.is_neg()
         return piece if plain else piece.clone(memory_format=torch.contiguous_format)
 
-    def taking(self, item: WriteItem, place: torch.Tensor, room: torch.Tensor | None) -> Taking:
-        """How `place` comes to hold an item of a source (`Source.taking`)."""
-        return self._source(item).taking(*self._box(item), place, room)
+    @property
+    def sources(self) -> list[Source]:
+        return [value for value in self._values.values() if isinstance(value, Source)]
 
-    def _box(self, item: WriteItem) -> tuple[Sequence[int], Sequence[int]]:
+    def source_of(self, item: WriteItem) -> Source | None:
+        """What an item is read from, if that is where training goes on."""
+        value = self._values[item.index.fqn]
+        return value if isinstance(value, Source) else None
+
+    def box(self, item: WriteItem) -> tuple[Sequence[int], Sequence[int]]:
         """Where an item lies in what this process has of its tensor."""
         data = item.tensor_data
         if data is None:
             raise ValueError(f"{item.index.fqn} is no tensor")
         begin = self._begins[item.index.fqn]
         return [o - b for o, b in zip(data.chunk.offsets, begin, strict=True)], data.chunk.sizes
-
-    def live(self, item: WriteItem) -> bool:
-        """Whether it is read from where training goes on."""
-        return isinstance(self._values[item.index.fqn], Source)
-
-    def on_device(self, item: WriteItem) -> bool:
-        """Whether some of an item of a source lies there."""
-        return self._source(item).on_device(*self._box(item))
-
-    def backend_of(self, item: WriteItem) -> Backend:
-        """Whose memory an item of a source lies in."""
-        return self._source(item).backend
-
-    def _source(self, item: WriteItem) -> Source:
-        value = self._values[item.index.fqn]
-        if not isinstance(value, Source):
-            raise ValueError(f"{item.index.fqn} is no source")
-        return value
 
 
 def item_bytes(item: WriteItem) -> int:

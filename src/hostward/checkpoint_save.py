@@ -153,9 +153,9 @@ class Save:
     ) -> tuple[list[WriteResult], dict[str, FileRecord]]:
         with typed_failures(self._request.what), ExitStack() as copying:
             if self._snapshot is not None:
-                copies = self._snapshot.of(planner, plan.items, self.stop)
+                copies = self._snapshot.of(planner, plan.items, self._rooms, self.stop)
                 writer.read = copies.read
-                copying.enter_context(self._beside(lambda: copies.make(self._rooms)))
+                copying.enter_context(self._beside(copies.make))
             results = writer.write_data(plan, planner).value()
             self.has_read.set()
             return results, writer.records

@@ -16,7 +16,7 @@ from hostward.checkpoint_plan import Value
 from hostward.checkpoint_ranks import Ranks
 from hostward.checkpoint_request import JSON, check_plain, plain_bytes, values_of
 from hostward.checkpoint_save import Request, Save
-from hostward.checkpoint_snapshot import ALIGNED, Snapshot, snapshot_bytes
+from hostward.checkpoint_snapshot import ROOM_ALIGNED, Snapshot, snapshot_bytes
 from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.errors import CheckpointError, HostwardError, PageLockError
 from hostward.host.threads import local_ranks
@@ -168,8 +168,7 @@ class Saver:
             return
         backend = self._backend = sources[0].backend
         if any(s.needs_room() for s in sources):
-            # A snapshot divides rooms in two, and reads both as any dtype.
-            room_bytes = 2 * align(max(min(PIECE_BYTES, s.nbytes) for s in sources), ALIGNED)
+            room_bytes = align(2 * max(min(PIECE_BYTES, s.nbytes) for s in sources), ROOM_ALIGNED)
             count = _threads(values)
             if len(self._rooms) < count or self._rooms[0].nbytes < room_bytes:
                 self._give_back()

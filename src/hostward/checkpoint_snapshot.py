@@ -1,10 +1,15 @@
-"""A copy of what training goes on with, on the host: made while the pieces that are there are written."""
+"""A copy of what training goes on with, on the host: made while the pieces that are there are written.
+
+Memory is copied as it lies, every byte once: of a master that is kept in two halves the upper one is the weight. What
+is to be written is put together when it is read from the copy.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -12,23 +17,33 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hostward.checkpoint_plan import PiecePlanner, item_bytes
+from hostward.checkpoint_plan import PiecePlanner
 from hostward.checkpoint_ranks import Stop
 from hostward.checkpoint_writer import shared_out
 from hostward.engine.backend import Backend, Tier
 from hostward.host.copy import Copy, copy
 from hostward.inventory import align
-from hostward.training.sources import Source
+from hostward.save_buffers import PIECE_BYTES
+from hostward.training.sources import Source, on_host
 
 ALIGNED = 64
 """Bytes; places and rooms begin at multiples of it, whatever dtype they are read as."""
+_PARTS = 4
+"""Of a room: two are the writer's, and into one is fetched while the other is copied from."""
+ROOM_ALIGNED = _PARTS * ALIGNED
 _TOGETHER_BYTES = 1024 * 1024 * 1024
 """Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
 _LOOK_S = 0.1
 """Between two looks of a thread that waits for a copy, at whether the save has been given up."""
 
-Group: TypeAlias = list[tuple[WriteItem, bool]]
-"""Items that are copied at once, each with whether some of it lies on the device."""
+Memory: TypeAlias = tuple[int, int]
+"""Memory of the state: its address and its bytes."""
+_Part: TypeAlias = tuple[Memory, int]
+"""Of it: one of its parts, by number."""
+
+
+def _memory(tensor: torch.Tensor) -> Memory:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 class Snapshot:
@@ -43,108 +58,166 @@ class Snapshot:
     def size_bytes(self) -> int:
         return self._buffer.data.numel()
 
-    def of(self, planner: PiecePlanner, items: Sequence[WriteItem], stop: Stop) -> Copies:
-        """Places for those of these items that training goes on with."""
-        places: dict[MetadataIndex, torch.Tensor] = {}
+    def of(
+        self, planner: PiecePlanner, items: Sequence[WriteItem], rooms: Sequence[torch.Tensor | None], stop: Stop
+    ) -> Copies:
+        """Of these items, as they are to be copied and read: the arguments of `Copies`."""
+        places: dict[Memory, torch.Tensor] = {}
         end = 0
-        for item in filter(planner.live, items):
-            places[item.index] = self._buffer.data[end : end + item_bytes(item)]
-            end += align(item_bytes(item), ALIGNED)
-        return Copies(planner, items, places, stop, self._backend)
+        for memory in (_memory(m) for source in planner.sources for m in source.memory):
+            if memory not in places:
+                places[memory] = self._buffer.data[end : end + memory[1]]
+                end += align(memory[1], ALIGNED)
+        return Copies(planner, items, places, rooms, stop, self._backend)
 
     def free(self) -> None:
         self._backend.free([self._buffer])
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """What is copied from `data` to `place`, both uint8; what lies on the device by way of `room`."""
+
+    data: torch.Tensor
+    place: torch.Tensor
+    room: torch.Tensor | None
+    backend: Backend
+
+
 class Copies:
-    """Items of one save as they are copied, and read from their copies by other threads, each once it is there.
+    """The memory that items of one save lie in, as it is copied, and as they are read from the copy by other threads,
+    each once it is there.
 
     One thread copies, group by group, by as many threads as the host's step has, which waits for the copies. Beside it
     another fetches what the next group has on the device: the device reads and the cores copy at the same time.
 
     Args:
-        items: of this process, as they are shared out among the threads that write.
-        places: for those that are copied.
+        items: of this process, in the order of the plan.
+        places: for all memory of the sources.
+        rooms: one for each thread that writes; None: nothing lies on the device, or is put together to be read.
     """
 
     def __init__(
         self,
         planner: PiecePlanner,
         items: Sequence[WriteItem],
-        places: Mapping[MetadataIndex, torch.Tensor],
+        places: Mapping[Memory, torch.Tensor],
+        rooms: Sequence[torch.Tensor | None],
         stop: Stop,
         backend: Backend,
     ) -> None:
         self._planner = planner
-        self._items = items
         self._places = places
         self._stop = stop
         self._backend = backend
-        self._there = {index: threading.Event() for index in places}
+        self._groups: list[list[_Piece]] = []
+        self._made: list[threading.Event] = []
+        """By group: all of it is copied."""
+        self._behind: dict[MetadataIndex, int] = {}
+        """By item: the group with the last of it."""
+        turns = zip_longest(*shared_out(items, len(rooms)))
+        self._divide([item for turn in turns for item in turn if item is not None], _Rooms(rooms))
 
-    def make(self, rooms: Sequence[torch.Tensor | None]) -> None:
-        """Copy all of them.
-
-        Args:
-            rooms: one for each thread that writes, of the bytes of two items; None: nothing lies on the device.
+    def _divide(self, items: Sequence[WriteItem], rooms: _Rooms) -> None:
+        """Into groups, each of as much as is worth it, or has room. Of each writer's share the first items come first:
+        none waits for another's.
         """
-        halves = [half for room in rooms if room is not None for half in room.chunk(2)]
-        taken, following = halves[::2], halves[1::2]  # what is copied from, and what is fetched into meanwhile
-        groups = list(self._groups(len(rooms), len(following)))
+        group_of: dict[_Part, int] = {}
+        held_bytes = 0
+        for item in items:
+            source = self._planner.source_of(item)
+            if source is None:
+                continue
+            parts = list(self._parts(source, item, rooms.part_bytes))
+            for part, data, place in parts:
+                if part in group_of:
+                    continue
+                fetched = not on_host(data)
+                if not self._groups or held_bytes >= _TOGETHER_BYTES or (fetched and not rooms.has(len(data))):
+                    self._groups.append([])
+                    held_bytes = 0
+                    rooms.turn()
+                room = rooms.take(len(data)) if fetched else None
+                self._groups[-1].append(_Piece(data, place, room, source.backend))
+                held_bytes += len(data)
+                group_of[part] = len(self._groups) - 1
+            self._behind[item.index] = max((group_of[part] for part, _, _ in parts), default=-1)
+        self._made = [threading.Event() for _ in self._groups]
+
+    def _parts(
+        self, source: Source, item: WriteItem, part_bytes: int
+    ) -> Iterator[tuple[_Part, torch.Tensor, torch.Tensor]]:
+        """What an item lies in, in parts of so many bytes of its memory, each with its place."""
+        for tensor, start, stop in source.memory_of(*self._planner.box(item)):
+            memory = _memory(tensor)
+            data, place = tensor.view(torch.uint8), self._places[memory]
+            for i in range(start // part_bytes, -(-stop // part_bytes)):
+                part = slice(i * part_bytes, (i + 1) * part_bytes)
+                yield (memory, i), data[part], place[part]
+
+    def make(self) -> None:
+        """Copy all of them."""
+        groups = self._groups
         with ThreadPoolExecutor(1, thread_name_prefix="hostward checkpoint fetches") as pool:
-            ahead = pool.submit(self._take, groups[0] if groups else [], taken)
-            for i, group in enumerate(groups):
+            ahead = pool.submit(_fetched, groups[0] if groups else [])
+            for i, made in enumerate(self._made):
                 copies = ahead.result()
                 self._stop.check()
-                ahead = pool.submit(self._take, groups[i + 1] if i + 1 < len(groups) else [], following)
+                ahead = pool.submit(_fetched, groups[i + 1] if i + 1 < len(groups) else [])
                 copy(copies, threads=self._backend.threads)
-                taken, following = following, taken
-                for item, _ in group:
-                    self._there[item.index].set()
+                made.set()
 
-    def _groups(self, writers: int, rooms: int) -> Iterator[Group]:
-        """What is copied at once, as much as is worth it, or as has room. Of each writer's share the first items come
-        first: none waits for another's.
-        """
-        turns = zip_longest(*shared_out(self._items, writers))
-        group: Group = []
-        held_bytes = on_device = 0
-        for item in (item for turn in turns for item in turn if item is not None and item.index in self._places):
-            needs_room = self._planner.on_device(item)
-            if held_bytes >= _TOGETHER_BYTES or (needs_room and on_device == rooms):
-                yield group
-                group, held_bytes, on_device = [], 0, 0
-            group.append((item, needs_room))
-            held_bytes += item_bytes(item)
-            on_device += needs_room
-        if group:
-            yield group
-
-    def _take(self, group: Group, rooms: Sequence[torch.Tensor]) -> list[Copy]:
-        """What is left to be copied on the host once this returns."""
-        fetches: dict[Backend, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        copies: list[Copy] = []
-        free = iter(rooms)
-        for item, needs_room in group:
-            room = next(free) if needs_room else None
-            taking = self._planner.taking(item, self._places[item.index], room)
-            fetches.setdefault(self._planner.backend_of(item), []).extend(taking.fetches)
-            copies += taking.copies
-        for backend, pairs in fetches.items():  # two optimizers may have a device each
-            backend.fetch(pairs)
-        return copies
-
-    def read(self, item: WriteItem, _: torch.Tensor | None) -> torch.Tensor:
+    def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
         """The elements of an item, on the host. What is not copied is no source, and takes no room."""
-        if item.index not in self._places or item.tensor_data is None:
+        group = self._behind.get(item.index)
+        if group is None:
             return self._planner.read(item, None)
-        while not self._there[item.index].wait(_LOOK_S):
+        while group >= 0 and not self._made[group].wait(_LOOK_S):
             self._stop.check()
-        data = item.tensor_data
-        return self._places[item.index].view(data.properties.dtype).view(tuple(data.chunk.sizes))
+        return self._planner.read(item, room, self._copy_of)
+
+    def _copy_of(self, memory: torch.Tensor) -> torch.Tensor:
+        return self._places[_memory(memory)].view(memory.dtype)
+
+
+class _Rooms:
+    """Where groups have room for what they fetch, beside what the threads that write have for themselves."""
+
+    def __init__(self, rooms: Sequence[torch.Tensor | None]) -> None:
+        parts = [room.chunk(_PARTS) for room in rooms if room is not None]
+        self._free = [[part[i] for part in parts] for i in (2, 3)]
+        self.part_bytes = len(parts[0][0]) if parts else PIECE_BYTES // 2
+        """Most bytes of a piece."""
+        self._left: list[torch.Tensor] = []
+
+    def turn(self) -> None:
+        """For the next group: into the other part of each."""
+        self._free.reverse()
+        self._left = list(self._free[0])
+
+    def has(self, size_bytes: int) -> bool:
+        """Whether there is room for so many bytes together."""
+        while self._left and len(self._left[0]) < size_bytes:
+            self._left.pop(0)
+        return bool(self._left)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        room, self._left[0] = self._left[0][:size_bytes], self._left[0][align(size_bytes, ALIGNED) :]
+        return room
+
+
+def _fetched(group: Sequence[_Piece]) -> list[Copy]:
+    """What is left to be copied on the host once this returns."""
+    fetches: dict[Backend, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for piece in group:
+        if piece.room is not None:
+            fetches.setdefault(piece.backend, []).append((piece.room, piece.data))
+    for backend, pairs in fetches.items():  # two optimizers may have a device each
+        backend.fetch(pairs)
+    return [Copy(piece.place, piece.data if piece.room is None else piece.room) for piece in group]
 
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
-    """Bytes that a snapshot of these needs at most."""
-    pieces = sum(align(s.nbytes, ALIGNED) for s in sources)
-    return pieces + sum(ALIGNED * (s.nbytes >> 20) for s in sources)  # a place for each piece is rounded up
+    """Bytes that a snapshot of these needs."""
+    memory = {_memory(m) for source in sources for m in source.memory}
+    return sum(align(size_bytes, ALIGNED) for _, size_bytes in memory)

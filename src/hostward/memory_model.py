@@ -207,10 +207,10 @@ def save_bytes(inventory: Inventory) -> tuple[int, int]:
     """
     parameters = inventory.parameters
     roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
-    total = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
-    threads = max(1, min(MOST_WRITERS, total // PIECE_BYTES))
+    written = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
+    threads = max(1, min(MOST_WRITERS, written // PIECE_BYTES))
     largest = max((4 * n for n, _ in roles), default=0)
-    return threads * 2 * min(PIECE_BYTES, largest), total
+    return threads * 2 * min(PIECE_BYTES, largest), sum(bucket.host_bytes for bucket in inventory.buckets)
 
 
 def _phase(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from sharded_cases import (
@@ -27,9 +28,10 @@ from sharded_cases import (
 from torch.distributed.fsdp import fully_shard
 
 import hostward
-from hostward import checkpoint, recipes
+from hostward import checkpoint, checkpoint_snapshot, recipes
 from hostward.adapters import fsdp2
 from hostward.checkpoint_plan import PiecePlanner
+from hostward.host.copy import copy
 from hostward.overrides import apply_overrides
 from hostward.train import resume
 from hostward.train.ranks import Ranks
@@ -130,18 +132,17 @@ def slow_reads(delay_s: float) -> Iterator[None]:
     from time import sleep
 
     def slow(call: Callable[..., Any]) -> Callable[..., Any]:
-        def later(*arguments: Any) -> Any:
+        def later(*arguments: Any, **named: Any) -> Any:
             sleep(delay_s)
-            return call(*arguments)
+            return call(*arguments, **named)
 
         return later
 
-    read, taking = PiecePlanner.read, PiecePlanner.taking
-    PiecePlanner.read, PiecePlanner.taking = slow(read), slow(taking)  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PiecePlanner, "read", slow(PiecePlanner.read))
+        patched.setattr(checkpoint_snapshot, "copy", slow(copy))
+        patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
         yield
-    finally:
-        PiecePlanner.read, PiecePlanner.taking = read, taking  # type: ignore[method-assign]
 
 
 def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict[str, str], list[Any], list[Any]]:

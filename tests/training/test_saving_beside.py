@@ -19,6 +19,7 @@ from optimizer_cases import assert_equal, snapshot
 import hostward
 from hostward import checkpoint, checkpoint_snapshot
 from hostward.checkpoint_plan import PiecePlanner
+from hostward.checkpoint_ranks import Stop
 from hostward.engine import cuda_memory, pools
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
@@ -26,7 +27,7 @@ from hostward.errors import CheckpointError, MemoryLimitError
 from hostward.host import reference
 from hostward.host.copy import Copy, copy
 from hostward.training import sources
-from hostward.training.sources import Readers, Source, Stretch, Taking
+from hostward.training.sources import Readers, Source, Stretch
 
 MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
 ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
@@ -36,14 +37,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 @pytest.fixture
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is read so slowly that training comes to its next change before all is read."""
-    for name in ("read", "taking"):
-        monkeypatch.setattr(PiecePlanner, name, slow(getattr(PiecePlanner, name)))
+    monkeypatch.setattr(PiecePlanner, "read", slow(PiecePlanner.read))
+    monkeypatch.setattr(checkpoint_snapshot, "copy", slow(copy))
+    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
 
 
 def slow(call: Callable[..., Any]) -> Callable[..., Any]:
-    def later(*arguments: Any) -> Any:
+    def later(*arguments: Any, **named: Any) -> Any:
         time.sleep(0.002)
-        return call(*arguments)
+        return call(*arguments, **named)
 
     return later
 
@@ -157,18 +159,14 @@ def test_weights_that_are_not_trained_are_saved_whatever_their_type(
     assert torch.equal(found["model/table"].view(torch.uint8), frozen.view(torch.uint8))
 
 
-def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stretches of fp32, of which two stand for device memory: in a snapshot each has its own part of the room,
-    and a save without one reads them to where they belong.
-    """
+def test_what_lies_on_the_device_comes_to_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stretches of fp32, of which two stand for device memory."""
     data = torch.arange(30, dtype=torch.float32)
     stretches = tuple(Stretch(10 * i, 10 * (i + 1), data[10 * i : 10 * (i + 1)].clone()) for i in range(3))
     there = {stretches[i].data.untyped_storage().data_ptr() for i in (0, 2)}
-    monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() not in there)
+    monkeypatch.setattr(sources, "on_host", lambda t: t.untyped_storage().data_ptr() not in there)
     backend = SimulatedBackend()
     source = Source(torch.Size([30]), torch.float32, stretches, data, backend, Readers())
-    assert source.on_device([5], [20])
-    assert not source.on_device([10], [10])
     fetched: list[list[int]] = []
     fetch = backend.fetch
 
@@ -177,18 +175,28 @@ def test_what_lies_on_the_device_comes_through_the_room(monkeypatch: pytest.Monk
         fetch(pairs)
 
     monkeypatch.setattr(backend, "fetch", noted)
-    place, room = torch.zeros(80, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)
-    taking = source.taking([5], [20], place, room)
-    assert not room.any()
-    backend.fetch(taking.fetches)
-    assert not place.any()
-    copy(taking.copies)
-    assert torch.equal(place.view(torch.float32), data[5:25])
-    both = torch.zeros(160, dtype=torch.uint8)
-    assert torch.equal(source.read([5], [20], both), data[5:25])
-    assert fetched == [[at.data_ptr(), at.data_ptr() + 4 * 15] for at in (room, both)]
+    room = torch.zeros(80, dtype=torch.uint8)
+    assert torch.equal(source.read([5], [20], room), data[5:25])
+    assert fetched == [[room.data_ptr(), room.data_ptr() + 4 * 15]]
     with pytest.raises(ValueError, match="needs room"):
-        source.taking([5], [20], place, None)
+        source.read([5], [20], None)
+
+
+def test_a_box_lies_in_parts_of_memory_and_is_read_from_where_they_are_copied_to() -> None:
+    """Seen red: the parts of one half taken for those of the other; read from where it lies."""
+    master = reference.canonical(np.random.default_rng(4).standard_normal(20).astype(np.float32))
+    weight, remainder = reference.split_master(master)
+    high, low = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16), torch.from_numpy(remainder)
+    stretches = tuple(Stretch(i, i + 10, high[i : i + 10], low[i : i + 10]) for i in (0, 10))
+    source = Source(torch.Size([20]), torch.float32, stretches, torch.empty(0), SimulatedBackend(), Readers())
+    found = [(memory.data_ptr(), start, stop) for memory, start, stop in source.memory_of([4], [15])]
+    begins = [half.data_ptr() for s in stretches for half in (s.data, s.low) if half is not None]
+    assert found == [(begins[0], 8, 20), (begins[1], 8, 20), (begins[2], 0, 18), (begins[3], 0, 18)]
+    copies = {memory.data_ptr(): memory.clone() for memory in source.memory}
+    for half in (high, low):
+        half.zero_()
+    read = source.read([4], [15], torch.zeros(60, dtype=torch.uint8), lambda memory: copies[memory.data_ptr()])
+    assert torch.equal(read, torch.from_numpy(master[4:19]))
 
 
 def test_what_comes_through_rooms_has_the_bits_of_a_save_that_is_waited_for(
@@ -215,7 +223,8 @@ def test_what_comes_through_rooms_has_the_bits_of_a_save_that_is_waited_for(
     stretches = [s for value in parts.tensors.values() if isinstance(value, Source) for s in value.stretches]
     halves = [half for s in stretches for half in (s.data, s.low) if half is not None]
     there = {half.untyped_storage().data_ptr() for half in halves}
-    monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() not in there)
+    for module in (sources, checkpoint_snapshot):
+        monkeypatch.setattr(module, "on_host", lambda t: t.untyped_storage().data_ptr() not in there)
     monkeypatch.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
     saver = checkpoint.Saver(tmp_path / "beside", mode="snapshot")
     saver.save(1, tensors=parts.tensors, plain={})
@@ -243,17 +252,12 @@ def test_halves_of_masters_on_the_device_come_to_different_places(monkeypatch: p
     weight, remainder = reference.split_master(master)
     high, low = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16), torch.from_numpy(remainder)
     stretches = tuple(Stretch(i, i + 10, high[i : i + 10], low[i : i + 10]) for i in (0, 10))
-    rooms: list[torch.Tensor] = [torch.zeros(n, dtype=torch.uint8) for n in (60, 120)]
-    here = {room.untyped_storage().data_ptr() for room in rooms}
-    monkeypatch.setattr(sources, "_on_host", lambda t: t.untyped_storage().data_ptr() in here)
+    room = torch.zeros(120, dtype=torch.uint8)
+    here = room.untyped_storage().data_ptr()
+    monkeypatch.setattr(sources, "on_host", lambda t: t.untyped_storage().data_ptr() == here)
     backend, expected = SimulatedBackend(), torch.from_numpy(master[4:19])
     source = Source(torch.Size([20]), torch.float32, stretches, expected, backend, Readers())
-    place, (room, both) = torch.zeros(60, dtype=torch.uint8), rooms
-    taking = source.taking([4], [15], place, room)
-    backend.fetch(taking.fetches)
-    copy(taking.copies)
-    assert torch.equal(place.view(torch.float32), expected)
-    assert torch.equal(source.read([4], [15], both), expected)
+    assert torch.equal(source.read([4], [15], room), expected)
 
 
 def test_a_folder_without_a_checkpoint_and_the_folder_of_a_run_are_told_apart(tmp_path: Path) -> None:
@@ -329,22 +333,28 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
     model, optimizer = make("mixed")
     step(model, optimizer, 0)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    taking: Callable[..., Taking] = PiecePlanner.taking
+    groups: list[list[Any]] = []
     written: list[bool] = []
 
-    def last_one_waits(planner: PiecePlanner, item: Any, *places: torch.Tensor | None) -> Taking:
-        live = [each for each in planner.plan.items if planner.live(each)]
-        if item.index == live[-1].index:
+    class Noted(checkpoint_snapshot.Copies):
+        def make(self) -> None:
+            groups.extend(self._groups)
+            super().make()
+
+    def last_one_waits(copies: Sequence[Copy], *, threads: int) -> None:
+        groups.pop()
+        if not groups:
             until_s = time.monotonic() + 20
             while not (begun := any(f.stat().st_size for f in tmp_path.glob(".iter*/*.distcp"))):
                 if time.monotonic() > until_s:
                     break
                 time.sleep(0.001)
             written.append(begun)
-        return taking(planner, item, *places)
+        copy(copies, threads=threads)
 
     monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
-    monkeypatch.setattr(PiecePlanner, "taking", last_one_waits)
+    monkeypatch.setattr(checkpoint_snapshot, "Copies", Noted)
+    monkeypatch.setattr(checkpoint_snapshot, "copy", last_one_waits)
     expected = snapshot(model, optimizer)
     begin(saver, model, optimizer)
     step(model, optimizer, 1)
@@ -355,23 +365,29 @@ def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
 
 
 def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all threads of the host's step, and from rooms that nothing is fetched into meanwhile: two rooms of two items
-    each, of which one is copied from and one fetched into.
-    """
+    """By all threads of the host's step, from memory that nothing is fetched into meanwhile, and that no writer has."""
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
     expected = snapshot(model, optimizer)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    groups: list[list[int]] = []
-    at_once: list[tuple[list[int], list[int]]] = []
+    groups: list[list[range]] = []
+    writers: list[range] = []
+    at_once: list[tuple[list[range], list[range]]] = []
     ahead = threading.Semaphore(0)
-    take: Callable[..., list[Copy]] = checkpoint_snapshot.Copies._take
+    fetch: Callable[..., list[Copy]] = checkpoint_snapshot._fetched
+    read = PiecePlanner.read
 
-    def noted(copies: Any, group: Any, rooms: Sequence[torch.Tensor]) -> list[Copy]:
-        taken = take(copies, group, rooms)
-        groups.append([room.data_ptr() for room in rooms])
+    def noted(group: Sequence[Any]) -> list[Copy]:
+        fetched = fetch(group)
+        groups.append([memory_of(piece.room) for piece in group if piece.room is not None])
         ahead.release()
-        return taken
+        return fetched
+
+    def put_together(planner: PiecePlanner, item: Any, room: torch.Tensor, *where: Any) -> torch.Tensor:
+        found = read(planner, item, room, *where)
+        if room is not None and found.data_ptr() == room.data_ptr():
+            writers.append(memory_of(found))
+        return found
 
     def meets(made: list[Copy], *, threads: int) -> None:
         assert threads == 6
@@ -381,19 +397,68 @@ def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch
         ahead.release()
         copy(made, threads=threads)
 
+    device = [s for s in checkpoint.parts_of(model, optimizer).tensors.values() if isinstance(s, Source)]
+    there = {m.data_ptr() for s in device[::2] for m in s.memory}
     with monkeypatch.context() as patched:
         patched.setattr(optimizer.backend, "threads", 6)
         patched.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
         patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
-        patched.setattr(PiecePlanner, "on_device", lambda _, item: "exp_avg" not in item.index.fqn)
-        patched.setattr(checkpoint_snapshot.Copies, "_take", noted)
+        patched.setattr(checkpoint_snapshot, "on_host", lambda t: t.data_ptr() not in there)
+        patched.setattr(checkpoint_snapshot, "_fetched", noted)
         patched.setattr(checkpoint_snapshot, "copy", meets)
+        patched.setattr(PiecePlanner, "read", put_together)
         begin(saver, model, optimizer)
         path = saver.finish()
     saver.close()
+    fetched = [room for group in groups for room in group]
     assert len(at_once) > 3
-    assert all(len(rooms) == 2 and not set(rooms) & set(following) for rooms, following in at_once)
+    assert writers
+    assert not any(overlap(a, b) for now, following in at_once for a in now for b in following)
+    assert not any(overlap(a, b) for group in groups for a, b in itertools.combinations(group, 2))
+    assert not any(overlap(a, b) for a in fetched for b in writers)
+    assert max(map(len, groups)) > 2  # small ones share a room
     assert_equal(saved_state(path, torch.bfloat16), expected)
+
+
+def memory_of(tensor: torch.Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int) -> None:
+    """Pieces of tensors end anywhere in the parts of memory that are copied; other ranks may write some of them."""
+    model, optimizer = make("mixed", torch.bfloat16)
+    step(model, optimizer, 0)
+    planner = PiecePlanner(checkpoint.parts_of(model, optimizer).tensors, piece_bytes=264)
+    planner.set_up_planner(planner.described, None, is_coordinator=True)
+    items = [item for item in planner.create_local_plan().items if planner.source_of(item)][::every]
+    expected = [planner.read(item, torch.zeros(2048, dtype=torch.uint8)).clone() for item in items]
+    kept = checkpoint_snapshot.Snapshot(optimizer.backend, checkpoint_snapshot.snapshot_bytes(planner.sources))
+    kept._buffer.data.fill_(0x5A)
+    rooms = [torch.zeros(1280, dtype=torch.uint8) for _ in range(2)]
+    copies = kept.of(planner, items, rooms, Stop())
+    assert sum(len(piece.data) for group in copies._groups for piece in group) <= kept.size_bytes
+    copies.make()
+    for memory in (memory for source in planner.sources for memory in source.memory):
+        memory.zero_()
+    assert len(items) > 100
+    for item, bits in zip(items, expected, strict=True):
+        assert torch.equal(copies.read(item, rooms[0]).view(torch.uint8), bits.view(torch.uint8))
+
+
+def test_a_snapshot_holds_no_byte_twice() -> None:
+    """Weights are the upper halves of their masters: 12 bytes per parameter for bfloat16 and float32, 14 for fp16."""
+    for name, each in (("bf16", 12), ("fp32", 12), ("fp16", 14)):
+        model, optimizer = make("mixed", DTYPES[name])
+        tensors = checkpoint.parts_of(model, optimizer).tensors
+        ranges = sum(len(s.stretches) for s in tensors.values() if isinstance(s, Source))
+        wanted = each * sum(p.numel() for p in model.parameters())
+        taken = checkpoint_snapshot.snapshot_bytes([s for s in tensors.values() if isinstance(s, Source)])
+        assert wanted <= taken < wanted + 2 * 64 * ranges
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -403,8 +468,8 @@ def test_state_that_cannot_be_read_is_what_is_told(
     """Threads that write, and wait for what is not copied any more, end as well."""
     model, optimizer = make("host")
     saver = checkpoint.Saver(tmp_path, mode=mode)
-    name = "taking" if mode == "snapshot" else "read"
-    read: Callable[..., Any] = getattr(PiecePlanner, name)
+    where, name = (checkpoint_snapshot, "_fetched") if mode == "snapshot" else (PiecePlanner, "read")
+    read: Callable[..., Any] = getattr(where, name)
     calls = itertools.count(1)
 
     def fails(*arguments: Any) -> Any:
@@ -413,7 +478,8 @@ def test_state_that_cannot_be_read_is_what_is_told(
         return read(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PiecePlanner, name, fails)
+        patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
+        patched.setattr(where, name, fails)
         begin(saver, model, optimizer)
         step(model, optimizer, 0)
         with pytest.raises(CheckpointError, match="the device is lost"):

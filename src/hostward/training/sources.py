@@ -7,9 +7,9 @@ registers with its `readers`, and the optimizer waits for them before it changes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,6 +41,10 @@ class Readers:
             self._waits.pop()
 
 
+Where: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""From memory of a source to that which it is to be read from."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """Elements [start, stop) of a flattened tensor and where they lie: `data`, flat, or the halves of float32 masters,
@@ -52,22 +56,22 @@ class Stretch:
     data: torch.Tensor
     low: torch.Tensor | None = None
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [self.data] if self.low is None else [self.data, self.low]
+
     def lies_here(self) -> bool:
         """Whether it can be read in place."""
-        return self.low is None and _on_host(self.data)
+        return self.low is None and on_host(self.data)
 
-
-@dataclass(frozen=True, slots=True)
-class Taking:
-    """What brings a box of a source to its place: `Backend.fetch` of all pairs, then `copy` of the rest."""
-
-    fetches: list[tuple[torch.Tensor, torch.Tensor]]
-    copies: list[Copy]
+    def lying(self, where: Where) -> Stretch:
+        """The same, elsewhere."""
+        return replace(self, data=where(self.data), low=None if self.low is None else where(self.low))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the state, read in boxes.
+    """One tensor of the state, read in boxes, each one run of its elements.
 
     shape: of this process's part, which is contiguous. whole: what a checkpoint is told of it, a tensor without memory,
     sharded as the parameter is.
@@ -84,81 +88,81 @@ class Source:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What it lies in, flat tensors; masters and the weights that are their halves have some in common."""
+        return [memory for stretch in self.stretches for memory in stretch.memory]
+
     def needs_room(self) -> bool:
         """Whether some of it has to be copied to be read."""
         return len(self.stretches) > 1 or not all(s.lies_here() for s in self.stretches)
 
-    def on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether some of a box lies there."""
-        found = self._found(*self._run(offsets, sizes))
-        return not all(_on_host(s.data) and (s.low is None or _on_host(s.low)) for s in found)
+    def memory_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Of `memory` what a box lies in, and the bytes [start, stop) of each that it takes."""
+        for stretch, part in self._found(*self._run(offsets, sizes)):
+            for memory in stretch.memory:
+                yield memory, part.start * memory.itemsize, part.stop * memory.itemsize
 
-    def read(self, offsets: Sequence[int], sizes: Sequence[int], room: torch.Tensor | None) -> torch.Tensor:
-        """A box of it that is one run of its elements, on the host: in place where it lies there in one piece, else in
-        `room`, uint8, which holds twice the box.
+    def read(
+        self,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        room: torch.Tensor | None,
+        where: Where = lambda memory: memory,
+    ) -> torch.Tensor:
+        """A box of it, on the host: in place where it lies there in one piece, else in `room`, uint8, which holds the
+        box, or twice that where some of it lies on the device.
+
+        where: for each of `memory` the tensor of the same shape and dtype that it is read from.
         """
         start, stop = self._run(offsets, sizes)
-        found = self._found(start, stop)
-        if len(found) == 1 and found[0].lies_here():
-            return found[0].data[start - found[0].start : stop - found[0].start].view(tuple(sizes))
+        found = [(stretch.lying(where), part) for stretch, part in self._found(start, stop)]
+        if len(found) == 1 and found[0][0].lies_here():
+            ((stretch, part),) = found
+            return stretch.data[part].view(tuple(sizes))
         if room is None:
             raise ValueError("a box that does not lie on the host in one piece needs room")
         nbytes = (stop - start) * self.dtype.itemsize
-        taking = self._taking(start, stop, room[:nbytes], room[nbytes:], straight=True)
-        self.backend.fetch(taking.fetches)
-        copy(taking.copies)
-        return room[:nbytes].view(self.dtype).view(tuple(sizes))
+        into, halves = room[:nbytes].view(self.dtype), room[nbytes:]
+        fetches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[Copy] = []
 
-    def taking(
-        self, offsets: Sequence[int], sizes: Sequence[int], place: torch.Tensor, room: torch.Tensor | None
-    ) -> Taking:
-        """How `place`, uint8, comes to hold such a box. What lies on the device goes through `room`, uint8, which holds
-        as much as the box. None: nothing of it lies there.
-        """
-        return self._taking(*self._run(offsets, sizes), place, room)
+        def here(data: torch.Tensor) -> torch.Tensor:
+            """Where it is on the host once `fetches` are made: each in a part of the room of its own."""
+            nonlocal halves
+            if on_host(data):
+                return data
+            place, halves = halves[: data.nbytes].view(data.dtype), halves[data.nbytes :]
+            fetches.append((place, data))
+            return place
 
-    def _taking(
-        self, start: int, stop: int, place: torch.Tensor, room: torch.Tensor | None, *, straight: bool = False
-    ) -> Taking:
-        """`straight`: the device is read into `place` itself where nothing is to be joined."""
-        taking, size = Taking([], []), self.dtype.itemsize
-        for stretch in self._found(start, stop):
-            first, last = max(start, stretch.start), min(stop, stretch.stop)
-            part, at = slice(first - stretch.start, last - stretch.start), size * (first - start)
-            into = place[at : at + size * (last - first)]
+        end = 0
+        for stretch, part in found:
             data = stretch.data[part]
-            # Each stretch has its own part of the room: what is in it is read later.
+            begin, end = end, end + len(data)
             if stretch.low is not None:
-                high = _here(data, room, at, taking)
-                low = _here(stretch.low[part], room, at + high.nbytes, taking)
-                taking.copies.append(Copy(into.view(self.dtype), high, low))
-            elif straight and not _on_host(data):
-                taking.fetches.append((into.view(self.dtype), data))
+                copies.append(Copy(into[begin:end], here(data), here(stretch.low[part])))
+            elif on_host(data):
+                copies.append(Copy(into[begin:end].view(torch.uint8), data.view(torch.uint8)))
             else:
-                taking.copies.append(Copy(into, _here(data, room, at, taking).view(torch.uint8)))
-        return taking
+                fetches.append((into[begin:end], data))
+        self.backend.fetch(fetches)
+        copy(copies)
+        return into.view(tuple(sizes))
 
     def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
         """The flat elements [start, stop) of a box."""
         start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
         return start, start + math.prod(sizes)
 
-    def _found(self, start: int, stop: int) -> list[Stretch]:
-        return [s for s in self.stretches if s.start < stop and start < s.stop]
+    def _found(self, start: int, stop: int) -> Iterator[tuple[Stretch, slice]]:
+        """Stretches that flat elements lie in, in their order, and which of each."""
+        for s in self.stretches:
+            if s.start < stop and start < s.stop:
+                yield s, slice(max(start, s.start) - s.start, min(stop, s.stop) - s.start)
 
 
-def _here(data: torch.Tensor, room: torch.Tensor | None, at: int, taking: Taking) -> torch.Tensor:
-    """Where it is on the host once `taking.fetches` are made."""
-    if _on_host(data):
-        return data
-    if room is None:
-        raise ValueError("what lies on the device needs room")
-    here = room[at : at + data.nbytes].view(data.dtype)
-    taking.fetches.append((here, data))
-    return here
-
-
-def _on_host(data: torch.Tensor) -> bool:
+def on_host(data: torch.Tensor) -> bool:
     return data.device.type == "cpu"
 
 
