@@ -160,7 +160,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_rank_that_stands_still_is_missed(tmp_path: Path) -> None:
-    """By the other, after the limit that was set; torchrun then kills the one that stands."""
+    """By the other, after the limit that was set; torchrun then kills the one that stands. Seen red with the minute
+    that torch's watchdog waits by itself.
+    """
     limit_s = 15.0
     with Started(tmp_path, f"dist.distributed_timeout_minutes={limit_s / 60}") as run:
         run.wait_for(6)

@@ -25,6 +25,10 @@ from hostward.rule_table import resharded
 from hostward.training.agreement import attempted
 
 T = TypeVar("T")
+_WATCHDOG_WAIT_MS = 2000
+"""Torch's watchdog of NCCL, once it has found a rank missing, waits four times so long before it ends this process, so
+that all ranks can write down what they were at; of its own default, 15 s, that is a minute.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ class Ranks:
                 why="processes meet there",
                 fix="start with torchrun --nproc-per-node",
             )
+        if device.type == "cuda":
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(_WATCHDOG_WAIT_MS))
         # Errors and names go by way of the host on either device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=limit))
