@@ -77,8 +77,8 @@ def test_seconds_of_runs_and_of_several_gpus_are_near_those_that_were_measured()
     found = [row for row in prediction_times.rows_of(files, profile("h200")) if row.gpus > 1 or "recipe" in row.file]
     assert len(found) >= FEWEST
     near = {"2026-11-23-scaling-two-8k-balanced": 0.22}  # its host became slower in the middle of the run
-    # Two H100 beside a host whose memory gave 147 GB/s; the profile is that of an H200's host.
-    near["2026-11-25-scaling-two-h100-held"] = 0.21
+    # Two H100 beside hosts whose memory gave 147 and 165 GB/s; the profile is that of an H200's host.
+    near |= {"2026-11-25-scaling-two-h100-held": 0.21, "2026-11-25-scaling-two-h100-whole": 0.16}
     # Torch's allocator gave memory back in every iteration of these.
     retried = "2026-11-23-recipe-30b-a3b-24-layers-two-h200"
     near |= {retried: 0.16, f"{retried}-retries": 0.21, f"{retried}-expandable": 0.29}
