@@ -1,6 +1,7 @@
 """Saving beside training: what it costs the steps, and its share of the disk's own write rate.
 
     python benchmarks/saving.py --folder /mnt/disk --layers 16 --width 4096 --json benchmarks/results/DATE-saving.json
+    torchrun --nproc-per-node 2 benchmarks/saving.py ...         # the same, divided over the GPUs of a machine by FSDP2
 
 A stack of linear layers is trained with random input. For each way of saving: --steps steps without a save, then the
 steps that run while one checkpoint is saved. A disk that others use too changes from minute to minute, so it is
@@ -14,11 +15,12 @@ the two beside it. Columns:
     of 50       the stall over 50 steps without a save: what saving costs that is done every 50 steps
     save        seconds from the call to the published checkpoint
     rate        bytes of the checkpoint over those seconds, and over the disk's rate
-    held        host bytes besides the state while it is saved, by owner (in the file)
-    cores       seconds of cores that this process took meanwhile, training included (in the file)
+    held        host bytes besides the state while it is saved, by owner, of all ranks (in the file)
+    cores       seconds of cores that all ranks took meanwhile, training included (in the file)
 
 `wait` is a save that is waited for: no step runs beside it. `snapshot` is saved twice, and its second save counts: the
-first takes the memory.
+first takes the memory. Several ranks ask each other behind every step whether the save is over on all of them; seconds
+are those of the slowest.
 """
 
 from __future__ import annotations
@@ -32,16 +34,21 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import hostward
 from hostward import checkpoint, save_buffers
 from hostward.checkpoint_writer import BEHIND_BYTES
 from hostward.engine.backend import Tier
 from hostward.save_buffers import PIECE_BYTES, writer_count
+from hostward.train.ranks import Ranks
 
 from machine import describe
 
@@ -62,16 +69,16 @@ class Stack(torch.nn.Module):
         return x
 
 
-def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
-    """Plain writes of several threads into files of their own, made durable; the disk is asked to begin with every
-    piece at once, and memory to let go of those before, as a save asks it.
+def disk_bytes_per_s(folder: Path, size_bytes: int, ranks: Ranks) -> float:
+    """Plain writes of all threads that save into files of their own, made durable; the disk is asked to begin with
+    every piece at once, and memory to let go of those before, as a save asks it.
     """
-    count = writer_count()
+    count = writer_count(ranks.local_size)
     data = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
 
     def write(path: Path) -> None:
         with path.open("wb", buffering=0) as file:
-            total = left = size_bytes // count
+            total = left = size_bytes // ranks.size // count
             while left > 0:
                 written = file.write(data[: min(left, len(data))])
                 behind = max(0, total - left - BEHIND_BYTES)
@@ -79,23 +86,29 @@ def disk_bytes_per_s(folder: Path, size_bytes: int) -> float:
                 left -= written
             os.fsync(file.fileno())
 
-    paths = [folder / f"plain{i}" for i in range(count)]
+    paths = [folder / f"plain{ranks.rank}.{i}" for i in range(count)]
+    ranks.gather(None)  # all begin together
     start_s = time.perf_counter()
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(write, paths))
-    seconds = time.perf_counter() - start_s
+    seconds = max(ranks.gather(time.perf_counter() - start_s))
     for path in paths:
         path.unlink()
+    ranks.gather(None)
     return size_bytes / seconds
 
 
 class Training:
     """A model in training, step by step."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, ranks: Ranks) -> None:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
         torch.manual_seed(0)
         self.model = Stack(args.layers, args.width, device=device, dtype=dtype)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        if ranks.size > 1:
+            for module in (*self.model.layers, self.model):
+                fully_shard(module)
         self.optimizer = hostward.AdamW(self.model, lr=1e-4, max_grad_norm=1.0, offload_fraction=args.fraction)
         self._input = torch.randn(args.tokens, args.width, device=device, dtype=dtype)
         self._device = device
@@ -112,30 +125,43 @@ class Training:
         return time.perf_counter() - start_s
 
 
-def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: int) -> dict[str, Any]:
+def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: int, ranks: Ranks) -> dict[str, Any]:
     """One save, and the steps beside it."""
     without_s = [training.step_s() for _ in range(steps)]
-    saver = checkpoint.Saver(folder, mode=mode)
+    saver = checkpoint.Saver(folder, mode=mode, group=None if ranks.size == 1 else dist.group.WORLD)
     if mode == "snapshot":  # the first one takes its memory
         saver.save(0, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
-        shutil.rmtree(saver.finish())
-        progress("saved for the first time")
+        discard(saver.finish(), ranks)
+        progress(ranks, "saved for the first time")
     training.optimizer.wait()
     used = os.times()
     start_s = time.perf_counter()
     path = saver.save(1, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
     called_s = time.perf_counter() - start_s
     beside_s = []
-    while path is None:
+    while not all(ranks.gather(path is not None)):
         beside_s.append(training.step_s())
-        path = saver.poll()
-    saved_s = time.perf_counter() - start_s
+        path = path or saver.poll()
+    saved_s = max(ranks.gather(time.perf_counter() - start_s))
     done = os.times()
     held = training.optimizer.backend.ledger.by_owner(Tier.HOST)
     saver.close()
+    assert path is not None
     size_bytes = sum(file.stat().st_size for file in path.iterdir())
-    shutil.rmtree(folder)
-    usual_s = statistics.median(without_s)
+    discard(path, ranks)
+    of_ranks = ranks.gather(
+        {
+            "without_s": without_s,
+            "beside_s": beside_s,
+            "call_s": called_s,
+            "cores_user_s": done.user - used.user,
+            "cores_system_s": done.system - used.system,
+            "held_bytes": {owner: held[owner] for owner in OWNERS if owner in held},
+        }
+    )
+    usual_s = statistics.median(slowest(of_ranks, "without_s"))
+    beside_s = slowest(of_ranks, "beside_s")
+    called_s = max(r["call_s"] for r in of_ranks)
     stall_s = called_s + sum(beside_s) - usual_s * len(beside_s)
     return {
         "step_s": usual_s,
@@ -145,12 +171,27 @@ def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: i
         "stall_s": stall_s,
         "stall_of_50_steps": stall_s / (50 * usual_s),
         "save_s": saved_s,
-        "cores_user_s": done.user - used.user,
-        "cores_system_s": done.system - used.system,
+        "cores_user_s": sum(r["cores_user_s"] for r in of_ranks),
+        "cores_system_s": sum(r["cores_system_s"] for r in of_ranks),
         "bytes": size_bytes,
         "bytes_per_s": size_bytes / saved_s,
-        "held_bytes": {owner: held[owner] for owner in OWNERS if owner in held},
+        "held_bytes": {
+            owner: sum(r["held_bytes"].get(owner, 0) for r in of_ranks) for owner in of_ranks[0]["held_bytes"]
+        },
     }
+
+
+def slowest(of_ranks: list[dict[str, Any]], what: str) -> list[float]:
+    """Of each step the seconds of the rank that took longest."""
+    return [max(each) for each in zip(*(r[what] for r in of_ranks), strict=True)]
+
+
+def discard(path: Path | None, ranks: Ranks) -> None:
+    """A checkpoint that all ranks have looked at."""
+    assert path is not None
+    ranks.gather(None)
+    if ranks.first:
+        shutil.rmtree(path)
 
 
 def beside_disk(row: dict[str, Any], before: float, after: float) -> dict[str, Any]:
@@ -163,8 +204,9 @@ def beside_disk(row: dict[str, Any], before: float, after: float) -> dict[str, A
     }
 
 
-def progress(said: str) -> None:
-    print(f"{time.perf_counter():.0f} s: {said}", file=sys.stderr, flush=True)
+def progress(ranks: Ranks, said: str) -> None:
+    if ranks.first:
+        print(f"{time.perf_counter():.0f} s: {said}", file=sys.stderr, flush=True)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -195,33 +237,47 @@ def main() -> None:
     if unknown := set(args.ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: of {', '.join(WAYS)}")
     save_buffers.MOST_WRITERS = args.writers
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    training = Training(args, device)
-    parameters = sum(p.numel() for p in training.model.parameters())
+    ranks = Ranks.of(os.environ)
+    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks.join(device, timedelta(minutes=10))
+    try:
+        measure(args, device, ranks)
+    finally:
+        ranks.leave()
+
+
+def measure(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> None:
+    training = Training(args, device, ranks)
     for _ in range(3):
         training.step_s()
     rows: list[dict[str, Any]] = []
-    print(f"{parameters:,} parameters, {writer_count()} threads write")
-    print(
-        f"{'way':10}{'step':>8}{'stall s':>10}{'allowed':>9}{'of 50':>8}{'save s':>9}{'GB/s':>8}{'of disk':>9}",
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        probe_bytes = int(args.probe * parameters * (14 if args.dtype == "bf16" else 12))
-        progress("trained")
-        before = disk_bytes_per_s(folder, probe_bytes)
+    writers = ranks.size * writer_count(ranks.local_size)
+    if ranks.first:
+        print(f"{training.parameters:,} parameters, {ranks.size} ranks, {writers} threads write")
+        print(
+            f"{'way':10}{'step':>8}{'stall s':>10}{'allowed':>9}{'of 50':>8}{'save s':>9}{'GB/s':>8}{'of disk':>9}",
+            flush=True,
+        )
+    with ExitStack() as kept:
+        made = kept.enter_context(tempfile.TemporaryDirectory(dir=args.folder)) if ranks.first else None
+        folder = Path(ranks.gather(made)[0])
+        probe_bytes = int(args.probe * training.parameters * (14 if args.dtype == "bf16" else 12))
+        progress(ranks, "trained")
+        before = disk_bytes_per_s(folder, probe_bytes, ranks)
         for way in args.ways:
-            progress(f"{way}: the disk writes {before / 1e9:.2f} GB/s")
-            row = one(training, WAYS[way], folder / way, args.steps)
-            progress(f"saved in {row['save_s']:.1f} s")
-            after = disk_bytes_per_s(folder, probe_bytes)
+            progress(ranks, f"{way}: the disk writes {before / 1e9:.2f} GB/s")
+            row = one(training, WAYS[way], folder / way, args.steps, ranks)
+            progress(ranks, f"saved in {row['save_s']:.1f} s")
+            after = disk_bytes_per_s(folder, probe_bytes, ranks)
             rows.append({"way": way} | beside_disk(row, before, after))
             before = after
-            show(rows[-1])
-            if args.json is not None:
-                report = {"machine": describe(), "parameters": parameters, "writers": writer_count(), "rows": rows}
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+            if ranks.first:
+                show(rows[-1])
+                if args.json is not None:
+                    head = {"machine": describe(), "parameters": training.parameters, "ranks": ranks.size}
+                    args.json.write_text(json.dumps(head | {"writers": writers, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
