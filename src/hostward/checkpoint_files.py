@@ -197,11 +197,11 @@ def discard_older(directory: Path, iteration: int, keep: int) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, sound or not, rather than one that holds some. What cannot be looked into is
-    none: whoever reads or writes there is told why.
+    """Whether a folder is a checkpoint, sound or not, rather than one that holds some, or a manifest of something else.
+    What cannot be looked into is none: whoever reads or writes there is told why.
     """
     try:
-        return (path / MANIFEST).exists()
+        return (path / MANIFEST).exists() and any(path.glob("*.distcp"))
     except OSError:
         return False
 

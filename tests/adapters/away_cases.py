@@ -107,6 +107,18 @@ def frozen(*, away: bool) -> dict[str, Any]:
     return {"weights": weights, "freed": found and found.freed_bytes, "fetched": found and found.fetched_bytes}
 
 
+def fail_between_blocks(model: Any) -> None:
+    """A forward that ends there on every rank; then no weight is whole any more."""
+    handle = model.blocks[1].up.register_forward_pre_hook(_fail)
+    try:
+        loss_of(model, 9)
+    except StopError:
+        handle.remove()
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.reshard()
+
+
 def interrupted() -> tuple[dict[str, str], dict[str, str]]:
     """Bits after a forward that failed between two blocks on every rank, and training that went on; and without."""
 
@@ -116,14 +128,7 @@ def interrupted() -> tuple[dict[str, str], dict[str, str]]:
         optimizer = adamw(model, "host", "late")
         run = hostward.attach(model, optimizer, weights=AWAY) if away else None
         trained(model, optimizer, 0)
-        handle = model.blocks[1].up.register_forward_pre_hook(_fail)
-        try:
-            loss_of(model, 9)
-        except StopError:
-            handle.remove()
-        for module in model.modules():
-            if isinstance(module, torch.distributed.fsdp.FSDPModule):
-                module.reshard()
+        fail_between_blocks(model)
         trained(model, optimizer, 1, 2)
         if run is not None:
             run.detach()
@@ -221,14 +226,7 @@ def watched(**options: Any) -> dict[str, Any]:
     untraced = list(backend.awaited)
     with optimizer.trace() as trace:
         trained(model, optimizer, 2)
-        handle = model.blocks[1].up.register_forward_pre_hook(_fail)
-        try:
-            loss_of(model, 9)
-        except StopError:
-            handle.remove()
-        for module in model.modules():
-            if isinstance(module, torch.distributed.fsdp.FSDPModule):
-                module.reshard()
+        fail_between_blocks(model)
         model.blocks[0].unshard()
         trained(model, optimizer, 3)
     traced, parts = list(backend.awaited), trace.summary().parts

@@ -64,4 +64,7 @@ def test_what_cannot_be_looked_into_is_no_checkpoint(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", stale)
         assert not checkpoint_files.is_checkpoint(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")  # of something else
+    assert not checkpoint_files.is_checkpoint(tmp_path)
     assert checkpoint_files.is_checkpoint(checkpoint.save(tmp_path, 1, tensors={"x": torch.ones(3)}, plain={}))
+    assert checkpoint_files.is_checkpoint(checkpoint.save(tmp_path, 2, tensors={}, plain={}))

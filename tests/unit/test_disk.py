@@ -167,13 +167,16 @@ def test_what_is_removed_while_it_is_weighed_weighs_nothing(tmp_path: Path, monk
     assert checkpoint_files.leftover_bytes(tmp_path) == 10
 
 
-def test_room_is_that_of_the_nearest_folder_there_is(tmp_path: Path) -> None:
-    there = disk.room_bytes(tmp_path)
-    assert there is not None
-    assert there > 0
-    new = disk.room_bytes(tmp_path / "not" / "yet")
-    assert new is not None
-    assert abs(new - there) < there / 2  # other processes write meanwhile
+def test_room_is_that_of_the_nearest_folder_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def free(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(f_blocks=9, f_bfree=3, f_bavail=3, f_frsize=4096)
+
+    monkeypatch.setattr(os, "statvfs", free)
+    assert disk.room_bytes(tmp_path) == disk.room_bytes(tmp_path / "not" / "yet") == 3 * 4096
+    assert asked == [tmp_path, tmp_path]
 
 
 def test_a_file_system_that_does_not_tell_is_not_weighed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
