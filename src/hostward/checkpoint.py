@@ -52,7 +52,6 @@ from hostward.errors import CheckpointError
 from hostward.names import matched
 from hostward.save_buffers import writer_count
 
-METADATA = ".metadata"
 _SHOWN_NAMES = 3
 
 _METADATA_CLASSES = {
@@ -320,12 +319,12 @@ def _read_verified(path: Path, name: str) -> bytes:
 
 
 def _read_metadata(path: Path) -> Metadata:
-    content = _read_verified(path, METADATA)
+    content = _read_verified(path, files.METADATA)
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, IndexError, ImportError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: cannot read {METADATA}",
+            f"checkpoint {path}: cannot read {files.METADATA}",
             why=str(error),
             fix="load it with the version of torch that saved it",
         ) from error

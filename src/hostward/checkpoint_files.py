@@ -27,6 +27,8 @@ from pathlib import Path
 from hostward.checkpoint_manifest import CHUNK_BYTES, MANIFEST, FileRecord, Manifest, count_chunks, read_checksums
 from hostward.errors import CheckpointError
 
+METADATA = ".metadata"
+"""Table of contents, of torch.distributed.checkpoint."""
 LATEST = "latest"
 LOCK = ".save.lock"
 
@@ -201,7 +203,7 @@ def is_checkpoint(path: Path) -> bool:
     What cannot be looked into is none: whoever reads or writes there is told why.
     """
     try:
-        return (path / MANIFEST).exists() and any(path.glob("*.distcp"))
+        return (path / MANIFEST).exists() and (path / METADATA).exists()
     except OSError:
         return False
 

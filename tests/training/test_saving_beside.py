@@ -20,6 +20,7 @@ import hostward
 from hostward import checkpoint, checkpoint_snapshot
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.checkpoint_ranks import Stop
+from hostward.checkpoint_writer import shared_out
 from hostward.engine import cuda_memory, pools
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
@@ -180,6 +181,12 @@ def test_what_lies_on_the_device_comes_to_where_it_belongs(monkeypatch: pytest.M
     assert fetched == [[room.data_ptr(), room.data_ptr() + 4 * 15]]
     with pytest.raises(ValueError, match="needs room"):
         source.read([5], [20], None)
+
+
+def test_a_rank_without_an_element_of_a_tensor_reads_none_and_needs_no_room() -> None:
+    source = Source(torch.Size([0, 8]), torch.float32, (), torch.empty(0), SimulatedBackend(), Readers())
+    assert not source.needs_room()
+    assert source.read([0, 0], [0, 8], None).shape == (0, 8)
 
 
 def test_a_box_lies_in_parts_of_memory_and_is_read_from_where_they_are_copied_to() -> None:
@@ -429,7 +436,7 @@ def overlap(a: range, b: range) -> bool:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int) -> None:
+def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of tensors end anywhere in the parts of memory that are copied; other ranks may write some of them."""
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
@@ -440,7 +447,11 @@ def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int) -> 
     kept = checkpoint_snapshot.Snapshot(optimizer.backend, checkpoint_snapshot.snapshot_bytes(planner.sources))
     kept._buffer.data.fill_(0x5A)
     rooms = [torch.zeros(1280, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
     copies = kept.of(planner, items, rooms, Stop())
+    first, second = shared_out(items, 2)
+    assert copies._behind[second[0].index] <= 1  # its writer does not wait for the other's half
+    assert copies._behind[first[len(first) // 2].index] > 1
     assert sum(len(piece.data) for group in copies._groups for piece in group) <= kept.size_bytes
     copies.make()
     for memory in (memory for source in planner.sources for memory in source.memory):
@@ -465,21 +476,31 @@ def test_a_snapshot_holds_no_byte_twice() -> None:
 def test_state_that_cannot_be_read_is_what_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: checkpoint.Mode
 ) -> None:
-    """Threads that write, and wait for what is not copied any more, end as well."""
+    """Threads that write, and wait for what is not copied any more, end as well. Seen red: no end of it."""
     model, optimizer = make("host")
     saver = checkpoint.Saver(tmp_path, mode=mode)
     where, name = (checkpoint_snapshot, "_fetched") if mode == "snapshot" else (PiecePlanner, "read")
     read: Callable[..., Any] = getattr(where, name)
     calls = itertools.count(1)
+    waits = threading.Semaphore(0)
+
+    class Awaited(checkpoint_snapshot.Copies):
+        def read(self, *item: Any) -> torch.Tensor:
+            waits.release()
+            return super().read(*item)
 
     def fails(*arguments: Any) -> Any:
         if next(calls) == 5:
+            if mode == "snapshot":  # none of what is left is there: the writer waits for it soon
+                assert waits.acquire(timeout=20)
+                time.sleep(0.5)
             raise RuntimeError("the device is lost")
         return read(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
         patched.setattr(where, name, fails)
+        patched.setattr(checkpoint_snapshot, "Copies", Awaited)
         begin(saver, model, optimizer)
         step(model, optimizer, 0)
         with pytest.raises(CheckpointError, match="the device is lost"):

@@ -120,6 +120,8 @@ class Source:
         if len(found) == 1 and found[0][0].lies_here():
             ((stretch, part),) = found
             return stretch.data[part].view(tuple(sizes))
+        if not found:  # a rank without an element of it
+            return torch.empty(tuple(sizes), dtype=self.dtype)
         if room is None:
             raise ValueError("a box that does not lie on the host in one piece needs room")
         nbytes = (stop - start) * self.dtype.itemsize
