@@ -193,13 +193,15 @@ def test_a_save_folder_that_takes_no_files_is_refused(refused: Cli) -> None:
 @pytest.mark.parametrize("option", ["--run-dir", "checkpoint.save", "logger.tensorboard_dir"])
 def test_a_checkpoint_is_no_folder_to_write_into(refused: Cli, tmp_path: Path, option: str) -> None:
     """A later save may remove it. Seen red: the report of a run was written beside the manifest."""
+    names = {".metadata", "manifest.json"}
     (tmp_path / "iter_0000001").mkdir()
-    (tmp_path / "iter_0000001" / "manifest.json").touch()
+    for name in names:
+        (tmp_path / "iter_0000001" / name).touch()
     joined = " " if option.startswith("--") else "="
     word = f"{option}{joined}{tmp_path / 'iter_0000001'}"
     outcome = refused(*word.split(" "))
     assert f"{word} is a checkpoint\n" in outcome.err
-    assert [path.name for path in (tmp_path / "iter_0000001").iterdir()] == ["manifest.json"]
+    assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == names
 
 
 def test_a_save_folder_that_cannot_be_written_is_told_without_numbers(
