@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from hostward.inspect import local_of
 from hostward.save_buffers import PIECE_BYTES
-from hostward.training.sources import Source, Where
+from hostward.training.sources import Source, Where, as_it_lies
 
 Value: TypeAlias = "torch.Tensor | Source"
 
@@ -54,7 +54,7 @@ class PiecePlanner(DefaultSavePlanner):
             index = MetadataIndex(item.index.fqn, at)
             yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 
-    def read(self, item: WriteItem, room: torch.Tensor | None, where: Where = lambda memory: memory) -> torch.Tensor:
+    def read(self, item: WriteItem, room: torch.Tensor | None, where: Where = as_it_lies) -> torch.Tensor:
         """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `room` if
         they come from a source (`Source.read`).
         """
@@ -70,7 +70,7 @@ class PiecePlanner(DefaultSavePlanner):
 
     @property
     def sources(self) -> list[Source]:
-        return [value for value in self._values.values() if isinstance(value, Source)]
+        return sources_of(self._values)
 
     def source_of(self, item: WriteItem) -> Source | None:
         """What an item is read from, if that is where training goes on."""
@@ -84,6 +84,10 @@ class PiecePlanner(DefaultSavePlanner):
             raise ValueError(f"{item.index.fqn} is no tensor")
         begin = self._begins[item.index.fqn]
         return [o - b for o, b in zip(data.chunk.offsets, begin, strict=True)], data.chunk.sizes
+
+
+def sources_of(values: Mapping[str, Value]) -> list[Source]:
+    return [value for value in values.values() if isinstance(value, Source)]
 
 
 def item_bytes(item: WriteItem) -> int:

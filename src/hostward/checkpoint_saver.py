@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from hostward.checkpoint_plan import Value
+from hostward.checkpoint_plan import Value, sources_of
 from hostward.checkpoint_ranks import Ranks
 from hostward.checkpoint_request import JSON, check_plain, plain_bytes, values_of
 from hostward.checkpoint_save import Request, Save
@@ -129,7 +129,7 @@ class Saver:
                 return save.run()
             finally:
                 self._give_back()
-        for readers in {id(s.readers): s.readers for s in _sources(values)}.values():
+        for readers in {id(s.readers): s.readers for s in sources_of(values)}.values():
             readers.add(save.wait_until_read)
         self._under_way = _UnderWay(save)
         return None
@@ -163,7 +163,7 @@ class Saver:
         self._ranks.close()
 
     def _take_memory(self, values: Mapping[str, Value]) -> None:
-        sources = _sources(values)
+        sources = sources_of(values)
         if not sources:
             return
         backend = self._backend = sources[0].backend
@@ -217,10 +217,6 @@ def _rooms(backend: Backend, sizes_bytes: list[int]) -> list[Buffer]:
         # A run that has no page to lock left must not lose its checkpoint for it: they are copied through all the same.
         log.warning("%s: the device is read through plain memory, which takes longer", error.what)
         return backend.allocate(Tier.HOST, sizes_bytes, torch.uint8, OWNER)
-
-
-def _sources(values: Mapping[str, Value]) -> list[Source]:
-    return [value for value in values.values() if isinstance(value, Source)]
 
 
 def _threads(values: Mapping[str, Value]) -> int:

@@ -62,12 +62,8 @@ class Snapshot:
         self, planner: PiecePlanner, items: Sequence[WriteItem], rooms: Sequence[torch.Tensor | None], stop: Stop
     ) -> Copies:
         """Of these items, as they are to be copied and read: the arguments of `Copies`."""
-        places: dict[Memory, torch.Tensor] = {}
-        end = 0
-        for memory in (_memory(m) for source in planner.sources for m in source.memory):
-            if memory not in places:
-                places[memory] = self._buffer.data[end : end + memory[1]]
-                end += align(memory[1], ALIGNED)
+        begins, _ = _layout(planner.sources)
+        places = {memory: self._buffer.data[at : at + memory[1]] for memory, at in begins.items()}
         return Copies(planner, items, places, rooms, stop, self._backend)
 
     def free(self) -> None:
@@ -219,5 +215,15 @@ def _fetched(group: Sequence[_Piece]) -> list[Copy]:
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
     """Bytes that a snapshot of these needs."""
-    memory = {_memory(m) for source in sources for m in source.memory}
-    return sum(align(size_bytes, ALIGNED) for _, size_bytes in memory)
+    return _layout(sources)[1]
+
+
+def _layout(sources: Sequence[Source]) -> tuple[dict[Memory, int], int]:
+    """Where in a snapshot each memory begins, which several sources may have in common, and the bytes of all."""
+    begins: dict[Memory, int] = {}
+    end = 0
+    for memory in (_memory(m) for source in sources for m in source.memory):
+        if memory not in begins:
+            begins[memory] = end
+            end += align(memory[1], ALIGNED)
+    return begins, end

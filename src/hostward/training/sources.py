@@ -45,6 +45,10 @@ Where: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From memory of a source to that which it is to be read from."""
 
 
+def as_it_lies(memory: torch.Tensor) -> torch.Tensor:
+    return memory
+
+
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """Elements [start, stop) of a flattened tensor and where they lie: `data`, flat, or the halves of float32 masters,
@@ -108,7 +112,7 @@ class Source:
         offsets: Sequence[int],
         sizes: Sequence[int],
         room: torch.Tensor | None,
-        where: Where = lambda memory: memory,
+        where: Where = as_it_lies,
     ) -> torch.Tensor:
         """A box of it, on the host: in place where it lies there in one piece, else in `room`, uint8, which holds the
         box, or twice that where some of it lies on the device.
