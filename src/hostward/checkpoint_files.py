@@ -6,7 +6,8 @@ DIR/iter_0000050/                 a complete checkpoint
     plain.json                    numbers, strings, lists, mappings
     ranks.json                    the same, of each rank's own; where there are any
     manifest.json                 size and CRC-32 per chunk of each file above, and a checksum of itself
-DIR/.save.lock                    advisory lock: one run saves at a time
+DIR/.save.lock                    advisory lock: one process saves at a time
+DIR/.run.lock                     the same of `hostward train`: one run has the folder, from its start to its end
 DIR/.iter_0000050.WORD-1a2b3c4d   part of a running or killed save. WORD is `partial` (being written), `discarded`
                                   (being removed) or `replaced` (the old checkpoint of the same iteration, until
                                   the new one is in place)
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from hostward.checkpoint_manifest import CHUNK_BYTES, MANIFEST, FileRecord, Manifest, count_chunks, read_checksums
 from hostward.errors import CheckpointError
+from hostward.folder_lock import lock, unlock
 
 METADATA = ".metadata"
 """Table of contents, of torch.distributed.checkpoint."""
@@ -120,17 +121,14 @@ def locked(directory: Path) -> Iterator[None]:
     """
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not lock(descriptor, directory):
             raise CheckpointError(
                 f"cannot save into {directory}",
                 why="another process is saving there",
                 fix="give each run its own checkpoint.save folder, or wait until the other save ends",
-            ) from error
+            )
         yield
-        # A child that was forked meanwhile shares the lock through its copy of the descriptor: closing is not enough.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        unlock(descriptor)
     finally:
         os.close(descriptor)
 

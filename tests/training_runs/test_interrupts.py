@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(
     assert code == 130
     assert err.splitlines() == ["interrupted; checkpoints that were complete are intact"]
     assert iterations_saved(folder) == ["iter_0000001", "iter_0000002"]
-    assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == [".save.lock"]
+    assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == [".run.lock", ".save.lock"]
     assert saved(folder)[1]["iteration"] == 2
     resumed = train(*offloaded(1), "train.train_iters=3", f"checkpoint.load={folder}").report
     whole = train("train.train_iters=3").report

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.folder_lock import Claim
 
 from . import checkpoint, machine, plan, progress, ranks, report_command, run_files
 from .output import (
@@ -106,22 +107,28 @@ def train(
         planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
     from hostward.train import loop, scalars
+    from hostward.train.ranks import Ranks
     from hostward.train.report import render
 
     # Of logits that are gathered: nothing is done to them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
-    with gone_if_refused(run_dir if first_rank else None):
+    with gone_if_refused(run_dir if first_rank else None), ExitStack() as refused:
         if first_rank and run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
+            if not run_files.is_same(run_dir, config.checkpoint.save):  # which the run claims
+                refused.enter_context(
+                    Claim(f"--run-dir {run_dir}", run_dir, patience_s=Ranks.of(os.environ).patience_s)
+                )
         if first_rank and tensorboard_dir is not None:
             scalars.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
         run = loop.prepare(recipe, config, plan=planned, force=force)
+        claimed = refused.pop_all()
     over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
-    with ExitStack() as stack:
+    with claimed, ExitStack() as stack:
         asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None
         stack.enter_context(run_files.terminable(asked))
         files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))

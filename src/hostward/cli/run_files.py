@@ -134,6 +134,11 @@ def run_folder(run_dir: Path | None, save: str | None) -> Path | None:
     return run_dir if run_dir is not None or save is None else Path(save)
 
 
+def is_same(run_dir: Path, save: str | None) -> bool:
+    """Whether --run-dir names the folder of checkpoint.save."""
+    return save is not None and Path(save).resolve() == run_dir.resolve()
+
+
 def _drop_trace(folder: Path) -> None:
     """The trace of an earlier run in this folder does not belong to this run's report; its own comes at the end."""
     with contextlib.suppress(OSError):

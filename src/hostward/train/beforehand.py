@@ -55,7 +55,6 @@ def weighed(
     found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
     if not force:
         require_room(config, dataset.vocab_size, resume_from, first=ranks.first)
-    resume.require_writable(config)
     return dataset, found, leaving if ranks.size == 1 else None
 
 

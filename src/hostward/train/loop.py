@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
 from hostward.errors import DataError, DeviceError
+from hostward.folder_lock import Claim
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import captured
@@ -93,6 +94,8 @@ class Run:
     """The newest checkpoint that is complete."""
     saver: Saver | None = None
     """What saves them, from the first save on."""
+    claim: Claim | None = None
+    """That no other run saves there; held by the first rank until training is over."""
     first_iteration: int = 0
     trace: Trace | None = None
     """Of the newest metered iterations, once they are over."""
@@ -214,6 +217,18 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
         if device.type == "cuda" and not force:
             plan.require_machine(torch.cuda.get_device_name(device))
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
+    with ExitStack() as refused:
+        claim = ranks.agreed(lambda: resume.claim(config, ranks, refused))
+        run = _prepared(recipe, config, plan, device, ranks, force=force)
+        run.claim = claim
+        refused.pop_all()
+    return run
+
+
+def _prepared(
+    recipe: str, config: Config, plan: PlanFile | None, device: torch.device, ranks: Ranks, *, force: bool
+) -> Run:
+    """What `prepare` does once the ranks have met, and no other run saves where this one does."""
     resume_from = ranks.agreed(lambda: resume.checkpoint_to_load(config))
     require_alike(ranks, what_runs(recipe, config, device.type, resume_from, plan))
     dataset, found, waiting = ranks.agreed(

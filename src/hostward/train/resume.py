@@ -6,7 +6,7 @@ import logging
 import random
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from hostward.checkpoint_files import complete_checkpoints, is_checkpoint
 from hostward.config import Config, to_dict
 from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
+from hostward.folder_lock import Claim
 from hostward.inspect import local_of
 
 from .models import place_in_model
@@ -26,6 +27,7 @@ from .models import place_in_model
 if TYPE_CHECKING:
     from .data import TokenDataset
     from .loop import Run
+    from .ranks import Ranks
 
 log = logging.getLogger("hostward")
 
@@ -131,7 +133,7 @@ def is_as_it_was(run: Run) -> bool:
 @contextmanager
 def saves(run: Run) -> Iterator[None]:
     """Around training: the last checkpoint is made behind it, unless it is there, and one under way is given up if it
-    fails.
+    fails. Behind that others may have the folder.
     """
     try:
         yield
@@ -147,6 +149,8 @@ def saves(run: Run) -> Iterator[None]:
             left = ledger.by_owner(Tier.HOST)
             run.save_bytes = {o: n - left.get(o, 0) for o, n in held.items() if n > left.get(o, 0)}
             run.save_pinned_bytes = pinned_bytes - ledger.pinned_bytes
+        if run.claim is not None:
+            run.claim.release()
 
 
 def _saved(run: Run, path: Path | None) -> None:
@@ -336,31 +340,45 @@ def _same_folder(config: Config) -> bool:
     return save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
 
 
-def require_writable(config: Config) -> None:
-    """Make the folder of `checkpoint.save` and try it. Raises CheckpointError now rather than at the first save."""
+def claim(config: Config, ranks: Ranks, undone: ExitStack) -> Claim | None:
+    """Have the folder of `checkpoint.save` for this run alone: it is made, if need be, and tried. None on other ranks
+    than the first, which has it for all, and without such a folder.
+
+    Args:
+        undone: where the run is refused after all, its end leaves the folder as it was.
+
+    Raises:
+        CheckpointError: it is none that checkpoints can be saved to, or has some of another run. ConfigError: another
+            run has it.
+    """
     if config.checkpoint.save is None:
-        return
+        return None
     save = Path(config.checkpoint.save)
+    told = f"checkpoint.save={save}"
     if is_checkpoint(save):
         raise CheckpointError(
-            f"checkpoint.save={save} is a checkpoint",
+            f"{told} is a checkpoint",
             why="checkpoints lie beside each other, and what is within one is removed with it",
             fix=f"checkpoint.save={save.parent}, or another folder",
         )
-    others = complete_checkpoints(save) if save.is_dir() else []
-    if others and not _same_folder(config):
-        raise CheckpointError(
-            f"checkpoint.save={save} already holds checkpoints, the newest of them {others[-1].name}",
-            why="a second run would overwrite and outdate those of the first",
-            fix=f"go on from them with checkpoint.load={save}, or name another folder",
-        )
+    claimed = None
     try:
+        if ranks.first:
+            claimed = undone.enter_context(Claim(told, save, patience_s=ranks.patience_s))
         save.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=save).close()
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.save={save} cannot be written", why=error.strerror or str(error), fix="name a writable folder"
+            f"{told} cannot be written", why=error.strerror or str(error), fix="name a writable folder"
         ) from error
+    others = complete_checkpoints(save)
+    if others and not _same_folder(config):
+        raise CheckpointError(
+            f"{told} already holds checkpoints, the newest of them {others[-1].name}",
+            why="a second run would overwrite and outdate those of the first",
+            fix=f"go on from them with checkpoint.load={save}, or name another folder",
+        )
+    return claimed
 
 
 def _python_rng() -> list[Any]:
