@@ -19,21 +19,23 @@ the two beside it. Columns:
     cores       seconds of cores that all ranks took meanwhile, training included (in the file)
 
 `wait` is a save that is waited for: no step runs beside it. `snapshot` is saved twice, and its second save counts: the
-first takes the memory. Several ranks ask each other behind every step whether the save is over on all of them; seconds
-are those of the slowest.
+first takes the memory. `disk` is no save: as many threads write as many bytes past the page cache and do nothing else.
+What steps lose to that, no way of saving beside them gets back. Several ranks ask each other behind every step whether
+the save is over on all of them; seconds are those of the slowest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +54,7 @@ from hostward.train.ranks import Ranks
 
 from machine import describe
 
-WAYS: dict[str, checkpoint.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream"}
+WAYS: dict[str, checkpoint.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream", "disk": None}
 OWNERS = ("buffers of a save", "snapshot of a save")
 
 
@@ -98,6 +100,43 @@ def disk_bytes_per_s(folder: Path, size_bytes: int, ranks: Ranks) -> float:
     return size_bytes / seconds
 
 
+class PlainWriting:
+    """In place of a Saver: threads that write so many bytes of all ranks, past the page cache."""
+
+    def __init__(self, folder: Path, size_bytes: int, ranks: Ranks) -> None:
+        self._count = writer_count(ranks.local_size)
+        self._each_bytes = size_bytes // ranks.size // self._count // PIECE_BYTES * PIECE_BYTES
+        self._folder, self._rank = folder, ranks.rank
+        self._pool = ThreadPoolExecutor(self._count)
+        self._written: list[Future[None]] = []
+
+    def save(self, iteration: int, **_: object) -> Path | None:
+        self._folder.mkdir(exist_ok=True)
+        paths = [self._folder / f"plain{self._rank}.{i}" for i in range(self._count)]
+        self._written = [self._pool.submit(self._write, path) for path in paths]
+        return None
+
+    def _write(self, path: Path) -> None:
+        with mmap.mmap(-1, PIECE_BYTES) as data:
+            data[:] = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            for _ in range(0, self._each_bytes, PIECE_BYTES):
+                os.write(descriptor, data)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def poll(self) -> Path | None:
+        return self.finish() if all(each.done() for each in self._written) else None
+
+    def finish(self) -> Path:
+        for each in self._written:
+            each.result()
+        return self._folder
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class Training:
     """A model in training, step by step."""
 
@@ -125,10 +164,12 @@ class Training:
         return time.perf_counter() - start_s
 
 
-def one(training: Training, mode: checkpoint.Mode | None, folder: Path, steps: int, ranks: Ranks) -> dict[str, Any]:
+def one(training: Training, way: str, folder: Path, steps: int, plain_bytes: int, ranks: Ranks) -> dict[str, Any]:
     """One save, and the steps beside it."""
     without_s = [training.step_s() for _ in range(steps)]
-    saver = checkpoint.Saver(folder, mode=mode, group=None if ranks.size == 1 else dist.group.WORLD)
+    mode, group = WAYS[way], None if ranks.size == 1 else dist.group.WORLD
+    plain = way == "disk"
+    saver = PlainWriting(folder, plain_bytes, ranks) if plain else checkpoint.Saver(folder, mode=mode, group=group)
     if mode == "snapshot":  # the first one takes its memory
         saver.save(0, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
         discard(saver.finish(), ranks)
@@ -263,12 +304,13 @@ def measure(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> Non
     with ExitStack() as kept:
         made = kept.enter_context(tempfile.TemporaryDirectory(dir=args.folder)) if ranks.first else None
         folder = Path(ranks.gather(made)[0])
-        probe_bytes = int(args.probe * training.parameters * (14 if args.dtype == "bf16" else 12))
+        size_bytes = training.parameters * (14 if args.dtype == "bf16" else 12)
+        probe_bytes = int(args.probe * size_bytes)
         progress(ranks, "trained")
         before = disk_bytes_per_s(folder, probe_bytes, ranks)
         for way in args.ways:
             progress(ranks, f"{way}: the disk writes {before / 1e9:.2f} GB/s")
-            row = one(training, WAYS[way], folder / way, args.steps, ranks)
+            row = one(training, way, folder / way, args.steps, size_bytes, ranks)
             progress(ranks, f"saved in {row['save_s']:.1f} s")
             after = disk_bytes_per_s(folder, probe_bytes, ranks)
             rows.append({"way": way} | beside_disk(row, before, after))

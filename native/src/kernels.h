@@ -31,6 +31,7 @@ typedef void (*AdamwFunction)(const Constants& constants, const Piece& piece, in
 typedef void (*NormFunction)(const void* grad, int64_t length, int64_t* sum, int32_t* exponent);
 typedef void (*AccumulateFunction)(const void* grad, float* total, int64_t length);
 typedef void (*JoinFunction)(const void* high, const int16_t* low, void* whole, int64_t length);
+typedef void (*StreamFunction)(char* into, const char* from, int64_t bytes);
 typedef void (*RmwFunction)(void* const* streams, int64_t start, int64_t length);
 
 struct Kernels {
@@ -38,6 +39,7 @@ struct Kernels {
   NormFunction norm_chunk[kDtypes];
   AccumulateFunction accumulate[kDtypes][2];  // total = total + grad, total = grad
   JoinFunction join;                          // fp32 masters of bf16 weights and their remainders
+  StreamFunction stream;                      // memcpy past the caches; other threads see it behind a fence
   RmwFunction rmw[2];                         // without and with prefetch
 };
 

@@ -93,7 +93,7 @@ class Save:
         request, ranks, stop = self._request, self._ranks, self.stop
         folder = ranks.together(request.what, lambda: self._open(held), stop, arriving=True)[0]
         planner = PiecePlanner(request.values)
-        writer = PieceWriter(folder, planner.read, self._rooms, stop)
+        writer = PieceWriter(folder, planner.read, self._rooms, stop, direct=self._snapshot is not None)
         planned = ranks.together(request.what, lambda: self._plan(planner, writer), stop)
         plan, metadata = self._agree(planner, writer, [plan for plan, _ in planned])
         written = ranks.together(request.what, lambda: self._write(planner, writer, plan), stop)

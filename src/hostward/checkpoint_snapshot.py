@@ -1,7 +1,8 @@
-"""A copy of what training goes on with, on the host: made while the pieces that are there are written.
+"""A copy of what training goes on with, on the host, which is written once it is whole.
 
 Memory is copied as it lies, every byte once: of a master that is kept in two halves the upper one is the weight. What
-is to be written is put together when it is read from the copy.
+is to be written is put together when it is read from the copy. Training waits for the copy and not for the disk:
+threads that write would only take cores and memory from those that copy.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.checkpoint_ranks import Stop
-from hostward.checkpoint_writer import shared_out
+from hostward.checkpoint_writer import BLOCK_BYTES, STAGED_BYTES
 from hostward.engine.backend import Backend, Tier
 from hostward.host.copy import Copy, copy
 from hostward.inventory import align
@@ -32,7 +31,7 @@ _PARTS = 4
 """Of a room: two are the writer's, and into one is fetched while the other is copied from."""
 ROOM_ALIGNED = _PARTS * ALIGNED
 _TOGETHER_BYTES = 1024 * 1024 * 1024
-"""Copied at once, so that starting the threads that do it takes little of the time; then writers get them."""
+"""Copied at once, so that starting the threads that do it takes little of the time."""
 _LOOK_S = 0.1
 """Between two looks of a thread that waits for a copy, at whether the save has been given up."""
 
@@ -63,7 +62,8 @@ class Snapshot:
     ) -> Copies:
         """Of these items, as they are to be copied and read: the arguments of `Copies`."""
         begins, _ = _layout(planner.sources)
-        places = {memory: self._buffer.data[at : at + memory[1]] for memory, at in begins.items()}
+        room = self._buffer.data[-self._buffer.data.data_ptr() % BLOCK_BYTES :]
+        places = {memory: room[at : at + memory[1]] for memory, at in begins.items()}
         return Copies(planner, items, places, rooms, stop, self._backend)
 
     def free(self) -> None:
@@ -82,13 +82,13 @@ class _Piece:
 
 class Copies:
     """The memory that items of one save lie in, as it is copied, and as they are read from the copy by other threads,
-    each once it is there.
+    which wait until all of it is there.
 
     One thread copies, group by group, by as many threads as the host's step has, which waits for the copies. Beside it
     another fetches what the next group has on the device: the device reads and the cores copy at the same time.
 
     Args:
-        items: of this process, in the order of the plan.
+        items: of this process.
         places: for all memory of the sources.
         rooms: one for each thread that writes; None: nothing lies on the device, or is put together to be read.
     """
@@ -107,27 +107,21 @@ class Copies:
         self._stop = stop
         self._backend = backend
         self._groups: list[list[_Piece]] = []
-        self._made: list[threading.Event] = []
-        """By group: all of it is copied."""
-        self._behind: dict[MetadataIndex, int] = {}
-        """By item: the group with the last of it."""
-        turns = zip_longest(*shared_out(items, len(rooms)))
-        self._divide([item for turn in turns for item in turn if item is not None], _Rooms(rooms))
+        self._made = threading.Event()
+        self._divide(items, _Rooms(rooms))
 
     def _divide(self, items: Sequence[WriteItem], rooms: _Rooms) -> None:
-        """Into groups, each of as much as is worth it, or has room. Of each writer's share the first items come first:
-        none waits for another's.
-        """
-        group_of: dict[_Part, int] = {}
+        """Into groups, each of as much as is worth it, or has room."""
+        seen: set[_Part] = set()
         held_bytes = 0
         for item in items:
             source = self._planner.source_of(item)
             if source is None:
                 continue
-            parts = list(self._parts(source, item, rooms.part_bytes))
-            for part, data, place in parts:
-                if part in group_of:
+            for part, data, place in self._parts(source, item, rooms.part_bytes):
+                if part in seen:
                     continue
+                seen.add(part)
                 fetched = not on_host(data)
                 if not self._groups or held_bytes >= _TOGETHER_BYTES or (fetched and not rooms.has(len(data))):
                     self._groups.append([])
@@ -136,9 +130,6 @@ class Copies:
                 room = rooms.take(len(data)) if fetched else None
                 self._groups[-1].append(_Piece(data, place, room, source.backend))
                 held_bytes += len(data)
-                group_of[part] = len(self._groups) - 1
-            self._behind[item.index] = max((group_of[part] for part, _, _ in parts), default=-1)
-        self._made = [threading.Event() for _ in self._groups]
 
     def _parts(
         self, source: Source, item: WriteItem, part_bytes: int
@@ -153,22 +144,20 @@ class Copies:
 
     def make(self) -> None:
         """Copy all of them."""
-        groups = self._groups
         with ThreadPoolExecutor(1, thread_name_prefix="hostward checkpoint fetches") as pool:
-            ahead = pool.submit(_fetched, groups[0] if groups else [])
-            for i, made in enumerate(self._made):
+            ahead = pool.submit(_fetched, self._groups[0] if self._groups else [])
+            for following in [*self._groups[1:], []]:
                 copies = ahead.result()
                 self._stop.check()
-                ahead = pool.submit(_fetched, groups[i + 1] if i + 1 < len(groups) else [])
+                ahead = pool.submit(_fetched, following)
                 copy(copies, threads=self._backend.threads)
-                made.set()
+        self._made.set()
 
     def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
         """The elements of an item, on the host. What is not copied is no source, and takes no room."""
-        group = self._behind.get(item.index)
-        if group is None:
+        if self._planner.source_of(item) is None:
             return self._planner.read(item, None)
-        while group >= 0 and not self._made[group].wait(_LOOK_S):
+        while not self._made.wait(_LOOK_S):
             self._stop.check()
         return self._planner.read(item, room, self._copy_of)
 
@@ -214,8 +203,8 @@ def _fetched(group: Sequence[_Piece]) -> list[Copy]:
 
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
-    """Bytes that a snapshot of these needs."""
-    return _layout(sources)[1]
+    """Bytes that a snapshot of these needs, wherever it comes to lie."""
+    return _layout(sources)[1] + BLOCK_BYTES
 
 
 def _layout(sources: Sequence[Source]) -> tuple[dict[Memory, int], int]:
@@ -224,6 +213,7 @@ def _layout(sources: Sequence[Source]) -> tuple[dict[Memory, int], int]:
     end = 0
     for memory in (_memory(m) for source in sources for m in source.memory):
         if memory not in begins:
-            begins[memory] = end
-            end += align(memory[1], ALIGNED)
+            # Much of it at once goes to the disk from where it lies.
+            begins[memory] = align(end, BLOCK_BYTES if memory[1] >= STAGED_BYTES else ALIGNED)
+            end = begins[memory] + memory[1]
     return begins, end

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import mmap
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from isal.isal_zlib import crc32
 from torch import serialization
@@ -27,6 +31,11 @@ from hostward.checkpoint_ranks import Stop
 BEHIND_BYTES = 8 * CHUNK_BYTES
 """Of a file, looked at again for what the disk has written meanwhile."""
 
+BLOCK_BYTES = 4096
+"""Past the page cache memory, places in files and lengths are multiples of it: of a page, and of any disk's block."""
+STAGED_BYTES = 1024 * 1024
+"""Past the page cache less than so much goes by way of a buffer."""
+
 T = TypeVar("T")
 Read = Callable[[WriteItem, "torch.Tensor | None"], torch.Tensor]
 """read(item, room): the elements of an item on the host."""
@@ -40,10 +49,14 @@ class PieceWriter(FileSystemWriter):
 
     Args:
         rooms: one for each thread; None: none is needed.
+        direct: files pass the page cache by, where their file system can do that.
     """
 
-    def __init__(self, path: Path, read: Read, rooms: Sequence[torch.Tensor | None], stop: Stop) -> None:
+    def __init__(
+        self, path: Path, read: Read, rooms: Sequence[torch.Tensor | None], stop: Stop, *, direct: bool = False
+    ) -> None:
         super().__init__(str(path), sync_files=False)
+        self._direct = direct
         self.read = read
         self._rooms = rooms
         self._stop = stop
@@ -62,11 +75,12 @@ class PieceWriter(FileSystemWriter):
 
     def _write(self, name: str, items: Sequence[WriteItem], room: torch.Tensor | None) -> list[WriteResult]:
         results = []
-        with CheckedFile(Path(self.path) / name) as stream:
+        with new_file(Path(self.path) / name, direct=self._direct) as stream:
             for item in items:
                 self._stop.check()
-                start = stream.size_bytes
-                save_tensor(alone(self.read(item, room)), stream)
+                tensor = alone(self.read(item, room))
+                start = stream.begin(tensor.nbytes)
+                save_tensor(tensor, stream)
                 length = stream.size_bytes - start
                 info = _StorageInfo(name, start, length)
                 results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
@@ -120,7 +134,8 @@ def save_tensor(tensor: torch.Tensor, file: CheckedFile) -> None:
     `torch.serialization.set_crc32_options` would leave it out too; in torch 2.11 it does so for all threads, and what
     others save is theirs. Tested with torch 2.11 and 2.13.
     """
-    archive = torch._C.PyTorchFileWriter(cast("IO[bytes]", file), False, serialization._get_storage_alignment())
+    aligned = max(file.aligned_bytes(tensor.nbytes), serialization._get_storage_alignment())
+    archive = torch._C.PyTorchFileWriter(cast("IO[bytes]", file), False, aligned)
     try:
         serialization._save(tensor, archive, pickle, serialization.DEFAULT_PROTOCOL, False)  # type: ignore[no-untyped-call]
     finally:
@@ -140,24 +155,35 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 class CheckedFile:
     """A new file, written from beginning to end without a buffer, with the CRC-32 of each chunk."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
+    near_bytes = NEAR_BYTES
+    """Written at once: still in a near cache behind its checksum."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self.size_bytes = 0
         self._begun_bytes = 0
         """What the disk has been asked to write."""
         self._crc32: list[int] = []
 
-    def __enter__(self) -> CheckedFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        os.close(self._descriptor)
 
     def fileno(self) -> int:
-        return self._file.fileno()
+        return self._descriptor
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is held back that is asked for before the end."""
+
+    def aligned_bytes(self, size_bytes: int) -> int:
+        """What data of so many bytes begin at a multiple of, from where their archive begins."""
+        return 1
+
+    def begin(self, size_bytes: int) -> int:
+        """Where an archive begins that holds so many bytes."""
+        return self.size_bytes
 
     def write(self, data: memoryview | bytes) -> int:
         view = memoryview(data).cast("B")
@@ -165,24 +191,25 @@ class CheckedFile:
         while done < len(view):
             begun = self.size_bytes % CHUNK_BYTES
             part = view[done : done + CHUNK_BYTES - begun]
-            for first in range(0, len(part), NEAR_BYTES):
-                self._write_checked(part[first : first + NEAR_BYTES])
+            for first in range(0, len(part), self.near_bytes):
+                self._write_checked(part[first : first + self.near_bytes])
             done += len(part)
-            if self.size_bytes - self._begun_bytes >= CHUNK_BYTES:
-                self._begin_writeback()
+            self._look_behind()
         return done
 
     def _write_checked(self, part: memoryview) -> None:
-        """At most `NEAR_BYTES`, within one chunk."""
+        """At most `near_bytes`, within one chunk."""
         if self.size_bytes % CHUNK_BYTES:
             self._crc32[-1] = crc32(part, self._crc32[-1])
         else:
             self._crc32.append(crc32(part))
         self.size_bytes += len(part)
-        while part:
-            part = part[os.write(self._file.fileno(), part) :]
+        self._put(part)
 
-    def _begin_writeback(self) -> None:
+    def _put(self, part: memoryview) -> None:
+        write_all(self._descriptor, part)
+
+    def _look_behind(self) -> None:
         """Let the disk write these bytes now, beside checksums and reading, instead of all of them in `fsync`; and let
         go of what it has written before. Else files fill the memory that is left, and a machine without free memory
         looks for some at every page, on the cores that the host's step needs.
@@ -190,18 +217,102 @@ class CheckedFile:
         What is asked for is that they be dropped from memory. Linux begins to write those that are dirty, without
         waiting, and drops the others. A file system that takes no advice goes on as it would.
         """
-        self._advise(max(0, self._begun_bytes - BEHIND_BYTES))
-        self._begun_bytes = self.size_bytes
+        if self.size_bytes - self._begun_bytes >= CHUNK_BYTES:
+            self._advise(max(0, self._begun_bytes - BEHIND_BYTES))
+            self._begun_bytes = self.size_bytes
 
     def _advise(self, behind: int) -> None:
         with contextlib.suppress(OSError):
-            os.posix_fadvise(self._file.fileno(), behind, self.size_bytes - behind, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._descriptor, behind, self.size_bytes - behind, os.POSIX_FADV_DONTNEED)
 
     def settle(self) -> None:
         """All that was written is on the disk, and memory has let go of it."""
-        os.fsync(self._file.fileno())
+        os.fsync(self._descriptor)
         self._advise(0)
 
     def record(self) -> FileRecord:
         """Size and checksums of all that was written."""
         return FileRecord(self.size_bytes, tuple(self._crc32))
+
+
+class DirectFile(CheckedFile):
+    """The same past the page cache: the disk reads memory where it lies, in whole blocks at aligned places, and no core
+    copies. What lies otherwise, headers among it, goes through a buffer.
+    """
+
+    near_bytes = CHUNK_BYTES  # it is not read again
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._staged = memoryview(mmap.mmap(-1, STAGED_BYTES))
+        self._held = 0
+        """Bytes in it, which the file lacks."""
+
+    def aligned_bytes(self, size_bytes: int) -> int:
+        return BLOCK_BYTES if size_bytes >= STAGED_BYTES else 1
+
+    def begin(self, size_bytes: int) -> int:
+        if size_bytes >= STAGED_BYTES:
+            self.write(bytes(-self.size_bytes % BLOCK_BYTES))
+        return self.size_bytes
+
+    def _put(self, part: memoryview) -> None:
+        while part:
+            if self._held % BLOCK_BYTES == 0 and len(part) >= STAGED_BYTES and _address(part) % BLOCK_BYTES == 0:
+                self._write_staged(self._held)
+                whole = len(part) - len(part) % BLOCK_BYTES
+                write_all(self._descriptor, part[:whole])
+                part = part[whole:]
+                continue
+            taken = min(len(part), STAGED_BYTES - self._held)
+            self._staged[self._held : self._held + taken] = part[:taken]
+            self._held += taken
+            part = part[taken:]
+            if self._held == STAGED_BYTES:
+                self._write_staged(STAGED_BYTES)
+
+    def _write_staged(self, size_bytes: int) -> None:
+        write_all(self._descriptor, self._staged[:size_bytes])
+        self._held = 0
+
+    def _look_behind(self) -> None:
+        """The page cache has nothing of it."""
+
+    def settle(self) -> None:
+        through_the_cache(self._descriptor)  # the last block may not be whole
+        self._write_staged(self._held)
+        super().settle()
+
+
+def new_file(path: Path, *, direct: bool) -> CheckedFile:
+    """A file that is not there yet; with `direct` past the page cache, if its file system can (tmpfs may not)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct:
+        try:
+            return DirectFile(os.open(path, flags | os.O_DIRECT, 0o666))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # made all the same
+    return CheckedFile(os.open(path, flags, 0o666))
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of it. A file system whose blocks are larger than ours gets it, and what follows, through its cache."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not through_the_cache(descriptor):
+                raise
+
+
+def through_the_cache(descriptor: int) -> bool:
+    """Have a file pass the page cache by no more; returns whether it did."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])

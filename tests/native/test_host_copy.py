@@ -41,6 +41,18 @@ def test_masters_equal_numpy_at_every_length_and_alignment(isa: Isa) -> None:
             each.assert_guards()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_bytes_are_copied_at_every_length_and_alignment(isa: Isa) -> None:
+    rng = np.random.default_rng(8)
+    for n in [*range(200), 4096, 4 * 4096 - 1, 4 * 4096, 9 * 4096 + 77, 4 * PIECE + 5]:
+        values = rng.integers(0, 256, n).astype(np.uint8)
+        for shift in rng.integers(0, 65, 3):
+            into, data = Guarded(np.zeros(n, np.uint8), int(shift)), Guarded(values, int(64 - shift))
+            copy([Copy(into.values, data.values)], isa=isa)
+            assert into.values.tobytes() == values.tobytes(), n
+            into.assert_guards()
+
+
 def test_masters_that_were_split_come_back() -> None:
     master = reference.canonical(random_floats(np.random.default_rng(6), 9999, 0.3))
     weight, remainder = reference.split_master(master)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +19,12 @@ from networks import LATEST, MIXES, Net, loss_of, make
 from optimizer_cases import assert_equal, snapshot
 
 import hostward
-from hostward import checkpoint, checkpoint_snapshot
+from hostward import checkpoint, checkpoint_snapshot, checkpoint_writer
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.checkpoint_ranks import Stop
-from hostward.checkpoint_writer import shared_out
+from hostward.checkpoint_writer import CheckedFile, DirectFile
 from hostward.engine import cuda_memory, pools
-from hostward.engine.backend import Tier
+from hostward.engine.backend import Buffer, Tier
 from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import CheckpointError, MemoryLimitError
 from hostward.host import reference
@@ -334,41 +336,76 @@ def test_a_save_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
     assert_equal(saved_state(checkpoint.latest(tmp_path), torch.float32), before)
 
 
-def test_pieces_of_a_snapshot_are_written_while_others_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_written_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that write would take cores and memory from those that copy, for which the step waits."""
     model, optimizer = make("mixed")
     step(model, optimizer, 0)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    groups: list[list[Any]] = []
-    written: list[bool] = []
+    asked: list[Any] = []
+    read = PiecePlanner.read
 
-    class Noted(checkpoint_snapshot.Copies):
-        def make(self) -> None:
-            groups.extend(self._groups)
-            super().make()
+    def noted(planner: PiecePlanner, item: Any, *where: Any) -> torch.Tensor:
+        if planner.source_of(item) is not None:
+            asked.append(item)
+        return read(planner, item, *where)
 
-    def last_one_waits(copies: Sequence[Copy], *, threads: int) -> None:
-        groups.pop()
-        if not groups:
-            until_s = time.monotonic() + 20
-            while not (begun := any(f.stat().st_size for f in tmp_path.glob(".iter*/*.distcp"))):
-                if time.monotonic() > until_s:
-                    break
-                time.sleep(0.001)
-            written.append(begun)
+    def late(copies: Sequence[Copy], *, threads: int) -> None:
+        time.sleep(0.02)
+        assert asked == []
         copy(copies, threads=threads)
 
-    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
-    monkeypatch.setattr(checkpoint_snapshot, "Copies", Noted)
-    monkeypatch.setattr(checkpoint_snapshot, "copy", last_one_waits)
+    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
+    monkeypatch.setattr(checkpoint_snapshot, "copy", late)
+    monkeypatch.setattr(PiecePlanner, "read", noted)
     expected = snapshot(model, optimizer)
     begin(saver, model, optimizer)
     step(model, optimizer, 1)
     path = saver.finish()
     saver.close()
-    assert written == [True]
+    assert asked
     assert_equal(saved_state(path, torch.float32), expected)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_a_snapshot_passes_the_page_cache_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: checkpoint.Mode | None
+) -> None:
+    """From where it lies: the buffer takes headers and rests only. Whoever waits for the disk uses the cache."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(520, 1000) for _ in range(2)))
+    optimizer = hostward.AdamW(model, lr=1e-3, offload_fraction=1.0)
+    optimizer.step()
+    lengths: list[int] = []
+    put = DirectFile._write_staged
+    write = checkpoint_writer.write_all
+
+    def noted(descriptor: int, data: memoryview) -> None:
+        lengths.append(len(data))
+        write(descriptor, data)
+
+    def buffered(file: DirectFile, size_bytes: int) -> None:
+        put(file, size_bytes)
+        lengths.pop()
+
+    monkeypatch.setattr(checkpoint_writer, "write_all", noted)
+    monkeypatch.setattr(DirectFile, "_write_staged", buffered)
+    monkeypatch.setattr(
+        checkpoint_writer, "new_file", lambda path, direct: plain(path, kind=DirectFile if direct else CheckedFile)
+    )
+    tensors = checkpoint.parts_of(model, optimizer).tensors
+    saver = checkpoint.Saver(tmp_path, mode=mode)
+    path = saver.save(1, tensors=tensors, plain={}) or saver.finish()
+    saver.close()
+    matrices = [s.nbytes for s in tensors.values() if isinstance(s, Source) and len(s.shape) == 2]
+    assert len(lengths) > 100 if mode != "snapshot" else lengths == [nbytes // 4096 * 4096 for nbytes in matrices]
+    assert path is not None
+    found = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
+    checkpoint.load(path, found)
+    assert_equal({n: found[f"model/{n}"] for n in model.state_dict()}, dict(model.state_dict()))
+
+
+def plain(path: Path, *, kind: type[CheckedFile]) -> CheckedFile:
+    """A file on any file system, one without O_DIRECT too."""
+    return kind(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
 
 def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,9 +486,7 @@ def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int, mon
     rooms = [torch.zeros(1280, dtype=torch.uint8) for _ in range(2)]
     monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
     copies = kept.of(planner, items, rooms, Stop())
-    first, second = shared_out(items, 2)
-    assert copies._behind[second[0].index] <= 1  # its writer does not wait for the other's half
-    assert copies._behind[first[len(first) // 2].index] > 1
+    assert len(copies._groups) > 3
     assert sum(len(piece.data) for group in copies._groups for piece in group) <= kept.size_bytes
     copies.make()
     for memory in (memory for source in planner.sources for memory in source.memory):
@@ -459,6 +494,27 @@ def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int, mon
     assert len(items) > 100
     for item, bits in zip(items, expected, strict=True):
         assert torch.equal(copies.read(item, rooms[0]).view(torch.uint8), bits.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shift", [0, 64, 4032])
+def test_much_memory_has_a_place_that_the_disk_reads_directly(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a page, wherever the memory of the snapshot begins; and no two have one place."""
+    monkeypatch.setattr(checkpoint_snapshot, "STAGED_BYTES", 1000)
+    model, optimizer = make("mixed", torch.bfloat16)
+    planner = PiecePlanner(checkpoint.parts_of(model, optimizer).tensors)
+    planner.set_up_planner(planner.described, None, is_coordinator=True)
+    items = planner.create_local_plan().items
+    size_bytes = checkpoint_snapshot.snapshot_bytes(planner.sources)
+    kept = checkpoint_snapshot.Snapshot(optimizer.backend, size_bytes)
+    pages = torch.frombuffer(mmap.mmap(-1, size_bytes + 4096), dtype=torch.uint8)
+    kept._buffer = Buffer(Tier.HOST, pages[shift : shift + size_bytes], "shifted")
+    places = kept.of(planner, items, [torch.zeros(1 << 20, dtype=torch.uint8)], Stop())._places
+    much = [place for place in places.values() if len(place) >= 1000]
+    assert 10 < len(much) < len(places)
+    assert all(place.data_ptr() % 4096 == 0 for place in much)
+    assert all(len(place) == memory[1] for memory, place in places.items())
+    found = sorted((memory_of(place) for place in places.values()), key=lambda place: place.start)
+    assert not any(overlap(a, b) for a, b in itertools.pairwise(found))
 
 
 def test_a_snapshot_holds_no_byte_twice() -> None:
@@ -469,7 +525,7 @@ def test_a_snapshot_holds_no_byte_twice() -> None:
         ranges = sum(len(s.stretches) for s in tensors.values() if isinstance(s, Source))
         wanted = each * sum(p.numel() for p in model.parameters())
         taken = checkpoint_snapshot.snapshot_bytes([s for s in tensors.values() if isinstance(s, Source)])
-        assert wanted <= taken < wanted + 2 * 64 * ranges
+        assert wanted <= taken < wanted + 2 * 64 * ranges + 4096
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import math
+import mmap
 import os
+import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -15,10 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
-from hostward import checkpoint, checkpoint_files
-from hostward.checkpoint_manifest import CHUNK_BYTES, read_checksums
+from hostward import checkpoint, checkpoint_files, checkpoint_writer
+from hostward.checkpoint_manifest import CHUNK_BYTES, FileRecord, read_checksums
 from hostward.checkpoint_plan import boxes_of
-from hostward.checkpoint_writer import CheckedFile, save_tensor
+from hostward.checkpoint_writer import BLOCK_BYTES, STAGED_BYTES, CheckedFile, DirectFile, new_file, save_tensor
 from hostward.errors import CheckpointError
 from hostward.save_buffers import PIECE_BYTES, writer_count
 
@@ -83,7 +87,7 @@ def members(path: Path) -> dict[str, bytes]:
 def test_a_piece_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     for name in ("piece", "again"):
-        with CheckedFile(tmp_path / name) as file:
+        with new_file(tmp_path / name, direct=False) as file:
             save_tensor(tensor, file)
     saved = io.BytesIO()  # as a file's, its archive would have the file's name
     torch.save(tensor, saved)
@@ -102,7 +106,7 @@ def test_a_piece_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype) -> None
 def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
     """Of earlier checkpoints, and of who checks them without hostward."""
     data = os.urandom(2 * CHUNK_BYTES + 12345)
-    with CheckedFile(tmp_path / "file") as file:
+    with new_file(tmp_path / "file", direct=False) as file:
         for first in range(0, len(data), 5_000_011):
             file.write(data[first : first + 5_000_011])
     chunks = [data[first : first + CHUNK_BYTES] for first in range(0, len(data), CHUNK_BYTES)]
@@ -123,7 +127,7 @@ def test_the_disk_begins_chunk_by_chunk_and_memory_lets_go_of_those_before(
         asked.append((start, start + size_bytes))
 
     monkeypatch.setattr("hostward.checkpoint_writer.os.posix_fadvise", advise)
-    with CheckedFile(tmp_path / "file") as file:
+    with new_file(tmp_path / "file", direct=False) as file:
         for size_bytes in (5, CHUNK_BYTES, 3, CHUNK_BYTES - 8, *[CHUNK_BYTES] * 10, 1):
             file.write(bytes(size_bytes))
     assert [stop for _, stop in asked] == there
@@ -133,10 +137,145 @@ def test_the_disk_begins_chunk_by_chunk_and_memory_lets_go_of_those_before(
     first = there[0]
     assert sum(start < first for start, _ in asked) >= 5  # again, behind 4 other chunks
     assert asked[-1][0] > first  # and then no more
-    with CheckedFile(tmp_path / "settled") as file:
+    with new_file(tmp_path / "settled", direct=False) as file:
         file.write(bytes(5))
         file.settle()
     assert asked[-1] == (0, 5)
+
+
+class Writes:
+    """What a file is asked to write, in place of the disk's own rules: those of O_DIRECT are checked on any disk."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = DirectFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        self.addresses: list[int] = []
+        self.lengths: list[int] = []
+        self._write = checkpoint_writer.write_all
+        monkeypatch.setattr(checkpoint_writer, "write_all", self._note)
+
+    def _note(self, descriptor: int, data: memoryview) -> None:
+        self.addresses.append(checkpoint_writer._address(data) if data else 0)
+        self.lengths.append(len(data))
+        self._write(descriptor, data)
+
+
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(0, 5000), st.integers(STAGED_BYTES - 2, STAGED_BYTES + 4100), st.integers(0, 5 << 20)),
+        max_size=8,
+    ),
+    shift=st.sampled_from([0, 64, 4095]),
+    begin=st.booleans(),
+)
+@settings(max_examples=30)
+def test_past_the_page_cache_all_is_written_in_whole_blocks(sizes: list[int], shift: int, begin: bool) -> None:
+    data = memoryview(mmap.mmap(-1, (6 << 20) + BLOCK_BYTES))
+    data[:] = (os.urandom(BLOCK_BYTES - 1) * 2000)[: len(data)]
+    expected = bytearray()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        path = Path(folder) / "file"
+        writes = Writes(path, monkeypatch)
+        with writes.file as file:
+            for size_bytes in sizes:
+                if begin:
+                    expected += bytes(file.begin(size_bytes) - len(expected))
+                    assert size_bytes < STAGED_BYTES or len(expected) % BLOCK_BYTES == 0
+                assert file.write(data[shift : shift + size_bytes]) == size_bytes
+                expected += data[shift : shift + size_bytes]
+            file.settle()
+        assert path.read_bytes() == expected
+        starts = range(0, len(expected), CHUNK_BYTES)
+        chunks = [expected[start : start + CHUNK_BYTES] for start in starts]
+        assert file.record() == FileRecord(len(expected), tuple(zlib.crc32(chunk) for chunk in chunks))
+        assert all(length % BLOCK_BYTES == 0 for length in writes.lengths[:-1])  # and the last has a file that takes it
+        assert all(address % BLOCK_BYTES == 0 for address in writes.addresses)
+
+
+def test_past_the_page_cache_much_is_written_from_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.frombuffer(mmap.mmap(-1, 4 << 20), dtype=torch.float32)
+    torch.randn(tensor.shape, out=tensor)
+    writes = Writes(tmp_path / "file", monkeypatch)
+    archives = []
+    with writes.file as file:
+        file.write(b"something before")
+        for _ in range(2):
+            start = file.begin(tensor.nbytes)
+            save_tensor(tensor, file)
+            archives.append((start, file.size_bytes))
+        file.settle()
+    assert writes.addresses.count(tensor.data_ptr()) == 2
+    assert writes.lengths.count(tensor.nbytes) == 2
+    content = (tmp_path / "file").read_bytes()
+    for start, end in archives:
+        loaded = torch.load(io.BytesIO(content[start:end]), weights_only=True)
+        assert torch.equal(loaded, tensor)
+
+
+def test_small_pieces_are_not_spread_over_blocks(tmp_path: Path) -> None:
+    sizes = {}
+    for direct in (False, True):
+        with new_file(tmp_path / f"{direct}", direct=direct) as file:
+            for _ in range(10):
+                file.begin(400)
+                save_tensor(torch.zeros(100), file)
+            file.settle()
+        sizes[direct] = file.size_bytes
+    assert sizes[True] == sizes[False] == (tmp_path / "True").stat().st_size
+
+
+def test_a_file_system_that_takes_none_past_its_cache_gets_a_plain_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some make the file, and then refuse."""
+    opened, fails_with = os.open, errno.EINVAL
+
+    def refuses(path: Path, flags: int, mode: int = 0o777) -> int:
+        descriptor = opened(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT:
+            os.close(descriptor)
+            raise OSError(fails_with, os.strerror(fails_with), str(path))
+        return descriptor
+
+    monkeypatch.setattr("hostward.checkpoint_writer.os.open", refuses)
+    with new_file(tmp_path / "file", direct=True) as file:
+        assert type(file) is CheckedFile
+        file.write(b"bits")
+    assert (tmp_path / "file").read_bytes() == b"bits"
+    fails_with = errno.EACCES
+    with pytest.raises(PermissionError):
+        new_file(tmp_path / "other", direct=True)
+
+
+def test_a_disk_of_larger_blocks_is_written_through_the_cache(tmp_path: Path) -> None:
+    with new_file(tmp_path / "file", direct=True) as file:
+        if not isinstance(file, DirectFile):
+            pytest.skip("this file system takes none past its cache")
+        file.write(bytes(STAGED_BYTES))
+        checkpoint_writer.write_all(file.fileno(), memoryview(b"bits"))  # no block of this disk either
+        file.write(b"more")
+        file.settle()
+    assert (tmp_path / "file").read_bytes() == bytes(STAGED_BYTES) + b"bitsmore"
+
+
+def test_a_disk_that_takes_nothing_is_not_asked_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("hostward.checkpoint_writer.os.write", refuses)
+    for direct in (False, True):
+        with (
+            new_file(tmp_path / f"{direct}", direct=direct) as file,
+            pytest.raises(OSError, match="Invalid argument"),
+        ):
+            file.write(bytes(STAGED_BYTES))
+
+
+def test_files_pass_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    with new_file(tmp_path / "file", direct=True) as file:
+        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+        assert bool(flags & os.O_DIRECT) == isinstance(file, DirectFile)
 
 
 def test_only_the_chunks_that_are_read_have_to_be_sound(large: tuple[Path, dict[str, torch.Tensor]]) -> None:
