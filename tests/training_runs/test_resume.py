@@ -314,9 +314,69 @@ def test_a_folder_without_a_checkpoint_is_refused(refused: Cli, tmp_path: Path, 
     assert words[kind] in outcome.err
 
 
-def test_a_checkpoint_within_a_folder_of_them_is_told_which_folder(cli: Cli, text: Path, checkpointed: Path) -> None:
-    outcome = refuse_after_building(cli, text, f"checkpoint.load={checkpoint.latest(checkpointed)}")
-    assert f"name checkpoint.load={checkpointed}," in outcome.err
+@pytest.fixture
+def two(train: Cli, tmp_path: Path) -> Path:
+    """A folder with checkpoints of iterations 1 and 2."""
+    folder = tmp_path / "two runs"
+    train("train.train_iters=2", f"checkpoint.save={folder}", "checkpoint.save_interval=1")
+    return folder
+
+
+def test_the_newest_checkpoint_itself_is_told_as_its_folder(cli: Cli, text: Path, two: Path) -> None:
+    outcome = refuse_after_building(cli, text, f"checkpoint.load={two / 'iter_0000002'}")
+    assert f"checkpoint.load={two}/iter_0000002 is a checkpoint, not a folder of them\n" in outcome.err
+    assert f"from what {two}/latest names: iter_0000002\n  fix: name checkpoint.load={two}, or leave" in outcome.err
+
+
+@pytest.mark.parametrize("pointer", ["iter_0000002", "iter_0000009", None])
+def test_an_older_checkpoint_itself_is_told_with_what_to_write(
+    cli: Cli, text: Path, two: Path, pointer: str | None
+) -> None:
+    """Seen red: the fix was the folder alone, from which a run goes on with the newest."""
+    (two / "latest").unlink()
+    if pointer is not None:
+        (two / "latest").write_text(pointer)
+    outcome = refuse_after_building(cli, text, f"checkpoint.load={two / 'iter_0000001'}")
+    told = {"iter_0000002": "iter_0000002", "iter_0000009": "none that is complete", None: "it is missing"}
+    assert f"why: a run goes on from what {two}/latest names: {told[pointer]}\n" in outcome.err
+    assert f"fix: printf iter_0000001 > '{two}/latest', then checkpoint.load={two}\n" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("place", "word", "folder"),
+    [("iter_0000001", ".", "{two}"), ("other", "best", "{two}"), (".", "iter_0000001", ".")],
+    ids=["from within", "by a link", "relative"],
+)
+def test_a_checkpoint_itself_is_known_however_it_is_named(
+    cli: Cli, text: Path, two: Path, monkeypatch: pytest.MonkeyPatch, place: str, word: str, folder: str
+) -> None:
+    (two / "other").mkdir()
+    (two / "other" / "best").symlink_to("../iter_0000001")
+    monkeypatch.chdir(two / place)
+    outcome = refuse_after_building(cli, text, f"checkpoint.load={word}")
+    assert f"checkpoint.load={word} is a checkpoint, not a folder of them\n" in outcome.err
+    assert outcome.err.endswith(f", then checkpoint.load={folder.format(two=two)}\n")
+
+
+def test_a_damaged_checkpoint_itself_is_told_as_its_folder(cli: Cli, text: Path, two: Path) -> None:
+    (two / "iter_0000001" / "__0_0.distcp").unlink()
+    outcome = refuse_after_building(cli, text, f"checkpoint.load={two / 'iter_0000001'}")
+    assert "holds no complete checkpoint\n  why: it is within a folder of checkpoints\n" in outcome.err
+    assert f"fix: name checkpoint.load={two}, or" in outcome.err
+
+
+@pytest.mark.parametrize("saves_there", [False, True])
+def test_checkpoints_without_latest_are_told_with_what_to_write(
+    train: Cli, cli: Cli, text: Path, two: Path, saves_there: bool
+) -> None:
+    """Seen red: "no save into it was ever finished"; and where the run saves there, it began anew over them."""
+    (two / "latest").unlink()
+    words = [f"checkpoint.load={two}", *([f"checkpoint.save={two}"] if saves_there else [])]
+    outcome = refuse_after_building(cli, text, *words)
+    assert f"checkpoint.load={two} holds checkpoints, and no file latest\n" in outcome.err
+    assert f"fix: write the name of one into it, as in printf iter_0000002 > '{two}/latest'\n" in outcome.err
+    (two / "latest").write_text("iter_0000002")
+    assert train("train.train_iters=3", *words).report["first_iteration"] == 2
 
 
 def test_plain_values_are_json(checkpointed: Path) -> None:

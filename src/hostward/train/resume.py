@@ -23,6 +23,7 @@ from hostward.folder_lock import Claim
 from hostward.inspect import local_of
 
 from .models import place_in_model
+from .nothing_to_load import complete_names, nothing_to_load
 
 if TYPE_CHECKING:
     from .data import TokenDataset
@@ -311,27 +312,18 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def checkpoint_to_load(config: Config) -> Path | None:
     """The newest checkpoint in `checkpoint.load`; None for a run that begins anew, which is one without this option, or
     one that has not saved yet into the folder that it saves to and loads from. Raises CheckpointError for another
-    folder without a checkpoint.
+    folder without a checkpoint, and for checkpoints of which none is named.
     """
     if config.checkpoint.load is None:
         return None
     directory = Path(config.checkpoint.load)
     found = checkpoint.latest(directory)
-    if found is None and _same_folder(config) and not config.checkpoint.finetune:
+    if found is not None:
+        return found
+    if _same_folder(config) and not config.checkpoint.finetune and not complete_names(directory):
         log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
         return None
-    if found is None:
-        why, folder = "no save into it was ever finished", "a folder that checkpoint.save wrote"
-        if not directory.is_dir():
-            why = "there is no such folder"
-        elif checkpoint.latest(directory.parent) is not None:
-            why, folder = "it is within a folder of checkpoints", f"checkpoint.load={directory.parent}"
-        raise CheckpointError(
-            f"checkpoint.load={directory} holds no complete checkpoint",
-            why=why,
-            fix=f"name {folder}, or leave checkpoint.load out",
-        )
-    return found
+    raise nothing_to_load(directory)
 
 
 def _same_folder(config: Config) -> bool:
