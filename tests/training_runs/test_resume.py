@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import signal
 from collections.abc import Callable
@@ -151,7 +152,10 @@ def test_t48_random_number_generators_go_on(start: Callable[..., loop.Run], tmp_
     assert draws() == fresh
 
 
-def test_finetune_takes_the_weights_only(train: Cli, start: Callable[..., loop.Run], tmp_path: Path) -> None:
+def test_finetune_takes_the_weights_only_and_says_so(
+    train: Cli, start: Callable[..., loop.Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     first = train("train.train_iters=3", f"checkpoint.save={tmp_path}").report
     tensors, _ = saved(tmp_path)
     # Other data order and batch size: they do not matter, since nothing is gone on with.
@@ -163,6 +167,7 @@ def test_finetune_takes_the_weights_only(train: Cli, start: Callable[..., loop.R
         *offloaded(1),
     )
     assert run.iteration == 0
+    assert f"took over the weights of {tmp_path / 'iter_0000003'}: the run begins at iteration 0" in caplog.text
     weights = {f"model/{n}": p.detach() for n, p in run.model.named_parameters()}
     assert different(weights, {n: t for n, t in tensors.items() if n.startswith("model/")}) == []
     for entry in run.optimizer.state_dict()["state"].values():

@@ -191,6 +191,7 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
     else:
         checkpoint.load_some(path, into)  # all files have been checked when the weights were loaded
     if not full:
+        log.info("took over the weights of %s: the run begins at iteration 0", path)
         return
     run.iteration = int(plain["iteration"])
     if options.load_optim:
