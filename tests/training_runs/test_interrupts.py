@@ -68,7 +68,8 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(
     words += [f"checkpoint.save={folder}", "checkpoint.save_interval=1"]
     code, err = interrupted(loitering(module, name, call, seconds), words)
     assert code == 130
-    assert err.splitlines() == ["interrupted; checkpoints that were complete are intact"]
+    newest = f"the newest complete checkpoint is {folder}/iter_0000002; go on with checkpoint.load={folder}"
+    assert err.splitlines() == [f"interrupted; {newest}"]
     assert iterations_saved(folder) == ["iter_0000001", "iter_0000002"]
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == [".run.lock", ".save.lock"]
     assert saved(folder)[1]["iteration"] == 2
@@ -137,8 +138,50 @@ def test_a_later_sigterm_does_not_wait(cli: Cli, tmp_path: Path, text: Path, mon
     folder = tmp_path / "run"
     outcome = cli("train", *SMALL, f"dataset.path={text}", *ASKED, f"checkpoint.save={folder}")
     assert outcome.code == 143
-    assert outcome.err.splitlines()[-1] == "terminated; checkpoints that were complete are intact"
+    assert outcome.err.splitlines()[-1] == "terminated"
     assert iterations_saved(folder) == []
+
+
+def test_a_sigterm_that_does_not_wait_is_told_with_how_to_go_on(
+    cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: "checkpoints that were complete are intact", in every run."""
+    signal_in_iteration(monkeypatch, 3, times=1)
+    folder = tmp_path / "run"
+    words = [f"dataset.path={text}", "train.train_iters=5", f"checkpoint.save={folder}", "checkpoint.save_interval=2"]
+    outcome = cli("train", *SMALL, *words)
+    assert outcome.code == 143
+    newest = f"the newest complete checkpoint is {folder}/iter_0000002; go on with checkpoint.load={folder}"
+    assert outcome.err.splitlines()[-1] == f"terminated; {newest}"
+
+
+def test_ctrl_c_while_a_run_is_prepared_is_told_in_a_word(
+    cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    outcome = cli("train", *SMALL, f"dataset.path={text}", f"checkpoint.save={tmp_path / 'run'}")
+    assert (outcome.code, outcome.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("how", ["first rank", "another rank", "damaged pointer"])
+def test_the_first_rank_names_a_checkpoint_that_is_there(
+    train: Cli, cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def interrupted(run: loop.Run) -> None:
+        if how == "another rank":
+            monkeypatch.setenv("RANK", "1")
+        elif how == "damaged pointer":
+            (folder / "latest").write_text("iter_x")
+        signal.raise_signal(signal.SIGINT)
+
+    folder = tmp_path / "run"
+    words = [f"dataset.path={text}", f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
+    train(*words, "train.train_iters=1")
+    monkeypatch.setattr(loop, "train_iteration", interrupted)
+    outcome = cli("train", *SMALL, *words, "train.train_iters=2")
+    assert outcome.code == 130
+    named = f"interrupted; the newest complete checkpoint is {folder}/iter_0000001; go on with checkpoint.load={folder}"
+    assert outcome.err.splitlines()[-1] == (named if how == "first rank" else "interrupted")
 
 
 def test_sigterm_in_the_last_iteration_ends_a_run_that_is_finished(

@@ -129,6 +129,7 @@ def train(
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     with claimed, ExitStack() as stack:
+        stack.enter_context(run_files.how_to_go_on(config.checkpoint.save))
         asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None
         stack.enter_context(run_files.terminable(asked))
         files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))
@@ -272,16 +273,12 @@ def _run(words: list[str], debug: bool) -> int:
         return 0
     except typer.Exit as stop:
         return stop.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, run_files.Terminated) as ended:
         if debug:
             raise
-        print("interrupted; checkpoints that were complete are intact", file=sys.stderr)
-        return INTERRUPTED
-    except run_files.Terminated:
-        if debug:
-            raise
-        print("terminated; checkpoints that were complete are intact", file=sys.stderr)
-        return TERMINATED
+        interrupted = isinstance(ended, KeyboardInterrupt)
+        print("; ".join(["interrupted" if interrupted else "terminated", *_notes(ended)]), file=sys.stderr)
+        return INTERRUPTED if interrupted else TERMINATED
     except BrokenPipeError:
         # Nobody reads on, as in `hostward train | head`. The interpreter would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -308,6 +305,11 @@ def _run(words: list[str], debug: bool) -> int:
         error.show()
         _tell_flag(getattr(error, "option_name", None) or "")
         return 2
+
+
+def _notes(ended: BaseException) -> list[str]:
+    """What was added on the way; of several ranks by the first, for all have the same to say."""
+    return getattr(ended, "__notes__", []) if ranks.is_first() else []
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

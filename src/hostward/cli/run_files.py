@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from hostward.checkpoint_files import read_latest
 from hostward.errors import HostwardError
 from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport
 
@@ -64,6 +65,23 @@ def terminable(ask: Callable[[], None] | None = None) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def how_to_go_on(save: str | None) -> Iterator[None]:
+    """Around training, which saves into this folder: a signal that ends it takes along, as a note, the checkpoint that
+    the run goes on from, if there is one.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as ended:
+        newest = None
+        if save is not None:
+            with contextlib.suppress(HostwardError, OSError):  # what ended the run is the one to tell
+                newest = read_latest(Path(save))
+        if newest is not None:
+            ended.add_note(f"the newest complete checkpoint is {newest}; go on with checkpoint.load={save}")
+        raise
 
 
 class RunFiles:
