@@ -40,10 +40,19 @@ def option(
     return field  # type: ignore[no-any-return]
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None where none is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def alike(name: str, known: Iterable[str], share: float = 0.6) -> str | None:
+    """The known name that is most like `name`, or None where none has this share in common with it."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=share)
     return found[0] if found else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` was probably meant for, or None: one that is much alike, else one that `name` begins
+    with, as `save_dir` begins with `save`, else one that is somewhat alike.
+    """
+    names = list(known)
+    begun = [other for other in names if name.startswith(f"{other}_")]
+    return alike(name, names, 0.8) or max(begun, key=len, default=None) or alike(name, names)
 
 
 class Options:

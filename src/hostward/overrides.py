@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostward.config import NAMESPACES, Config, OptionInfo, options
 from hostward.errors import ConfigError, UnknownNameError
-from hostward.option_fields import nearest
+from hostward.option_fields import alike, nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -217,11 +217,11 @@ def nearest_option(namespace: str, bare: str) -> str | None:
     here_name = namespace if namespace in NAMESPACES else nearest(namespace, NAMESPACES)
     here = {info.name: info.dotted for info in known if info.namespace == here_name}
     anywhere = {info.name: info.dotted for info in known}
-    for names in (here, anywhere):
-        closest = nearest(bare, names)
-        if closest:
-            return names[closest]
-    return None
+    closest = nearest(bare, here)
+    if closest:
+        return here[closest]
+    elsewhere = alike(bare, anywhere)
+    return anywhere[elsewhere] if elsewhere else None
 
 
 def parse_value(info: OptionInfo, text: str) -> Any:

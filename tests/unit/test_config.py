@@ -251,6 +251,11 @@ def test_t17_misspelt_modules_propose_the_nearest() -> None:
     ("word", "fix"),
     [
         ("optimizer.optimizer_offload_fracton=1", "did you mean optimizer.optimizer_offload_fraction?"),
+        ("checkpoint.save_dir=run", "did you mean checkpoint.save?"),  # seen red: checkpoint.save_interval
+        ("checkpoint.load_path=run", "did you mean checkpoint.load?"),
+        ("checkpoint.load_optimizer=true", "did you mean checkpoint.load_optim?"),
+        ("checkpoint.save_interval_steps=2", "did you mean checkpoint.save_interval?"),
+        ("model.path_of_the_weights=x", "the namespaces are"),  # path is an option of another namespace
         ("optimizer.cpu_offloading=True", "did you mean model.cpu_offloading?"),
         ("optimizer.use_distributed_optimizer=True", "did you mean ddp.use_distributed_optimizer?"),
         ("optimiser.lr=1", "did you mean optimizer.lr?"),
