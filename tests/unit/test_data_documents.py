@@ -230,16 +230,21 @@ def test_bad_json_lines(tmp_path: Path, case: str) -> None:
     refused(path, text)
 
 
-def test_files_and_folders_bad_input(tmp_path: Path) -> None:
-    refused(tmp_path / "absent.txt", "absent.txt does not exist.*fix: Correct dataset.path")
+def test_files_and_folders_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = "fix: Set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are"
+    refused(tmp_path / "absent.txt", f"absent.txt does not exist.\n  {there}")
+    monkeypatch.chdir(tmp_path)
+    refused(Path("absent.txt"), f"^absent.txt does not exist.\n  why: It is looked for in {tmp_path}.\n  {there}")
     (tmp_path / "empty.txt").touch()
-    refused(tmp_path / "empty.txt", "empty.txt is empty: it holds no text")
+    refused(tmp_path / "empty.txt", "empty.txt is empty: it holds no text.*fix: Set dataset.path to data with text")
     refused(tmp_path, "is empty: it holds no text")
-    refused(tmp_path, "holds no .parquet file", data_format="parquet")
+    refused(
+        tmp_path, "holds no .parquet file.*fix: Set dataset.path to a folder with such files, or", data_format="parquet"
+    )
     (tmp_path / "empty.txt").unlink()
-    refused(tmp_path, "holds no files")
+    refused(tmp_path, "holds no files.*fix: Put text into it, or set dataset.path to")
     (tmp_path / "loop.txt").symlink_to("loop.txt")
-    refused(tmp_path / "loop.txt", "loop.txt cannot be read: Too many levels of symbolic links")
+    refused(tmp_path / "loop.txt", "loop.txt cannot be read: Too many levels of symbolic links.*fix: Mend the file, or")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
@@ -256,7 +261,7 @@ def test_no_permission_to_read(name: str, open_folder: Path) -> None:
     path.write_text("text")
     path.chmod(0)
     with without_privileges():
-        refused(path, f"{name} cannot be read: permission denied.*fix: Give this user the right")
+        refused(path, f"{name} cannot be read: permission denied.*fix: Give this user the right to read it, or set")
 
 
 def test_no_permission_to_list_a_folder(open_folder: Path) -> None:

@@ -157,7 +157,10 @@ def test_missing_and_empty_files(prefix: Path) -> None:
 
 def test_data_without_sequences_or_tokens(tmp_path: Path) -> None:
     write_indexed(str(tmp_path / "none"), [])
-    refused(tmp_path / "none", "none.idx lists no sequences: the data are empty")
+    refused(
+        tmp_path / "none",
+        "none.idx lists no sequences: the data are empty.*fix: Write them again from documents with text",
+    )
     write_indexed(str(tmp_path / "blank"), [[], []])
     refused(tmp_path / "blank", "The data hold 0 tokens; one sample needs 5")
 

@@ -306,7 +306,7 @@ def _tokenize(path: str | None, data_format: str, text_key: str, tokenizer: Toke
             tokens.frombytes(ids.astype(dtype).tobytes())
             tokens.frombytes(end)
     if not tokens:
-        raise DataError(f"{path} is empty: it holds no text.", fix="Correct dataset.path or the data.")
+        raise DataError(f"{path} is empty: it holds no text.", fix="Set dataset.path to data with text in it.")
     if path is None:
         what = f"{len(files):,} Python files"
     else:

@@ -33,15 +33,20 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist.", fix="Correct dataset.path.") from error
+        raise DataError(
+            f"{path} does not exist.",
+            why="" if path.is_absolute() else f"It is looked for in {Path.cwd()}.",
+            fix="Set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are.",
+        ) from error
     except PermissionError as error:
         raise DataError(
             f"{path} cannot be read: permission denied.",
-            fix="Give this user the right to read it, or correct dataset.path.",
+            fix="Give this user the right to read it, or set dataset.path to a copy that it may read.",
         ) from error
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror or error}.", fix="Correct dataset.path or the file."
+            f"{path} cannot be read: {error.strerror or error}.",
+            fix="Mend the file, or set dataset.path to a copy that can be read.",
         ) from error
 
 
@@ -93,11 +98,15 @@ def find_files(path: Path, suffixes: tuple[str, ...] | None) -> list[Path]:
         if not files:
             raise DataError(
                 f"The folder {path} holds no {' or '.join(suffixes)} file.",
-                fix="Correct dataset.path or dataset.format.",
+                fix="Set dataset.path to a folder with such files, or dataset.format to what is in this one.",
             )
         return files
     if not found:
-        raise DataError(f"The folder {path} holds no files.", fix="Correct dataset.path.")
+        raise DataError(
+            f"The folder {path} holds no files.",
+            why="Hidden ones are left out.",
+            fix="Put text into it, or set dataset.path to a file or to a folder with text.",
+        )
     for file in found:
         if file.suffix.lower() in (".jsonl", *PARQUET_SUFFIXES, *INDEXED_SUFFIXES):
             raise DataError(

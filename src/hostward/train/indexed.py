@@ -113,7 +113,7 @@ class IndexedTokens:
             raise DataError(
                 f"{path} is not an index of Megatron's format.",
                 why=f"It begins with {head[: len(_MAGIC)]!r} and not with {_MAGIC!r}.",
-                fix="Write the data with Megatron's preprocessing, or correct dataset.path.",
+                fix="Write the data with Megatron's preprocessing, or set dataset.path to text, JSON lines or parquet.",
             )
         if len(head) < _HEADER.size:
             raise _truncated(path, _HEADER.size, len(index))
@@ -156,7 +156,11 @@ class IndexedTokens:
                 fix="The file is damaged: write the data again.",
             )
         if n_sequences == 0:
-            raise DataError(f"{self._idx_path} lists no sequences: the data are empty.", fix="Correct dataset.path.")
+            raise DataError(
+                f"{self._idx_path} lists no sequences: the data are empty.",
+                why="They were written from no document.",
+                fix="Write them again from documents with text, or set dataset.path to the prefix of other data.",
+            )
         if int(self._lengths.min()) < 0 or int(self._pointers.min()) < 0:
             raise DataError(
                 f"{self._idx_path} holds a negative length or offset.", fix="The file is damaged: write the data again."
