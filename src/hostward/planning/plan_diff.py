@@ -25,7 +25,7 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
     shares = _state_by_layer(a), _state_by_layer(b)
     lines += _row_differences("optimizer state", *shares)
     lines += [
-        f"optimizer state of {layer}: of other parameters than before, {share}"
+        f"optimizer state of {layer}: {share} in both plans, but not of the same parameters"
         for layer, share in shares[0].items()
         if shares[1].get(layer) == share and _rows_of(a, layer) != _rows_of(b, layer)
     ]
