@@ -357,7 +357,7 @@ def _check_same_model(
         raise CheckpointError(
             f"checkpoint {path} is of another model",
             why="; ".join(found),
-            fix="build the model with the options of the run that saved it, or point checkpoint.load at another folder",
+            fix="build the model as the run did that saved it, or load a checkpoint of this model",
         )
 
 

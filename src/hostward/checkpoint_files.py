@@ -35,7 +35,7 @@ LOCK = ".save.lock"
 
 _COMPLETE_NAME = re.compile(r"iter_(\d{7,})")
 _HIDDEN_NAME = re.compile(r"\.(iter_\d{7,}|latest)\.(partial|replaced|discarded)-[0-9a-f]{8}")
-_CHOOSE = "set checkpoint.save to"
+_CHOOSE = "save into"
 _FIXES = {
     errno.ENOSPC: "free space on that disk, or {} a folder on another one",
     errno.EDQUOT: "free space within the quota, or {} a folder elsewhere",
@@ -125,7 +125,7 @@ def locked(directory: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"cannot save into {directory}",
                 why="another process is saving there",
-                fix="give each run its own checkpoint.save folder, or wait until the other save ends",
+                fix="give each run a folder of its own to save into, or wait until the other save ends",
             )
         yield
         unlock(descriptor)
@@ -336,9 +336,12 @@ def _verified(path: Path, check: Callable[[Manifest], None]) -> None:
 
 def _parse_manifest(path: Path) -> Manifest:
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a checkpoint", why="there is no such folder", fix="pass a folder DIR/iter_..., or check DIR"
-        )
+        why, fix = "there is no such folder", "pass a folder DIR/iter_..., or check DIR"
+        if path.exists():
+            within = is_checkpoint(path.parent)
+            why = f"it is a file{' of one' if within else ''}, and a checkpoint is a folder"
+            fix = f"name {path.parent}" if within else "name a folder DIR/iter_..."
+        raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=fix)
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError as error:

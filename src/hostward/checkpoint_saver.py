@@ -58,10 +58,14 @@ class Saver:
         most_recent_k: int | None = None,
     ) -> None:
         if mode not in (None, *MODES):
-            raise CheckpointError(f"there is no way of saving {mode!r}", fix=f"None, {', '.join(map(repr, MODES))}")
+            raise CheckpointError(
+                f"there is no way of saving {mode!r}",
+                why="a save is waited for (None), or made beside training, from a copy ('snapshot') or not ('stream')",
+                fix="mode=None, 'snapshot' or 'stream'",
+            )
         if most_recent_k is not None and most_recent_k < 1:
             raise CheckpointError(
-                f"checkpoint.most_recent_k is {most_recent_k}",
+                f"most_recent_k is {most_recent_k}",
                 why="the checkpoint just saved must stay",
                 fix="use 1 or more, or leave it out to keep all",
             )

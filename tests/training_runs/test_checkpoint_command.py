@@ -61,6 +61,7 @@ def test_inspect_tells_what_there_is_and_whether_it_is_sound(cli: Cli, folder: P
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
+    assert "\n  why: it is a file of one, and a checkpoint is a folder\n" in cli("checkpoint", "inspect", file).err
     damaged = cli("checkpoint", "inspect", folder, "--verify")
     assert damaged.code == 2
     assert "is damaged in chunk 1" in damaged.err
@@ -117,13 +118,14 @@ def test_torch_adamw_takes_the_state_over(cli: Cli, folder: Path, tmp_path: Path
         (["{folder}", "{folder}"], "exists"),
         (["{folder}", "{folder}-out", "--to", "onnx"], "there is no form 'onnx'"),
         (["{folder}-none", "{folder}-out"], "is not a checkpoint"),
+        (["{folder}/iter_0000002/__0_0.distcp", "{folder}-out"], "fix: name {folder}/iter_0000002\n"),
         (["{folder}/..", "{folder}-out"], "there is neither latest nor manifest.json in it"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(cli: Cli, folder: Path, words: list[str], reason: str) -> None:
     told = cli("checkpoint", "convert", *(word.format(folder=folder) for word in words))
     assert told.code == 2
-    assert reason in told.err
+    assert reason.format(folder=folder) in told.err
     assert not list(folder.parent.glob("*-out"))
 
 

@@ -201,7 +201,7 @@ def test_requests_that_cannot_be_met_are_refused_before_writing(tmp_path: Path) 
     released.untyped_storage().resize_(0)
     requests: list[tuple[str, Callable[[], object]]] = [
         ("iteration -1", lambda: save(tmp_path, -1)),
-        ("most_recent_k is 0", lambda: save(tmp_path, 1, most_recent_k=0)),
+        ("^most_recent_k is 0", lambda: save(tmp_path, 1, most_recent_k=0)),
         ("'x' as a tensor\n.*it is a float", lambda: save(tmp_path, 1, tensors={"x": 1.0})),
         ("'x'\n.*hold data", lambda: save(tmp_path, 1, tensors={"x": torch.empty(3, device="meta")})),
         ("'x'\n.*storage is empty", lambda: save(tmp_path, 1, tensors={"x": released})),
@@ -209,6 +209,9 @@ def test_requests_that_cannot_be_met_are_refused_before_writing(tmp_path: Path) 
     for text, request in requests:
         with pytest.raises(CheckpointError, match=text):
             request()
+    unknown: Any = "async"
+    with pytest.raises(CheckpointError, match=r"no way of saving 'async'\n  why: .*\n  fix: mode=None, 'snapshot' or"):
+        checkpoint.Saver(tmp_path, mode=unknown)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,7 +265,7 @@ def test_a_replaced_checkpoint_counts_until_its_successor_is_there(tmp_path: Pat
 
 def test_a_folder_is_locked_while_another_save_runs(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    text = r"cannot save into .*\n.*another process is saving there\n.*its own checkpoint.save folder"
+    text = r"cannot save into .*\n.*another process is saving there\n.*a folder of its own to save into"
     with checkpoint_files.locked(tmp_path), pytest.raises(CheckpointError, match=text):
         save(tmp_path, 2)
     assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000001"
@@ -307,6 +310,15 @@ def test_any_pointer_text_is_a_checkpoint_or_a_typed_error(
 def test_a_path_that_is_no_checkpoint_is_a_typed_error(tmp_path: Path, read: Callable[[Path], object]) -> None:
     with pytest.raises(CheckpointError, match=r"missing is not a checkpoint\n.*no such folder"):
         read(tmp_path / "missing")
+    inside, beside = save(tmp_path / "run", 1) / "__0_0.distcp", tmp_path / "run" / "latest"
+    with pytest.raises(
+        CheckpointError, match=f"distcp is not .*\n  why: it is a file of one, .*\n  fix: name {inside.parent}$"
+    ):
+        read(inside)
+    with pytest.raises(
+        CheckpointError, match=r"latest is not .*\n  why: it is a file, and .*\n  fix: name a folder DIR"
+    ):
+        read(beside)
     with pytest.raises(
         CheckpointError, match=r"not a complete checkpoint\n.*no manifest.json, which a save writes last"
     ):
@@ -329,6 +341,7 @@ def test_t51_a_checkpoint_of_another_model_lists_what_differs_and_touches_nothin
         "or dtype: layer.1 (saved float32[2, 3], wanted float32[3, 2]), layer.2 (saved "
         "float32[2, 3], wanted bfloat16[2, 3])"
     )
+    assert caught.value.fix == "build the model as the run did that saved it, or load a checkpoint of this model"
     assert all(not tensor.any() for tensor in into.values())
     with pytest.raises(CheckpointError, match=r"6 missing in the checkpoint: other.0, other.1, other.2 and 3 more"):
         checkpoint.load(path, {f"other.{index}": torch.zeros(1) for index in range(6)})
