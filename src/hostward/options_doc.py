@@ -71,7 +71,7 @@ def option_row(info: OptionInfo) -> str:
 def status(name: str) -> str:
     """Whether the option works in this version."""
     if name in NOT_BUILT:
-        return f"only `{shown(NOT_BUILT[name])}`"
+        return f"only `{shown(NOT_BUILT[name][0])}`"
     for switch, dependents in DEPENDENT.items():
         if name in dependents and switch in NOT_BUILT:
             return f"with `{switch.partition('.')[2]}`"

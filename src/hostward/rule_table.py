@@ -193,14 +193,14 @@ IDLE: Mapping[str, tuple[str, str]] = {
     "optimizer.optimizer_cpu_offload": ("optimizer.optimizer_offload_fraction", "1.0"),
 }
 
-# Options that are known and not carried out yet: {option: the one value that works}.
-NOT_BUILT: Mapping[str, object] = {
-    "model.context_parallel_size": 1,
-    "model.expert_tensor_parallel_size": 1,
-    "optimizer.optimizer": "adam",
-    "optimizer.decoupled_weight_decay": True,
-    "ddp.overlap_grad_reduce": True,
-    "ddp.overlap_param_gather": True,
+# Options that are known and not carried out yet: {option: (the one value that works, why no other does)}.
+NOT_BUILT: Mapping[str, tuple[object, str]] = {
+    "model.context_parallel_size": (1, "attention takes whole sequences: no process has a part of one"),
+    "model.expert_tensor_parallel_size": (1, "each matrix of an expert is whole in its process"),
+    "optimizer.optimizer": ("adam", "AdamW is the only step that the host and the device have"),
+    "optimizer.decoupled_weight_decay": (True, "the step is that of AdamW, which decays weights apart from gradients"),
+    "ddp.overlap_grad_reduce": (True, "FSDP2 reduces beside backward, and only so"),
+    "ddp.overlap_param_gather": (True, "FSDP2 gathers beside forward, and only so"),
 }
 
 # The same, with several processes.

@@ -24,6 +24,7 @@ class Violation:
     kind: Kind
     message: str
     fix: str
+    why: str = ""
 
 
 def violations(config: Config, *, world_size: int = 1) -> list[Violation]:
@@ -55,10 +56,12 @@ def check(config: Config, *, world_size: int = 1) -> None:
         return
     error = NotBuiltError if all(v.kind is Kind.UNTIL_BUILT for v in found) else ConfigError
     if len(found) == 1:
-        raise error(found[0].message, fix=found[0].fix)
+        raise error(found[0].message, why=found[0].why, fix=found[0].fix)
     lines = [f"{len(found)} settings cannot be carried out:"]
     for number, violation in enumerate(found, start=1):
-        lines += [f"  {number}. {violation.message}", f"     fix: {violation.fix}"]
+        lines.append(f"  {number}. {violation.message}")
+        lines += [f"     why: {violation.why}"] if violation.why else []
+        lines.append(f"     fix: {violation.fix}")
     raise error("\n".join(lines))
 
 
@@ -132,11 +135,11 @@ def _switched_on(config: Config, switch: str, name: str) -> str:
 
 def not_built_violations(config: Config, wrong: set[str], world_size: int) -> Iterator[Violation]:
     """Options that are known and that this version does not carry out."""
-    for name, built in NOT_BUILT.items():
+    for name, (built, why) in NOT_BUILT.items():
         value = get_option(config, name)
         if name not in wrong and value != built:
             message = f"{name}={shown(value)} is known, but not built yet"
-            yield Violation(f"not-built:{name}", Kind.UNTIL_BUILT, message, f"set {name}={shown(built)}")
+            yield Violation(f"not-built:{name}", Kind.UNTIL_BUILT, message, f"set {name}={shown(built)}", why)
     for name, built in NOT_BUILT_FOR_RANKS.items() if world_size > 1 else ():
         value = get_option(config, name)
         if name not in wrong and value != built:

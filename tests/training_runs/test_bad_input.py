@@ -54,7 +54,7 @@ def test_t15_bad_fractions(refused: Cli, value: str, texts: list[str]) -> None:
         (["train.train_iters=0"], ["train.train_iters", "at least 1"]),
         (["train.global_batch_size=3"], ["not divisible by micro batch size"]),
         (["optimizer.optimizer_cpu_offload=2"], ["only true and false are booleans"]),
-        (["model.context_parallel_size=2"], ["is known, but not built yet"]),
+        (["model.context_parallel_size=2"], ["is known, but not built yet\n  why: attention takes whole sequences"]),
         ([f"{FRACTION}=0.5"], ["has no effect while optimizer.optimizer_cpu_offload=false"]),
         (["checkpoint.save_interval=2"], ["has no effect while checkpoint.save=null"]),
     ],

@@ -127,7 +127,7 @@ def test_values_set_in_python_are_checked(name: str, value: object, message: str
 
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_known_options_that_are_not_built_are_refused(name: str) -> None:
-    info, built = options()[name], NOT_BUILT[name]
+    info, (built, why) = options()[name], NOT_BUILT[name]
     other = next(choice for choice in info.choices if choice != built) if info.choices else None
     value = other or {int: 2, float: 0.5}.get(info.kind, not built)
     config = tiny()
@@ -136,7 +136,7 @@ def test_known_options_that_are_not_built_are_refused(name: str) -> None:
     by_id = {violation.rule: violation for violation in violations(config)}
     violation = by_id[f"not-built:{name}"]
     assert violation.message == f"{name}={shown(value)} is known, but not built yet"
-    assert violation.fix == f"set {name}={shown(built)}"
+    assert (violation.why, violation.fix) == (why, f"set {name}={shown(built)}")
     assert violation.kind is Kind.UNTIL_BUILT
     assert info.default == built
 
@@ -231,6 +231,7 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
         "  2. global batch size (3) is not divisible by micro batch size (2) times data parallel size (1)\n"
         "     fix: set train.global_batch_size=2 or 4 (any multiple of 2), or train.micro_batch_size=1\n"
         "  3. ddp.overlap_grad_reduce=false is known, but not built yet\n"
+        "     why: FSDP2 reduces beside backward, and only so\n"
         "     fix: set ddp.overlap_grad_reduce=true"
     )
 
