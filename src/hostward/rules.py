@@ -6,7 +6,7 @@ ignoring it. Dropped rules of Megatron are never checked; `overrides.DROPPED` li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +54,19 @@ def check(config: Config, *, world_size: int = 1) -> None:
     found = violations(config, world_size=world_size)
     if not found:
         return
-    error = NotBuiltError if all(v.kind is Kind.UNTIL_BUILT for v in found) else ConfigError
-    if len(found) == 1:
-        raise error(found[0].message, why=found[0].why, fix=found[0].fix)
+    kind = NotBuiltError if all(v.kind is Kind.UNTIL_BUILT for v in found) else ConfigError
+    error = kind(found[0].message, why=found[0].why, fix=found[0].fix) if len(found) == 1 else kind(_listed(found))
+    error.everywhere = True  # all ranks are started with the same options, or told that they are not
+    raise error
+
+
+def _listed(found: Sequence[Violation]) -> str:
     lines = [f"{len(found)} settings cannot be carried out:"]
     for number, violation in enumerate(found, start=1):
         lines.append(f"  {number}. {violation.message}")
         lines += [f"     why: {violation.why}"] if violation.why else []
         lines.append(f"     fix: {violation.fix}")
-    raise error("\n".join(lines))
+    return "\n".join(lines)
 
 
 def value_violation(info: OptionInfo, value: Any) -> Violation | None:

@@ -313,6 +313,22 @@ def test_torchrun_with_one_process_trains(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["checkpoint.save_dir=run"], "error: there is no option 'checkpoint.save_dir'"),
+        (["train.train_iters=0"], "train.train_iters must be at least 1"),
+        (["--no-such-flag"], "No such option"),
+    ],
+)
+def test_torchrun_tells_a_bad_command_line_once(words: list[str], said: str) -> None:
+    """Seen red: once for each process."""
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hostward", "train", "train.device=cpu"]
+    done = run_process([*command, *words])
+    assert done.returncode != 0
+    assert done.stderr.count(said) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
     ("size", "said"),
     [
         ("0", "WORLD_SIZE='0' is not a positive number"),

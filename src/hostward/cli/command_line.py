@@ -99,7 +99,8 @@ def train(
     require_writable("--json", json_file)
     require_replaceable("--trace", trace_file)
     if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
-        raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+        with ranks.alike():
+            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
     planned = None
     if plan_file is not None:
         from hostward.planning.plan_file import load
@@ -205,9 +206,10 @@ def verify(
     from hostward.train.ranks import Ranks
 
     here = Ranks.of(os.environ)
-    fractions = [_number("--fraction", text) for text in fraction or []]
-    given = placement or [], schedule or [], microbatches or []
-    chosen = choose(config, fractions, *given, world_size=here.size)
+    with ranks.alike():
+        fractions = [_number("--fraction", text) for text in fraction or []]
+        given = placement or [], schedule or [], microbatches or []
+        chosen = choose(config, fractions, *given, world_size=here.size)
     verdict = verification.verify(recipe, config, chosen)
     with ExitStack() as stack:
         # When one rank ends with an exit code the launcher ends the rest.
@@ -286,7 +288,7 @@ def _run(words: list[str], debug: bool) -> int:
     except HostwardError as error:
         if debug:
             raise
-        if ranks.is_first() or not error.everywhere:
+        if ranks.tells(error.everywhere):
             print(f"{ranks.prefix()}error: {error}", file=sys.stderr)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
@@ -302,8 +304,9 @@ def _run(words: list[str], debug: bool) -> int:
         )
         return MemoryLimitError.exit_code
     except _usage_errors() as error:
-        error.show()
-        _tell_flag(getattr(error, "option_name", None) or "")
+        if ranks.tells(everywhere=True):
+            error.show()
+            _tell_flag(getattr(error, "option_name", None) or "")
         return 2
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from hostward.errors import RankError
+from hostward.errors import HostwardError, RankError
+
+PATIENCE_S = 20.0
+"""For so long a rank leaves it to the first of its machine to tell what is wrong with the command line."""
 
 
 def is_first() -> bool:
@@ -23,6 +28,32 @@ def alone() -> bool:
 def prefix() -> str:
     """What lines of other ranks than the first begin with."""
     return "" if is_first() else f"rank {os.environ.get('RANK')}: "
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """What the body finds wrong with the words of the command line and the number of processes, every rank finds."""
+    try:
+        yield
+    except HostwardError as error:
+        error.everywhere = True
+        raise
+
+
+def tells(everywhere: bool) -> bool:
+    """Whether this rank tells an error; `everywhere`: all of them have it, and one need tell it.
+
+    Before they have met, that is the first of each machine, for only what one machine was given is surely alike. The
+    others wait until the launcher ends them, as it does when that one has ended: one that ended before would have it
+    ended before it has told anything. Where nothing ends them they tell it themselves.
+    """
+    if not everywhere or alone():
+        return True
+    if met():
+        return is_first()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(PATIENCE_S)
+    return True
 
 
 def met() -> bool:

@@ -27,7 +27,8 @@ def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
     """
     from hostward.rules import check
 
-    config = configured(recipe, overrides)
-    if ranks.alone():
-        check(config, world_size=1)
+    with ranks.alike():
+        config = configured(recipe, overrides)
+        if ranks.alone():
+            check(config, world_size=1)
     return config

@@ -114,14 +114,10 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
     check(config, world_size=ranks.size)
     for case in cases:
         check(case.config, world_size=ranks.size)
-    if config.checkpoint.save is not None:
-        raise ConfigError("verify saves no checkpoint", fix="leave checkpoint.save out")
-    if config.optimizer.use_torch_optimizer_for_cpu_offload:
-        raise ConfigError(
-            "optimizer.use_torch_optimizer_for_cpu_offload=True cannot be verified",
-            why="torch's CPU kernels round differently, so equal bits are not claimed for it",
-            fix="leave it off",
-        )
+    problem = _not_to_verify(config)
+    if problem is not None:
+        problem.everywhere = True
+        raise problem
     device = loop.choose_device(config.train.device, ranks.local_rank)
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     require_alike(ranks, {"what is compared": "; ".join(case.name for case in cases)})
@@ -185,6 +181,18 @@ def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[tuple[Outcome,
             base = bases[case.microbatches] = _train(recipe, without_offloading(case.config), None)
         pairs.append((base, _train(recipe, case.config, case)))
     return pairs
+
+
+def _not_to_verify(config: Config) -> ConfigError | None:
+    if config.checkpoint.save is not None:
+        return ConfigError("verify saves no checkpoint", fix="leave checkpoint.save out")
+    if config.optimizer.use_torch_optimizer_for_cpu_offload:
+        return ConfigError(
+            "optimizer.use_torch_optimizer_for_cpu_offload=True cannot be verified",
+            why="torch's CPU kernels round differently, so equal bits are not claimed for it",
+            fix="leave it off",
+        )
+    return None
 
 
 def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> dict[Placement, str | None]:
