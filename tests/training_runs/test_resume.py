@@ -17,6 +17,7 @@ from cli_runs import SMALL, Outcome, different, iterations_saved, offloaded, sav
 from conftest import Cli
 
 from hostward import checkpoint, recipes
+from hostward.folder_lock import CLAIM
 from hostward.overrides import apply_overrides
 from hostward.train import loop, resume
 
@@ -73,12 +74,18 @@ def test_a_run_that_is_over_is_left_as_it_is(
     folder = tmp_path / "run"
     words = ["train", *SMALL, f"dataset.path={text}", "train.train_iters=2", f"checkpoint.save={folder}"]
     assert cli(*words).code == 0
-    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.rglob("*") if file.is_file()}
+    before = files_of(folder)
     assert folder / "report.json" in before
     again = cli(*words, f"checkpoint.load={folder}")
     assert again.code == 0
     assert "nothing to do; raise the latter to go on" in caplog.text
-    assert before == {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in folder.rglob("*") if f.is_file()}
+    assert before == files_of(folder)
+
+
+def files_of(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """What each file of a run holds, and since when; but for the lock, which every run writes."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != CLAIM]
+    return {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
 
 def test_a_run_goes_on_in_its_own_folder(train: Cli, tmp_path: Path) -> None:
@@ -382,6 +389,19 @@ def test_checkpoints_without_latest_are_told_with_what_to_write(
     assert f"fix: write the name of one into it, as in printf iter_0000002 > '{two}/latest'\n" in outcome.err
     (two / "latest").write_text("iter_0000002")
     assert train("train.train_iters=3", *words).report["first_iteration"] == 2
+
+
+def test_a_first_save_that_ended_before_its_name_is_gone_on_from(
+    train: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A launcher starts the run again, and nobody is there to write the name."""
+    words = [f"checkpoint.load={tmp_path / 'run'}", f"checkpoint.save={tmp_path / 'run'}"]
+    train("train.train_iters=2", *words)
+    (tmp_path / "run/latest").unlink()
+    with caplog.at_level(logging.INFO):
+        assert train("train.train_iters=3", *words).report["first_iteration"] == 2
+    told = "iter_0000002 is complete, and the save ended before it was named: the run goes on from it"
+    assert told in caplog.messages
 
 
 def test_plain_values_are_json(checkpointed: Path) -> None:

@@ -314,6 +314,9 @@ def checkpoint_to_load(config: Config) -> Path | None:
     """The newest checkpoint in `checkpoint.load`; None for a run that begins anew, which is one without this option, or
     one that has not saved yet into the folder that it saves to and loads from. Raises CheckpointError for another
     folder without a checkpoint, and for checkpoints of which none is named.
+
+    The first save of a run may be ended between the checkpoint and its name, and a launcher starts the run again: where
+    there is one checkpoint alone, that one is meant.
     """
     if config.checkpoint.load is None:
         return None
@@ -321,9 +324,14 @@ def checkpoint_to_load(config: Config) -> Path | None:
     found = checkpoint.latest(directory)
     if found is not None:
         return found
-    if _same_folder(config) and not config.checkpoint.finetune and not complete_names(directory):
-        log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
-        return None
+    if _same_folder(config) and not config.checkpoint.finetune:
+        names = complete_names(directory)
+        if not names:
+            log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
+            return None
+        if len(names) == 1:
+            log.info("%s is complete, and the save ended before it was named: the run goes on from it", names[0])
+            return directory / names[0]
     raise nothing_to_load(directory)
 
 
