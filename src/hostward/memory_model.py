@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .choice import Choice
 from .errors import ConfigError
 from .gradient_model import Facts, Gradients
-from .inventory import SPLIT_ELEMENTS, Inventory, MasterKind, master_kind, state_bytes_per_element
+from .inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
 from .lowering.optimizer import inbox_bytes
 from .plan import Placement
 from .save_buffers import MOST_WRITERS, PIECE_BYTES
@@ -111,7 +111,7 @@ class MemoryModel:
         """Host bytes of a whole state beside the one that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
-        self._save_bytes = save_bytes(workload.inventory)
+        self._save_bytes = save_bytes(workload)
         self._gradients: dict[tuple[tuple[Placement, ...], bool, bool], Gradients] = {}
 
     def required(self, choice: Choice) -> Needs:
@@ -143,6 +143,8 @@ class MemoryModel:
         loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
         buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
+        frozen = (la.frozen_weight_bytes for la in self.workload.layers if la.name in choice.offloaded_weights)
+        copied = kept or sum(frozen)  # while they are saved, where no snapshot has them
         loaded = {Owner.WEIGHTS: host[Owner.WEIGHTS] + sum(waiting), Owner.ACTIVATIONS: 0.0}
         locked = {**pinned, Owner.ACTIVATIONS: 0.0}
         phases = (
@@ -152,7 +154,7 @@ class MemoryModel:
             _phase(
                 SAVE,
                 {**rest, Owner.WEIGHTS: resident},
-                {**host, Owner.COPIES: kept + buffers},
+                {**host, Owner.COPIES: copied + buffers},
                 {**pinned, Owner.COPIES: buffers},
             ),
             _phase(RESUME, loading, {**host, Owner.ACTIVATIONS: 0.0, Owner.COPIES: self._loaded_bytes}, locked),
@@ -201,16 +203,18 @@ def _with(held: Mapping[Owner, float], state: float, weights: float) -> dict[Own
     return {**held, Owner.STATE: held[Owner.STATE] + state, Owner.WEIGHTS: held[Owner.WEIGHTS] + weights}
 
 
-def save_bytes(inventory: Inventory) -> tuple[int, int]:
+def save_bytes(workload: Workload) -> tuple[int, int]:
     """Host bytes besides the state while it is saved: of the buffers, at most (several ranks share the threads that
-    write), and of a snapshot where one is taken.
+    write), and of a snapshot where one is taken, weights that are not trained among it.
     """
-    parameters = inventory.parameters
+    parameters = workload.inventory.parameters
+    frozen = [layer.frozen_weight_bytes for layer in workload.layers]
     roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
     written = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
-    threads = max(1, min(MOST_WRITERS, written // PIECE_BYTES))
-    largest = max((4 * n for n, _ in roles), default=0)
-    return threads * 2 * min(PIECE_BYTES, largest), sum(bucket.host_bytes for bucket in inventory.buckets)
+    threads = max(1, min(MOST_WRITERS, (written + sum(frozen)) // PIECE_BYTES))
+    largest = max([*(4 * n for n, _ in roles), *frozen], default=0)  # of what is frozen a layer's is known, no tensor's
+    copied = sum(bucket.host_bytes for bucket in workload.inventory.buckets) + sum(frozen)
+    return threads * 2 * min(PIECE_BYTES, largest), copied
 
 
 def _phase(
