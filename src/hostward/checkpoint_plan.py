@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from hostward.inspect import local_of
-from hostward.save_buffers import PIECE_BYTES
+from hostward.save_buffers import BLOCK_BYTES, PIECE_BYTES
 from hostward.training.sources import Source, Where, as_it_lies
 
 Value: TypeAlias = "torch.Tensor | Source"
@@ -44,7 +44,8 @@ class PiecePlanner(DefaultSavePlanner):
             return
         begin, sizes = data.chunk.offsets, data.chunk.sizes
         self._begins[item.index.fqn] = begin
-        boxes = list(boxes_of(tuple(sizes), max(1, self._piece_bytes // data.properties.dtype.itemsize)))
+        itemsize = data.properties.dtype.itemsize
+        boxes = list(boxes_of(tuple(sizes), max(1, self._piece_bytes // itemsize), BLOCK_BYTES // itemsize))
         if len(boxes) == 1:
             yield item
             return
@@ -96,9 +97,10 @@ def item_bytes(item: WriteItem) -> int:
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def boxes_of(sizes: Sequence[int], most_elements: int) -> Iterator[tuple[list[int], list[int]]]:
+def boxes_of(sizes: Sequence[int], most_elements: int, block: int = 1) -> Iterator[tuple[list[int], list[int]]]:
     """(offsets, sizes) of boxes that cover a tensor, in order; each is one run of its elements and has at most so many.
-    A tensor without elements is one box.
+    They begin at multiples of `block` elements where so many rows are no more than that. A tensor without elements is
+    one box.
     """
     numel = math.prod(sizes)
     if numel <= most_elements:
@@ -106,7 +108,8 @@ def boxes_of(sizes: Sequence[int], most_elements: int) -> Iterator[tuple[list[in
         return
     below = numel // sizes[0]
     rows = max(1, most_elements // below)
+    rows -= rows % whole if (whole := block // math.gcd(block, below)) <= rows else 0
     for first in range(0, sizes[0], rows):
         count = min(rows, sizes[0] - first)
-        for offsets, lengths in boxes_of(sizes[1:], most_elements):
+        for offsets, lengths in boxes_of(sizes[1:], most_elements, block):
             yield [first, *offsets], [count, *lengths]

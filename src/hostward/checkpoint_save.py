@@ -2,8 +2,7 @@
 
 1. The first rank takes the folder's lock and makes a hidden folder.
 2. Every rank plans what it has; all plans together say who writes what: of copies on several ranks, one does.
-3. Every rank writes its pieces, and makes them durable. With a snapshot other threads copy what training goes on with,
-   and each piece is written once it is copied.
+3. Every rank writes its pieces, and makes them durable. With a snapshot it copies what training goes on with before.
 4. The first rank writes the table of contents and the manifest, and gives the folder its name.
 
 A rank that fails in any step ends the save on all of them; then the hidden folder is removed.
@@ -13,8 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,38 +149,15 @@ class Save:
     def _write(
         self, planner: PiecePlanner, writer: PieceWriter, plan: SavePlan
     ) -> tuple[list[WriteResult], dict[str, FileRecord]]:
-        with typed_failures(self._request.what), ExitStack() as copying:
+        with typed_failures(self._request.what):
             if self._snapshot is not None:
                 copies = self._snapshot.of(planner, plan.items, self._rooms, self.stop)
+                copies.make()
+                self.has_read.set()
                 writer.read = copies.read
-                copying.enter_context(self._beside(copies.make))
             results = writer.write_data(plan, planner).value()
             self.has_read.set()
             return results, writer.records
-
-    @contextmanager
-    def _beside(self, make: Callable[[], None]) -> Iterator[None]:
-        """Copying, while the body writes what is there. The first that fails ends the other, and is what is raised."""
-
-        def copied() -> None:
-            try:
-                make()
-            except BaseException:
-                self.stop.ask()
-                raise
-            self.has_read.set()
-
-        with ThreadPoolExecutor(1, thread_name_prefix="hostward checkpoint copies") as pool:
-            copying = pool.submit(copied)
-            try:
-                yield
-            except StoppedError:
-                if copying.exception() is None:
-                    raise
-            except BaseException:
-                self.stop.ask()
-                raise
-            copying.result()
 
     def _publish(
         self,

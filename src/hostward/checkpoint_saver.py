@@ -16,13 +16,13 @@ from hostward.checkpoint_plan import Value, sources_of
 from hostward.checkpoint_ranks import Ranks
 from hostward.checkpoint_request import JSON, check_plain, plain_bytes, values_of
 from hostward.checkpoint_save import Request, Save
-from hostward.checkpoint_snapshot import ROOM_ALIGNED, Snapshot, snapshot_bytes
+from hostward.checkpoint_snapshot import Snapshot, snapshot_bytes
 from hostward.engine.backend import Backend, Buffer, Tier
 from hostward.errors import CheckpointError, HostwardError, PageLockError
 from hostward.host.threads import local_ranks
 from hostward.inspect import local_of
 from hostward.inventory import align
-from hostward.save_buffers import PIECE_BYTES, writer_count
+from hostward.save_buffers import BLOCK_BYTES, PIECE_BYTES, writer_count
 from hostward.training.sources import Source
 
 log = logging.getLogger("hostward")
@@ -172,7 +172,7 @@ class Saver:
             return
         backend = self._backend = sources[0].backend
         if any(s.needs_room() for s in sources):
-            room_bytes = align(2 * max(min(PIECE_BYTES, s.nbytes) for s in sources), ROOM_ALIGNED)
+            room_bytes = align(2 * max(min(PIECE_BYTES, s.nbytes) for s in sources), BLOCK_BYTES)
             count = _threads(values)
             if len(self._rooms) < count or self._rooms[0].nbytes < room_bytes:
                 self._give_back()

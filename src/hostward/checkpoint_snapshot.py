@@ -7,7 +7,6 @@ threads that write would only take cores and memory from those that copy.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,23 +17,17 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hostward.checkpoint_plan import PiecePlanner
 from hostward.checkpoint_ranks import Stop
-from hostward.checkpoint_writer import BLOCK_BYTES, STAGED_BYTES
+from hostward.checkpoint_writer import STAGED_BYTES
 from hostward.engine.backend import Backend, Tier
 from hostward.host.copy import Copy, copy
 from hostward.inventory import align
-from hostward.save_buffers import PIECE_BYTES
+from hostward.save_buffers import BLOCK_BYTES, PIECE_BYTES
 from hostward.training.sources import Source, on_host
 
 ALIGNED = 64
 """Bytes; places and rooms begin at multiples of it, whatever dtype they are read as."""
-_PARTS = 4
-"""Of a room: two are the writer's, and into one is fetched while the other is copied from."""
-ROOM_ALIGNED = _PARTS * ALIGNED
 _TOGETHER_BYTES = 1024 * 1024 * 1024
 """Copied at once, so that starting the threads that do it takes little of the time."""
-_LOOK_S = 0.1
-"""Between two looks of a thread that waits for a copy, at whether the save has been given up."""
-
 Memory: TypeAlias = tuple[int, int]
 """Memory of the state: its address and its bytes."""
 _Part: TypeAlias = tuple[Memory, int]
@@ -81,11 +74,10 @@ class _Piece:
 
 
 class Copies:
-    """The memory that items of one save lie in, as it is copied, and as they are read from the copy by other threads,
-    which wait until all of it is there.
+    """The memory that items of one save lie in, as it is copied, and as they are read from the copy.
 
-    One thread copies, group by group, by as many threads as the host's step has, which waits for the copies. Beside it
-    another fetches what the next group has on the device: the device reads and the cores copy at the same time.
+    It is copied group by group, by as many threads as the host's step has, which waits for the copies. Beside that a
+    thread fetches what the next group has on the device: the device reads and the cores copy at the same time.
 
     Args:
         items: of this process.
@@ -107,7 +99,6 @@ class Copies:
         self._stop = stop
         self._backend = backend
         self._groups: list[list[_Piece]] = []
-        self._made = threading.Event()
         self._divide(items, _Rooms(rooms))
 
     def _divide(self, items: Sequence[WriteItem], rooms: _Rooms) -> None:
@@ -151,14 +142,9 @@ class Copies:
                 self._stop.check()
                 ahead = pool.submit(_fetched, following)
                 copy(copies, threads=self._backend.threads)
-        self._made.set()
 
     def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
-        """The elements of an item, on the host. What is not copied is no source, and takes no room."""
-        if self._planner.source_of(item) is None:
-            return self._planner.read(item, None)
-        while not self._made.wait(_LOOK_S):
-            self._stop.check()
+        """The elements of an item, on the host, once all are copied. What is no source is read where it lies."""
         return self._planner.read(item, room, self._copy_of)
 
     def _copy_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -166,17 +152,17 @@ class Copies:
 
 
 class _Rooms:
-    """Where groups have room for what they fetch, beside what the threads that write have for themselves."""
+    """Where groups have room for what they fetch: that of the threads which write, once all is copied."""
 
     def __init__(self, rooms: Sequence[torch.Tensor | None]) -> None:
-        parts = [room.chunk(_PARTS) for room in rooms if room is not None]
-        self._free = [[part[i] for part in parts] for i in (2, 3)]
-        self.part_bytes = len(parts[0][0]) if parts else PIECE_BYTES // 2
+        halves = [room.chunk(2) for room in rooms if room is not None]
+        self._free = [[half[i] for half in halves] for i in range(2)]
+        self.part_bytes = len(halves[0][0]) if halves else PIECE_BYTES
         """Most bytes of a piece."""
         self._left: list[torch.Tensor] = []
 
     def turn(self) -> None:
-        """For the next group: into the other part of each."""
+        """For the next group: into the other half of each, while what is in this one is copied."""
         self._free.reverse()
         self._left = list(self._free[0])
 

@@ -27,12 +27,11 @@ from torch.futures import Future
 from hostward.checkpoint_manifest import CHUNK_BYTES, NEAR_BYTES, FileRecord
 from hostward.checkpoint_plan import item_bytes
 from hostward.checkpoint_ranks import Stop
+from hostward.save_buffers import BLOCK_BYTES
 
 BEHIND_BYTES = 8 * CHUNK_BYTES
 """Of a file, looked at again for what the disk has written meanwhile."""
 
-BLOCK_BYTES = 4096
-"""Past the page cache memory, places in files and lengths are multiples of it: of a page, and of any disk's block."""
 STAGED_BYTES = 1024 * 1024
 """Past the page cache less than so much goes by way of a buffer."""
 
@@ -245,6 +244,7 @@ class DirectFile(CheckedFile):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
         self._staged = memoryview(mmap.mmap(-1, STAGED_BYTES))
+        self._into = np.frombuffer(self._staged, dtype=np.uint8)
         self._held = 0
         """Bytes in it, which the file lacks."""
 
@@ -265,7 +265,8 @@ class DirectFile(CheckedFile):
                 part = part[whole:]
                 continue
             taken = min(len(part), STAGED_BYTES - self._held)
-            self._staged[self._held : self._held + taken] = part[:taken]
+            # As arrays: a copy that lets go of Python's lock.
+            np.copyto(self._into[self._held : self._held + taken], np.frombuffer(part[:taken], dtype=np.uint8))
             self._held += taken
             part = part[taken:]
             if self._held == STAGED_BYTES:
@@ -276,7 +277,8 @@ class DirectFile(CheckedFile):
         self._held = 0
 
     def _look_behind(self) -> None:
-        """The page cache has nothing of it."""
+        if not passes_cache(self._descriptor):  # any more
+            super()._look_behind()
 
     def settle(self) -> None:
         through_the_cache(self._descriptor)  # the last block may not be whole
@@ -291,7 +293,7 @@ def new_file(path: Path, *, direct: bool) -> CheckedFile:
         try:
             return DirectFile(os.open(path, flags | os.O_DIRECT, 0o666))
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             path.unlink(missing_ok=True)  # made all the same
     return CheckedFile(os.open(path, flags, 0o666))
@@ -307,11 +309,16 @@ def write_all(descriptor: int, data: memoryview) -> None:
                 raise
 
 
+def passes_cache(descriptor: int) -> bool:
+    """Whether an open file passes the page cache by."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 def through_the_cache(descriptor: int) -> bool:
     """Have a file pass the page cache by no more; returns whether it did."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return bool(flags & os.O_DIRECT)
+    did = passes_cache(descriptor)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return did
 
 
 def _address(data: memoryview) -> int:

@@ -1,15 +1,17 @@
-"""Locks of folders that several processes write into. A lock goes with the process that holds it, however that ends.
+"""Locks of folders that several processes write into. A lock goes with the process that holds it.
 
-They are flock's, which Linux carries to other machines over NFS and, where it is mounted so, Lustre. No torch in here.
+They are flock's: of one machine, and over NFS and Lustre of all machines where these are mounted so. No torch in here.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import logging
 import os
 import platform
+import re
 import time
 from contextlib import suppress
 from datetime import datetime
@@ -20,9 +22,13 @@ from hostward.errors import ConfigError
 
 log = logging.getLogger("hostward")
 
-CLAIM = ".run.lock"
+FILE = ".run.lock"
 _KNOWS_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_POLL_S = 1.0
+_POLL_S = 0.5
+_ENDING_S = 5.0
+"""A process that was killed gives its memory back before its locks."""
+_LEASE_S = 120.0
+"""For so long a file system may keep a lock of another machine, which is gone (NFS 4: 90 s)."""
 
 
 def lock(descriptor: int, folder: Path) -> bool:
@@ -36,10 +42,14 @@ def lock(descriptor: int, folder: Path) -> bool:
     except OSError as error:
         if error.errno not in _KNOWS_NO_LOCKS:
             raise
-        log.warning(
-            "the file system of %s keeps no locks (%s): nothing keeps other runs out", folder, error.strerror or error
-        )
+        _tell(folder, error.strerror or str(error))
     return True
+
+
+@functools.cache
+def _tell(folder: Path, reason: str) -> None:
+    """Once."""
+    log.warning("the file system of %s keeps no locks (%s): nothing keeps other runs out", folder, reason)
 
 
 def unlock(descriptor: int) -> None:
@@ -48,43 +58,52 @@ def unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-class Claim:
+class FolderLock:
     """A folder that a run has to itself, from before it looks what is there until it is over.
+
+    Another run that has it may be ending: it is waited for, for seconds where it is a process of this machine, and for
+    as long as a file system may keep its lock where it is one of another machine.
 
     As a context, an error in its body leaves the folder as it was before.
 
     Args:
         told: what errors call it, as in "checkpoint.save=run".
         folder: made if it is missing.
-        patience_s: for so long another run that has it is waited for.
+        most_s: it is not waited for longer.
 
     Raises:
         ConfigError: another run has it.
         OSError: it cannot be made or written.
     """
 
-    def __init__(self, told: str, folder: Path, *, patience_s: float = 0.0) -> None:
+    def __init__(self, told: str, folder: Path, *, most_s: float = _LEASE_S) -> None:
         self._descriptor: int | None = None
-        self._folder, self._path = folder, folder / CLAIM
-        self._made_folder, self._made_file = not folder.exists(), not self._path.exists()
-        until_s, waited = time.monotonic() + patience_s, False
+        self._process = os.getpid()
+        self._folder, self._path = folder, folder / FILE
+        self._made_folders = [f for f in (folder, *folder.parents) if not f.exists()]
+        self._made_file = not self._path.exists()
+        begun_s, waited = time.monotonic(), False
         while (descriptor := self._locked()) is None:
-            if time.monotonic() >= until_s:
+            holder, elsewhere = self._holder()
+            patience_s = min(most_s, _LEASE_S if elsewhere else _ENDING_S)
+            if time.monotonic() - begun_s >= patience_s:
+                gone = f"; if that machine is gone for good, remove {self._path}" if elsewhere else ""
                 raise ConfigError(
                     f"{told} is the folder of a run that goes on",
-                    why=f"{self._holder()}, writes there; each would outdate what the other one saves",
-                    fix="name another folder, or wait until that run is over",
+                    why=f"{holder}, writes there; each would outdate what the other one saves",
+                    fix=f"name another folder, or wait until that run is over{gone}",
                 )
             if not waited:
-                log.info("%s: waiting up to %.0f s for %s, to let go of it", told, patience_s, self._holder())
+                log.info("%s: waiting up to %.0f s for %s, to let go of it", told, patience_s, holder)
             waited = True
             time.sleep(_POLL_S)
         self._descriptor = descriptor
         since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}, since {since}\n".encode())
+        with suppress(OSError):  # a full disk, or the file of another user: who holds it is not told then
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {self._process} on {platform.node()}, since {since}\n".encode())
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> FolderLock:
         return self
 
     def __exit__(
@@ -94,8 +113,8 @@ class Claim:
             with suppress(OSError):  # what lies in it by now stays
                 if self._made_file:
                     self._path.unlink()
-                if self._made_folder:
-                    self._folder.rmdir()
+                for folder in self._made_folders:
+                    folder.rmdir()
         self.release()
 
     def __del__(self) -> None:
@@ -105,26 +124,46 @@ class Claim:
         """Others may have the folder. Again: nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            unlock(descriptor)
+            if os.getpid() == self._process:  # and no child of it, whose lock it is as well
+                unlock(descriptor)
             os.close(descriptor)
 
     def _locked(self) -> int | None:
         """The file of the lock, opened and locked; None where another run has it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        held = False
-        try:
-            # A run that is refused removes the file that it has made: whoever opened that one has a lock of nothing.
-            held = lock(descriptor, self._folder) and _is(descriptor, self._path)
-        finally:
-            if not held:
-                os.close(descriptor)
-        return descriptor if held else None
+        while True:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = self._opened()
+            except FileNotFoundError:  # a run that was refused has removed the folder
+                continue
+            held = False
+            try:
+                if not lock(descriptor, self._folder):
+                    return None
+                # A run that was refused removes the file too: whoever opened that one has a lock of nothing.
+                held = _is(descriptor, self._path)
+            finally:
+                if not held:
+                    os.close(descriptor)
+            if held:
+                return descriptor
 
-    def _holder(self) -> str:
+    def _opened(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            # The file is another user's. Most file systems lock one that is open for reading as well.
+            if not self._path.exists():
+                raise
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _holder(self) -> tuple[str, bool]:
+        """Who has it, and whether that is a process of another machine."""
+        text = ""
         with suppress(OSError, UnicodeDecodeError):
-            return self._path.read_text().strip() or "another run"
-        return "another run"
+            text = self._path.read_text().strip()
+        found = re.match(r"process \d+ on (.*), since ", text)
+        return text or "another run", found is not None and found[1] != platform.node()
 
 
 def _is(descriptor: int, path: Path) -> bool:

@@ -6,6 +6,8 @@ import os
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Tensors are read, written and checked in pieces of at most so many bytes."""
+BLOCK_BYTES = 4096
+"""Past the page cache memory, places in files and lengths are multiples of it: of a page, and of any disk's block."""
 MOST_WRITERS = 8
 """Threads of one machine that write, each into a file of its own: to read, check and hand over what a disk takes in
 parallel needs several.

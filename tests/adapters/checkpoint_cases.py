@@ -230,7 +230,7 @@ def run_of(folder: str, mode: str | None) -> Any:
         iteration=2,
         saver=None,
         saved=None,
-        claim=None,
+        keeps_folders=True,
     )
 
 

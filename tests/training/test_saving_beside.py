@@ -370,33 +370,46 @@ def test_a_snapshot_is_written_once_it_is_whole(tmp_path: Path, monkeypatch: pyt
 def test_a_snapshot_passes_the_page_cache_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: checkpoint.Mode | None
 ) -> None:
-    """From where it lies: the buffer takes headers and rests only. Whoever waits for the disk uses the cache."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(520, 1000) for _ in range(2)))
+    """Each matrix from where it lies, or, a master of two halves, from where it was joined; headers and rests through a
+    buffer. Whoever waits for the disk uses the cache.
+    """
+    for module in (checkpoint_writer, checkpoint_snapshot):
+        monkeypatch.setattr(module, "STAGED_BYTES", 16384)
+    monkeypatch.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 129, bias=i == 1, dtype=torch.bfloat16) for i in range(4)))
     optimizer = hostward.AdamW(model, lr=1e-3, offload_fraction=1.0)
     optimizer.step()
-    lengths: list[int] = []
-    put = DirectFile._write_staged
-    write = checkpoint_writer.write_all
+    written: list[tuple[int, int]] = []
+    put, write = DirectFile._write_staged, checkpoint_writer.write_all
 
     def noted(descriptor: int, data: memoryview) -> None:
-        lengths.append(len(data))
+        written.append((checkpoint_writer._address(data) if data else 0, len(data)))
         write(descriptor, data)
 
     def buffered(file: DirectFile, size_bytes: int) -> None:
         put(file, size_bytes)
-        lengths.pop()
+        written.pop()
 
     monkeypatch.setattr(checkpoint_writer, "write_all", noted)
     monkeypatch.setattr(DirectFile, "_write_staged", buffered)
     monkeypatch.setattr(
         checkpoint_writer, "new_file", lambda path, direct: plain(path, kind=DirectFile if direct else CheckedFile)
     )
+    monkeypatch.setattr(checkpoint_writer, "in_threads", lambda bodies, stop: [body() for body in bodies])
     tensors = checkpoint.parts_of(model, optimizer).tensors
     saver = checkpoint.Saver(tmp_path, mode=mode)
     path = saver.save(1, tensors=tensors, plain={}) or saver.finish()
+    kept = memory_of(saver._snapshot._buffer.data) if saver._snapshot is not None else range(0)
+    rooms = [memory_of(room.data) for room in saver._rooms]
     saver.close()
-    matrices = [s.nbytes for s in tensors.values() if isinstance(s, Source) and len(s.shape) == 2]
-    assert len(lengths) > 100 if mode != "snapshot" else lengths == [nbytes // 4096 * 4096 for nbytes in matrices]
+    if mode == "snapshot":
+        matrix = 128 * 129
+        lies, joined = matrix * 4 // 4096 * 4096, matrix * 2 // 4096 * 4096
+        assert sorted(size for address, size in written if address in kept) == [joined] * 4 + [lies] * 8
+        assert sorted(size for address, size in written if any(address in room for room in rooms)) == [lies] * 4
+        assert len(written) == 16
+    else:
+        assert len(written) > 200
     assert path is not None
     found = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
     checkpoint.load(path, found)
@@ -409,29 +422,21 @@ def plain(path: Path, *, kind: type[CheckedFile]) -> CheckedFile:
 
 
 def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all threads of the host's step, from memory that nothing is fetched into meanwhile, and that no writer has."""
+    """By all threads of the host's step, from memory that nothing is fetched into meanwhile."""
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
     expected = snapshot(model, optimizer)
     saver = checkpoint.Saver(tmp_path, mode="snapshot")
     groups: list[list[range]] = []
-    writers: list[range] = []
     at_once: list[tuple[list[range], list[range]]] = []
     ahead = threading.Semaphore(0)
     fetch: Callable[..., list[Copy]] = checkpoint_snapshot._fetched
-    read = PiecePlanner.read
 
     def noted(group: Sequence[Any]) -> list[Copy]:
         fetched = fetch(group)
         groups.append([memory_of(piece.room) for piece in group if piece.room is not None])
         ahead.release()
         return fetched
-
-    def put_together(planner: PiecePlanner, item: Any, room: torch.Tensor, *where: Any) -> torch.Tensor:
-        found = read(planner, item, room, *where)
-        if room is not None and found.data_ptr() == room.data_ptr():
-            writers.append(memory_of(found))
-        return found
 
     def meets(made: list[Copy], *, threads: int) -> None:
         assert threads == 6
@@ -450,16 +455,12 @@ def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch
         patched.setattr(checkpoint_snapshot, "on_host", lambda t: t.data_ptr() not in there)
         patched.setattr(checkpoint_snapshot, "_fetched", noted)
         patched.setattr(checkpoint_snapshot, "copy", meets)
-        patched.setattr(PiecePlanner, "read", put_together)
         begin(saver, model, optimizer)
         path = saver.finish()
     saver.close()
-    fetched = [room for group in groups for room in group]
     assert len(at_once) > 3
-    assert writers
     assert not any(overlap(a, b) for now, following in at_once for a in now for b in following)
     assert not any(overlap(a, b) for group in groups for a, b in itertools.combinations(group, 2))
-    assert not any(overlap(a, b) for a in fetched for b in writers)
     assert max(map(len, groups)) > 2  # small ones share a room
     assert_equal(saved_state(path, torch.bfloat16), expected)
 
@@ -538,25 +539,15 @@ def test_state_that_cannot_be_read_is_what_is_told(
     where, name = (checkpoint_snapshot, "_fetched") if mode == "snapshot" else (PiecePlanner, "read")
     read: Callable[..., Any] = getattr(where, name)
     calls = itertools.count(1)
-    waits = threading.Semaphore(0)
-
-    class Awaited(checkpoint_snapshot.Copies):
-        def read(self, *item: Any) -> torch.Tensor:
-            waits.release()
-            return super().read(*item)
 
     def fails(*arguments: Any) -> Any:
         if next(calls) == 5:
-            if mode == "snapshot":  # none of what is left is there: the writer waits for it soon
-                assert waits.acquire(timeout=20)
-                time.sleep(0.5)
             raise RuntimeError("the device is lost")
         return read(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
         patched.setattr(where, name, fails)
-        patched.setattr(checkpoint_snapshot, "Copies", Awaited)
         begin(saver, model, optimizer)
         step(model, optimizer, 0)
         with pytest.raises(CheckpointError, match="the device is lost"):

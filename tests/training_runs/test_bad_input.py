@@ -212,7 +212,7 @@ def test_a_save_folder_that_cannot_be_written_is_told_without_numbers(
     def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
 
-    monkeypatch.setattr("hostward.train.resume.tempfile.TemporaryFile", read_only)
+    monkeypatch.setattr("hostward.train.folders.tempfile.TemporaryFile", read_only)
     assert "cannot be written\n  why: Read-only file system\n" in refused(f"checkpoint.save={tmp_path / 'x'}").err
 
 

@@ -12,6 +12,7 @@ from cli_runs import SMALL, offloaded, read_json, start_process, wait_for
 from conftest import Cli
 from test_interrupts import loitering
 
+from hostward import folder_lock
 from hostward.cli import run_files
 from hostward.cli.output import require_writable
 from hostward.engine.trace import from_chrome
@@ -27,7 +28,7 @@ TINY = "qwen3_moe_tiny_pretrain_config"
 def test_a_run_leaves_a_report_that_holds_what_json_says(train: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     outcome = train("train.train_iters=6", *offloaded(0.5), "--run-dir", folder)
-    assert sorted(p.name for p in folder.iterdir()) == [REPORT_FILE, TRACE_FILE]
+    assert sorted(p.name for p in folder.iterdir()) == [folder_lock.FILE, REPORT_FILE, TRACE_FILE]
     content = read_json(folder / REPORT_FILE)
     assert {k: v for k, v in content.items() if k != "date"} == {k: v for k, v in outcome.report.items() if k != "date"}
     report = read_report(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
 import signal
 from pathlib import Path
@@ -12,11 +12,19 @@ from cli_runs import SMALL, iterations_saved, saved, start_process, wait_for
 from conftest import Cli
 from test_interrupts import loitering
 
+from hostward import folder_lock
+from hostward.cli import run_files
 from hostward.errors import ConfigError
-from hostward.folder_lock import CLAIM, Claim
 from hostward.overrides import apply_overrides
 from hostward.recipes import load
+from hostward.run_report import RunReport
 from hostward.train import loop
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_ENDING_S", 0.0)
+
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 
@@ -51,11 +59,11 @@ def test_a_run_that_is_over_lets_go_of_its_folders(train: Cli, tmp_path: Path) -
     words = ("train.train_iters=1", f"checkpoint.save={tmp_path / 'saved'}", "--run-dir", tmp_path / "run")
     train(*words)
     for name in ("saved", "run"):
-        Claim(name, tmp_path / name).release()
+        folder_lock.FolderLock(name, tmp_path / name).release()
 
 
 def test_one_run_dir_takes_one_run(refused: Cli, tmp_path: Path) -> None:
-    with Claim("theirs", tmp_path):
+    with folder_lock.FolderLock("theirs", tmp_path):
         assert f"--run-dir {tmp_path} is the folder of a run that goes on" in refused("--run-dir", tmp_path).err
 
 
@@ -71,23 +79,43 @@ def test_the_folder_of_checkpoints_may_be_that_of_the_run(train: Cli, tmp_path: 
 def test_a_run_that_is_refused_leaves_no_folder(refused: Cli, tmp_path: Path, also: tuple[str, ...]) -> None:
     folder = tmp_path / "new"
     folder.mkdir()
-    words = (f"checkpoint.save={folder}/saved", *(word.format(folder=folder) for word in also))
+    words = (f"checkpoint.save={folder}/saved/deep", *(word.format(folder=folder) for word in also))
     refused(*words, "dataset.path=/no/such/file")
     assert list(folder.iterdir()) == []
 
 
-def test_a_run_of_several_machines_waits_for_locks_of_one_that_is_gone(
-    refused: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_folders_are_the_runs_own_until_its_last_file_is_written(
+    train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system keeps them for a while. One of two ranks, each on a machine of its own: as far as the folder."""
-    monkeypatch.setattr("hostward.train.ranks._LEASE_S", 0.1)
-    monkeypatch.setattr("hostward.folder_lock._POLL_S", 0.01)
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    with Claim("theirs", tmp_path), caplog.at_level(logging.INFO):
-        assert f"--run-dir {tmp_path} is the folder of a run" in refused("--run-dir", tmp_path).err
-    assert [m for m in caplog.messages if m.startswith(f"--run-dir {tmp_path}: waiting up to")]
-    assert (tmp_path / CLAIM).exists()
+    """Seen red: others could have them when training was over, and the report was not written yet."""
+    write, refused = run_files.RunFiles._write, []
+
+    def asked(files: run_files.RunFiles, made: RunReport) -> None:
+        for name in ("saved", "run"):
+            with pytest.raises(ConfigError):
+                folder_lock.FolderLock(name, tmp_path / name)
+            refused.append(name)
+        write(files, made)
+
+    monkeypatch.setattr(run_files.RunFiles, "_write", asked)
+    train("train.train_iters=1", f"checkpoint.save={tmp_path / 'saved'}", "--run-dir", tmp_path / "run")
+    assert refused == ["saved", "run"]
+
+
+def test_a_full_disk_is_told_as_one(refused: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a traceback for --run-dir, and "name a writable folder" for checkpoint.save."""
+    opened = os.open
+
+    def full(path: str | Path, *arguments: int) -> int:
+        if str(path).endswith(folder_lock.FILE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(folder_lock.os, "open", full)
+    for word in (("--run-dir", tmp_path), (f"checkpoint.save={tmp_path}",)):
+        told = refused(*word).err
+        assert "cannot be written\n  why: No space left on device" in told
+        assert "fix: free space on that disk, or" in told
 
 
 def test_a_run_that_has_trained_and_is_kept_has_let_go(text: Path, tmp_path: Path) -> None:
@@ -96,5 +124,5 @@ def test_a_run_that_has_trained_and_is_kept_has_let_go(text: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=f"checkpoint.save={tmp_path} is the folder of a run"):
         loop.prepare(TINY, apply_overrides(load(TINY), [*words, f"checkpoint.load={tmp_path}"]))
     loop.train(run)
-    Claim("mine", tmp_path).release()
+    folder_lock.FolderLock("mine", tmp_path).release()
     assert run.saved is not None

@@ -28,6 +28,24 @@ from hostward.save_buffers import PIECE_BYTES, writer_count
 
 
 @settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 400), st.sampled_from([2, 8, 64]))
+def test_boxes_begin_at_blocks_where_they_hold_one(sizes: list[int], most: int, block: int) -> None:
+    """So that the disk reads them from where they lie. Where whole rows make none, they are cut as without."""
+    found = list(boxes_of(sizes, most, block))
+    assert all(math.prod(lengths) <= most for _, lengths in found)
+    for axis, size in enumerate(sizes):
+        below = math.prod(sizes[axis + 1 :])
+        if math.prod(sizes) > most and below <= most:  # this is the axis that is cut
+            rows = block // math.gcd(block, below)
+            if rows * below <= most:
+                assert all(offsets[axis] % rows == 0 for offsets, _ in found)
+            elif axis == 0:
+                assert found == list(boxes_of(sizes, most))
+            assert sum(lengths[axis] for offsets, lengths in found if not any(offsets[:axis])) == size
+            break
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 40))
 def test_boxes_cover_a_tensor_in_runs_of_bounded_size(sizes: list[int], most: int) -> None:
     numbers = torch.arange(math.prod(sizes)).view(sizes)

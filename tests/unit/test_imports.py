@@ -59,6 +59,7 @@ LAYERS = (
         "checkpoint_state",
         "checkpoint_writer",
         "convert",
+        "folder_lock",
         "adapters",
     ),
     ("recipes", "train", "machine"),

@@ -20,7 +20,6 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
-from hostward.folder_lock import Claim
 
 from . import checkpoint, machine, plan, progress, ranks, report_command, run_files
 from .output import (
@@ -108,29 +107,25 @@ def train(
         planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
     from hostward.train import loop, scalars
-    from hostward.train.ranks import Ranks
     from hostward.train.report import render
 
     # Of logits that are gathered: nothing is done to them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
-    with gone_if_refused(run_dir if first_rank else None), ExitStack() as refused:
+    with gone_if_refused(run_dir if first_rank else None):
         if first_rank and run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
-            if not run_files.is_same(run_dir, config.checkpoint.save):  # which the run claims
-                refused.enter_context(
-                    Claim(f"--run-dir {run_dir}", run_dir, patience_s=Ranks.of(os.environ).patience_s)
-                )
         if first_rank and tensorboard_dir is not None:
             scalars.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
-        run = loop.prepare(recipe, config, plan=planned, force=force)
-        claimed = refused.pop_all()
+        run = loop.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
+    run.keeps_folders = True
     over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
-    with claimed, ExitStack() as stack:
-        stack.enter_context(run_files.how_to_go_on(config.checkpoint.save))
+    with ExitStack() as stack:
+        stack.callback(run.let_go)
+        stack.enter_context(run_files.how_to_go_on(config.checkpoint))
         asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None
         stack.enter_context(run_files.terminable(asked))
         files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))
@@ -159,7 +154,7 @@ def train(
 
 def _stopped(run: Any) -> str:
     done = f"{run.iteration} of {run.config.train.train_iters} iterations"
-    return f"terminated after {done}; saved {run.saved}; go on with checkpoint.load={run.config.checkpoint.save}"
+    return f"terminated after {done}; saved {run.saved}; {run_files.going_on(run.config.checkpoint)}"
 
 
 def _tell(those: Sequence[Callable[[Any], None]], run: Any) -> None:

@@ -52,7 +52,8 @@ def tells(everywhere: bool) -> bool:
     if met():
         return is_first()
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(PATIENCE_S)
+        with suppress(KeyboardInterrupt):
+            time.sleep(PATIENCE_S)
     return True
 
 

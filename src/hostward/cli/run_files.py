@@ -20,6 +20,7 @@ from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport
 from .output import require_folder
 
 if TYPE_CHECKING:
+    from hostward.config import CheckpointConfig
     from hostward.train.loop import Run
 
 log = logging.getLogger("hostward")
@@ -68,20 +69,26 @@ def terminable(ask: Callable[[], None] | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def how_to_go_on(save: str | None) -> Iterator[None]:
-    """Around training, which saves into this folder: a signal that ends it takes along, as a note, the checkpoint that
-    the run goes on from, if there is one.
+def how_to_go_on(options: CheckpointConfig) -> Iterator[None]:
+    """Around training: a signal that ends it takes along, as a note, the checkpoint that the run goes on from, if there
+    is one.
     """
     try:
         yield
     except (KeyboardInterrupt, Terminated) as ended:
         newest = None
-        if save is not None:
+        if options.save is not None:
             with contextlib.suppress(HostwardError, OSError):  # what ended the run is the one to tell
-                newest = read_latest(Path(save))
+                newest = read_latest(Path(options.save))
         if newest is not None:
-            ended.add_note(f"the newest complete checkpoint is {newest}; go on with checkpoint.load={save}")
+            ended.add_note(f"the newest complete checkpoint is {newest}; {going_on(options)}")
         raise
+
+
+def going_on(options: CheckpointConfig) -> str:
+    """What to start a run with that saves so, when it was ended."""
+    without = ", and without checkpoint.finetune" if options.finetune else ""
+    return f"go on with checkpoint.load={options.save}{without}"
 
 
 class RunFiles:
@@ -150,11 +157,6 @@ class RunFiles:
 def run_folder(run_dir: Path | None, save: str | None) -> Path | None:
     """Where the files of a run go: to `--run-dir`, else to checkpoint.save, else nowhere."""
     return run_dir if run_dir is not None or save is None else Path(save)
-
-
-def is_same(run_dir: Path, save: str | None) -> bool:
-    """Whether --run-dir names the folder of checkpoint.save."""
-    return save is not None and Path(save).resolve() == run_dir.resolve()
 
 
 def _drop_trace(folder: Path) -> None:

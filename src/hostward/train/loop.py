@@ -21,7 +21,7 @@ from hostward.config import Config
 from hostward.engine.backend import TORCH_DTYPES, Tier
 from hostward.engine.trace import Trace
 from hostward.errors import DataError, DeviceError
-from hostward.folder_lock import Claim
+from hostward.folder_lock import FolderLock
 from hostward.inventory import Dtype
 from hostward.planning.plan_file import PlanFile
 from hostward.rule_table import captured
@@ -39,6 +39,7 @@ from .beforehand import weighed
 from .beside_gpu import bind_beside_gpu
 from .captured import require_graphs
 from .data import TokenDataset
+from .folders import lock_folders
 from .garbage import collect_garbage, collected_by_hand
 from .memory import lock_limit
 from .parts import hold
@@ -94,8 +95,10 @@ class Run:
     """The newest checkpoint that is complete."""
     saver: Saver | None = None
     """What saves them, from the first save on."""
-    claim: Claim | None = None
-    """That no other run saves there; held by the first rank until training is over."""
+    locks: list[FolderLock] = field(default_factory=list)
+    """That no other run writes into its folders; of the first rank."""
+    keeps_folders: bool = False
+    """They stay its own when training is over: whoever writes more files there lets go of them."""
     first_iteration: int = 0
     trace: Trace | None = None
     """Of the newest metered iterations, once they are over."""
@@ -148,6 +151,11 @@ class Run:
             until=self.config.train.train_iters,
         )
 
+    def let_go(self) -> None:
+        """Other runs may write into its folders."""
+        for lock in self.locks:
+            lock.release()
+
     @property
     def microbatches(self) -> int:
         """Of one step, in this process."""
@@ -190,11 +198,14 @@ def deterministic(enabled: bool) -> Any:
         torch.use_deterministic_algorithms(before)
 
 
-def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force: bool = False) -> Run:
+def prepare(
+    recipe: str, config: Config, *, plan: PlanFile | None = None, run_dir: Path | None = None, force: bool = False
+) -> Run:
     """Check the options, read the data, build model and optimizer, and load the checkpoint asked for.
 
     Args:
         plan: where everything goes, instead of the options.
+        run_dir: a folder that the run has to itself, besides that of `checkpoint.save`.
         force: start even if it does not fit by the memory model, or no checkpoint fits the disk, or the plan is for
             another GPU.
 
@@ -218,9 +229,9 @@ def prepare(recipe: str, config: Config, *, plan: PlanFile | None = None, force:
             plan.require_machine(torch.cuda.get_device_name(device))
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     with ExitStack() as refused:
-        claim = ranks.agreed(lambda: resume.claim(config, ranks, refused))
+        locks = lock_folders(config, run_dir, ranks, refused)
         run = _prepared(recipe, config, plan, device, ranks, force=force)
-        run.claim = claim
+        run.locks = locks
         refused.pop_all()
     return run
 

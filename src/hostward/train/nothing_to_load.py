@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from hostward import checkpoint
@@ -17,9 +18,7 @@ def complete_names(directory: Path) -> list[str]:
 
 
 def nothing_to_load(directory: Path) -> CheckpointError:
-    """The error for a folder in which `checkpoint.latest` finds nothing. Raises CheckpointError where it, or the folder
-    around it, cannot be read.
-    """
+    """The error for a folder where `checkpoint.latest` finds nothing. Raises CheckpointError if it cannot be read."""
     held = complete_names(directory)
     if held:
         return CheckpointError(
@@ -28,12 +27,16 @@ def nothing_to_load(directory: Path) -> CheckpointError:
             fix=f"write the name of one into it, as in {_written(held[-1], directory)}",
         )
     around, name = _place(directory)
-    if name in complete_names(around):
+    # What the folder around it holds is a hint; it may be one that only its owner may list.
+    beside: list[str] = []
+    with suppress(CheckpointError):
+        beside = complete_names(around)
+    if name in beside:
         return _one_of_several(directory, around, name)
     why, folder = "no save into it was ever finished", "a folder that checkpoint.save wrote"
     if not directory.is_dir():
         why = "there is no such folder"
-    elif checkpoint.latest(around) is not None:
+    elif beside and checkpoint.latest(around) is not None:
         why, folder = "it is within a folder of checkpoints", f"checkpoint.load={around}"
     return CheckpointError(
         f"checkpoint.load={directory} holds no complete checkpoint",

@@ -31,10 +31,6 @@ that all ranks can write down what they were at; of its own default, 15 s, that 
 """
 
 
-_LEASE_S = 120.0
-"""For so long a file system may keep a lock of a machine that is gone (NFS: 90 s)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """One process among those of a run.
@@ -79,11 +75,6 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
-
-    @property
-    def patience_s(self) -> float:
-        """For a lock that another run may hold: of several machines one may be gone, and the run be started anew."""
-        return _LEASE_S if self.size > self.local_size else 0.0
 
     @property
     def of_stage(self) -> int:

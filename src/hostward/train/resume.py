@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,20 +14,18 @@ import torch
 import torch.distributed as dist
 
 from hostward import checkpoint
-from hostward.checkpoint_files import complete_checkpoints, is_checkpoint
 from hostward.config import Config, to_dict
 from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
-from hostward.folder_lock import Claim
 from hostward.inspect import local_of
 
+from .folders import same_folder
 from .models import place_in_model
 from .nothing_to_load import complete_names, nothing_to_load
 
 if TYPE_CHECKING:
     from .data import TokenDataset
     from .loop import Run
-    from .ranks import Ranks
 
 log = logging.getLogger("hostward")
 
@@ -150,8 +147,8 @@ def saves(run: Run) -> Iterator[None]:
             left = ledger.by_owner(Tier.HOST)
             run.save_bytes = {o: n - left.get(o, 0) for o, n in held.items() if n > left.get(o, 0)}
             run.save_pinned_bytes = pinned_bytes - ledger.pinned_bytes
-        if run.claim is not None:
-            run.claim.release()
+        if not run.keeps_folders:
+            run.let_go()
 
 
 def _saved(run: Run, path: Path | None) -> None:
@@ -324,7 +321,7 @@ def checkpoint_to_load(config: Config) -> Path | None:
     found = checkpoint.latest(directory)
     if found is not None:
         return found
-    if _same_folder(config) and not config.checkpoint.finetune:
+    if same_folder(config) and not config.checkpoint.finetune:
         names = complete_names(directory)
         if not names:
             log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
@@ -333,53 +330,6 @@ def checkpoint_to_load(config: Config) -> Path | None:
             log.info("%s is complete, and the save ended before it was named: the run goes on from it", names[0])
             return directory / names[0]
     raise nothing_to_load(directory)
-
-
-def _same_folder(config: Config) -> bool:
-    """Whether the run saves where it loads from."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    return save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
-
-
-def claim(config: Config, ranks: Ranks, undone: ExitStack) -> Claim | None:
-    """Have the folder of `checkpoint.save` for this run alone: it is made, if need be, and tried. None on other ranks
-    than the first, which has it for all, and without such a folder.
-
-    Args:
-        undone: where the run is refused after all, its end leaves the folder as it was.
-
-    Raises:
-        CheckpointError: it is none that checkpoints can be saved to, or has some of another run. ConfigError: another
-            run has it.
-    """
-    if config.checkpoint.save is None:
-        return None
-    save = Path(config.checkpoint.save)
-    told = f"checkpoint.save={save}"
-    if is_checkpoint(save):
-        raise CheckpointError(
-            f"{told} is a checkpoint",
-            why="checkpoints lie beside each other, and what is within one is removed with it",
-            fix=f"checkpoint.save={save.parent}, or another folder",
-        )
-    claimed = None
-    try:
-        if ranks.first:
-            claimed = undone.enter_context(Claim(told, save, patience_s=ranks.patience_s))
-        save.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=save).close()
-    except OSError as error:
-        raise CheckpointError(
-            f"{told} cannot be written", why=error.strerror or str(error), fix="name a writable folder"
-        ) from error
-    others = complete_checkpoints(save)
-    if others and not _same_folder(config):
-        raise CheckpointError(
-            f"{told} already holds checkpoints, the newest of them {others[-1].name}",
-            why="a second run would overwrite and outdate those of the first",
-            fix=f"go on from them with checkpoint.load={save}, or name another folder",
-        )
-    return claimed
 
 
 def _python_rng() -> list[Any]:
