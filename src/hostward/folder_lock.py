@@ -134,8 +134,10 @@ class FolderLock:
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
                 descriptor = self._opened()
-            except FileNotFoundError:  # a run that was refused has removed the folder
-                continue
+            except FileNotFoundError:
+                if self._folder.is_dir():  # one that takes no files
+                    raise
+                continue  # a run that was refused has removed it
             held = False
             try:
                 if not lock(descriptor, self._folder):

@@ -213,7 +213,9 @@ def test_a_save_folder_that_cannot_be_written_is_told_without_numbers(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
 
     monkeypatch.setattr("hostward.train.folders.tempfile.TemporaryFile", read_only)
-    assert "cannot be written\n  why: Read-only file system\n" in refused(f"checkpoint.save={tmp_path / 'x'}").err
+    told = refused(f"checkpoint.save={tmp_path / 'x'}").err
+    assert f"cannot be written\n  why: Read-only file system ({tmp_path})\n" in told
+    assert "fix: use a folder on a file system that is mounted for writing\n" in told
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(

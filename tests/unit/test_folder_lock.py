@@ -158,6 +158,11 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path: Path, monkey
     assert (tmp_path / "run" / FILE).exists()
 
 
+def test_a_folder_that_takes_no_files_is_not_asked_for_ever() -> None:
+    with pytest.raises(FileNotFoundError):
+        FolderLock("mine", Path("/proc/self"))
+
+
 def test_a_child_that_ends_keeps_the_lock_of_its_parent(tmp_path: Path) -> None:
     """Seen red: it let go of it, and another run came in."""
     mine = FolderLock("mine", tmp_path)
