@@ -17,7 +17,7 @@ from cli_runs import SMALL, Outcome, different, iterations_saved, offloaded, sav
 from conftest import Cli
 
 from hostward import checkpoint, recipes
-from hostward.folder_lock import CLAIM
+from hostward.folder_lock import FILE as LOCK_FILE
 from hostward.overrides import apply_overrides
 from hostward.train import loop, resume
 
@@ -84,7 +84,7 @@ def test_a_run_that_is_over_is_left_as_it_is(
 
 def files_of(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """What each file of a run holds, and since when; but for the lock, which every run writes."""
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name != CLAIM]
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != LOCK_FILE]
     return {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
 
