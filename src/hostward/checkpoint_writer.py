@@ -181,7 +181,8 @@ class CheckedFile:
         return 1
 
     def begin(self, size_bytes: int) -> int:
-        """Where an archive begins that holds so many bytes."""
+        """Where an archive begins that holds so many bytes: at a multiple of what they are aligned to."""
+        self.write(bytes(-self.size_bytes % self.aligned_bytes(size_bytes)))
         return self.size_bytes
 
     def write(self, data: memoryview | bytes) -> int:
@@ -251,11 +252,6 @@ class DirectFile(CheckedFile):
     def aligned_bytes(self, size_bytes: int) -> int:
         return BLOCK_BYTES if size_bytes >= STAGED_BYTES else 1
 
-    def begin(self, size_bytes: int) -> int:
-        if size_bytes >= STAGED_BYTES:
-            self.write(bytes(-self.size_bytes % BLOCK_BYTES))
-        return self.size_bytes
-
     def _put(self, part: memoryview) -> None:
         while part:
             if self._held % BLOCK_BYTES == 0 and len(part) >= STAGED_BYTES and _address(part) % BLOCK_BYTES == 0:
@@ -316,9 +312,9 @@ def passes_cache(descriptor: int) -> bool:
 
 def through_the_cache(descriptor: int) -> bool:
     """Have a file pass the page cache by no more; returns whether it did."""
-    did = passes_cache(descriptor)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
-    return did
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
 
 
 def _address(data: memoryview) -> int:

@@ -121,7 +121,8 @@ class MemoryModel:
         key = choice.placements, choice.gradients_on_host, choice.overlapped
         gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
         step = StepModel(self._facts, choice, gradients)
-        host, pinned = self._host(choice, gradients, step.parked_bytes)
+        frozen = sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
+        host, pinned = self._host(choice, gradients, step.parked_bytes, frozen)
         buckets = self.workload.inventory.buckets
         state = sum(
             self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
@@ -143,8 +144,7 @@ class MemoryModel:
         loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
         buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
-        frozen = (la.frozen_weight_bytes for la in self.workload.layers if la.name in choice.offloaded_weights)
-        copied = kept or sum(frozen)  # while they are saved, where no snapshot has them
+        copied = kept or frozen  # what is not trained and away, while it is saved, unless a snapshot has it
         loaded = {Owner.WEIGHTS: host[Owner.WEIGHTS] + sum(waiting), Owner.ACTIVATIONS: 0.0}
         locked = {**pinned, Owner.ACTIVATIONS: 0.0}
         phases = (
@@ -163,9 +163,11 @@ class MemoryModel:
         return Needs(phases, slots.count, slots.stage_at)
 
     def _host(
-        self, choice: Choice, gradients: Gradients, parked_bytes: float
+        self, choice: Choice, gradients: Gradients, parked_bytes: float, frozen: int
     ) -> tuple[dict[Owner, float], dict[Owner, float]]:
-        """Host bytes of a step, and the page-locked ones of them: what copies reach."""
+        """Host bytes of a step, and the page-locked ones of them: what copies reach. `frozen`: of weights that are not
+        trained and away.
+        """
         buckets, padded, workload = self.workload.inventory.buckets, self._facts.padded, self.workload
         streamed = stepped = weights = landing = 0.0
         for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
@@ -178,7 +180,6 @@ class MemoryModel:
                 landing += elements * gradients.landed_itemsize_bytes(bucket)
         landing += sum(inbox_bytes([buckets[b] for b in gradients.summed]))
         partials = self._partial_bytes if gradients.summed else 0
-        frozen = sum(la.frozen_weight_bytes for la in workload.repeated if la.name in choice.offloaded_weights)
         lanes = 2 if Placement.STREAMED in choice.placements else 1
         rest = {
             Owner.ACTIVATIONS: parked_bytes,

@@ -19,7 +19,12 @@ from .ranks import Ranks
 def same_folder(config: Config) -> bool:
     """Whether the run saves where it loads from."""
     save, load = config.checkpoint.save, config.checkpoint.load
-    return save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
+    return save is not None and load is not None and _are_same(Path(save), Path(load))
+
+
+def _are_same(a: Path, b: Path) -> bool:
+    """Whether these are one folder, by whatever names; of one that is not there yet its name tells."""
+    return os.path.samefile(a, b) if a.exists() and b.exists() else a.resolve() == b.resolve()
 
 
 def lock_folders(config: Config, run_dir: Path | None, ranks: Ranks, undone: ExitStack) -> list[FolderLock]:
@@ -52,8 +57,7 @@ def lock_folders(config: Config, run_dir: Path | None, ranks: Ranks, undone: Exi
         if not ranks.first:
             return []
         found = [] if save is None else [locked(told, save)]
-        same = run_dir is not None and save is not None and run_dir.exists() and os.path.samefile(run_dir, save)
-        if run_dir is not None and not same:
+        if run_dir is not None and (save is None or not _are_same(run_dir, save)):
             found.append(locked(f"--run-dir {run_dir}", run_dir))
         return found
 
