@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _world
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -34,6 +35,19 @@ LIMIT_S = 100.0
 """A case that takes longer hangs."""
 CASES_OF_GROUPS = 8
 """After which groups are left: counted, for ranks are in different numbers of groups, and must do it together."""
+
+
+class _GlooOfOneThread(ProcessGroupGloo):
+    """A group whose sockets the thread of another serves too: one of its own would wake up a hundred times a second."""
+
+    device: ProcessGroupGloo.Device | None = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        device = _GlooOfOneThread.device or ProcessGroupGloo.create_default_device()
+        _GlooOfOneThread.device = device
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        super().__init__(store, rank, size, options)
 
 
 IMPORTED = [
@@ -115,6 +129,7 @@ class World:
 def _serve(rank: int, port: int, end: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed_c10d.ProcessGroupGloo = _GlooOfOneThread  # type: ignore[misc]
     limit = timedelta(seconds=LIMIT_S)
     store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=limit)
