@@ -175,6 +175,12 @@ hostward.errors.UnknownNameError: no option optimizer.ofload_fraction
     ),
     ("hostward-error", "error: --trace x is a folder\n  fix: name a file", 1),
     (
+        "rank-lost",
+        "error: another rank ended or did not answer\n  why: Connection closed by peer\n  fix: see the other ranks",
+        1,
+    ),
+    ("rank-lost", "hostward.errors.RankError: another rank ended or did not answer\n  fix: see the others", 1),
+    (
         "ray-memory",
         (
             "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
@@ -505,6 +511,16 @@ def test_the_narrowest_comes_first_and_hides_the_wider_of_its_line() -> None:
         ("page-locking-exhausted", 63),
         ("device-or-locked-memory", 1),
     ]
+
+
+def test_of_a_run_that_lost_a_rank_the_cause_comes_first() -> None:
+    log = [
+        "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default",
+        "error: another rank ended or did not answer",
+        "  fix: see the output of the other ranks",
+        ELASTIC_KILLED,
+    ]
+    assert [r.failure.name for r in recognise(log)] == ["killed", "one-omp-thread", "rank-lost"]
 
 
 def test_what_is_far_away_is_no_context() -> None:

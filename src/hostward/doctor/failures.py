@@ -17,6 +17,8 @@ class Breadth(IntEnum):
     """The text has many causes, and lines near it tell this one."""
     GENERAL = 2
     """The text has many causes."""
+    CONSEQUENCE = 3
+    """Something else came first, in this log or in that of another rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .failures import BUILDS, GUIDE, OPTIONS, SILENT, Breadth, Failure
 
-CONTEXT, GENERAL = Breadth.CONTEXT, Breadth.GENERAL
+CONTEXT, GENERAL, CONSEQUENCE = Breadth.CONTEXT, Breadth.GENERAL, Breadth.CONSEQUENCE
 
 _KILLED = (
     r"(?:exit ?code|return code|exit status|returncode)['\"]?\s{0,4}[:=]?\s{0,4}(?:-9|137)\b|signal 9\b|sigkill"
@@ -258,13 +258,22 @@ CHECKPOINTS = (
 PROCESSES = (
     Failure(
         "hostward-error",
-        r"^error: |hostward\.errors\.\w{1,40}: ",
+        r"(?:^error: |hostward\.errors\.\w{1,40}: )(?!another rank ended)",
         "hostward refused, and says itself what mends it",
         "an option, a file or a limit that cannot be met",
         "the line near it that begins with 'fix:'",
         "hostward's own error text",
         CONTEXT,
         near=r"^\s{1,12}fix: ",
+    ),
+    Failure(
+        "rank-lost",
+        r"another rank ended or did not answer",
+        "this rank gave up, because another one was gone or stood still",
+        "ranks wait for each other at every step; what ended or held the other one came first",
+        "look for the first error or signal among the logs of all ranks; complete checkpoints are intact",
+        "hostward's own error text",
+        CONSEQUENCE,
     ),
     Failure(
         "no-cpu-backend",

@@ -20,6 +20,7 @@ _BEFORE, _AFTER = 40, 20
 _PIECE_CHARACTERS, _OVERLAP_CHARACTERS = 4000, 400
 _SHOWN_CHARACTERS = 700
 """Enough for torch's message of a full GPU, whose numbers come last."""
+_GRAVEST = tuple(Severity)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
 
 
@@ -38,7 +39,7 @@ class Recognised:
 
 
 def recognise(lines: Iterable[str], failures: Sequence[Failure] = FAILURES) -> list[Recognised]:
-    """The known failures that `lines` show, the narrowest first, then in the order of the log.
+    """The known failures that `lines` show, the narrowest first, then the gravest, then in the order of the log.
 
     A line that shows a narrow failure does not count for a wider one.
     """
@@ -46,7 +47,7 @@ def recognise(lines: Iterable[str], failures: Sequence[Failure] = FAILURES) -> l
     lowered = [text.lower() for _, text in numbered]
     hits = {pattern: _hits(pattern, lowered) for pattern in {failure.pattern for failure in failures}}
     matches = {failure.name: _near(failure, hits[failure.pattern], lowered) for failure in failures}
-    found: list[tuple[Breadth, int, Recognised]] = []
+    found: list[tuple[Breadth, int, int, Recognised]] = []
     taken: set[int] = set()
     for breadth in Breadth:
         here: set[int] = set()
@@ -57,9 +58,10 @@ def recognise(lines: Iterable[str], failures: Sequence[Failure] = FAILURES) -> l
             here.update(left)
             if left:
                 number, text = numbered[left[0]]
-                found.append((breadth, number, Recognised(failure, number, text.strip()[:_SHOWN_CHARACTERS])))
+                shown = Recognised(failure, number, text.strip()[:_SHOWN_CHARACTERS])
+                found.append((breadth, _GRAVEST.index(failure.severity), number, shown))
         taken |= here
-    return [recognised for _, _, recognised in sorted(found, key=lambda row: row[:2])]
+    return [recognised for *_, recognised in sorted(found, key=lambda row: row[:3])]
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
