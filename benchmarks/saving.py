@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/saving.py ...         # the same, divided over the GPUs of a machine by FSDP2
 
 A stack of linear layers is trained with random input. For each way of saving: --steps steps without a save, then the
-steps that run while one checkpoint is saved. A disk that others use too changes from minute to minute, so it is
-measured before the first row and after each: as many bytes as a checkpoint has (--probe: a share of them), by as many
-threads as a save has, written plainly into files of their own and made durable. A row is compared with the faster of
-the two beside it. Columns:
+steps that run while one checkpoint is saved, and as many without a save again, for machines change their pace. A disk
+that others use too changes from minute to minute, so it is measured before the first row and after each: as many bytes
+as a checkpoint has (--probe: a share of them), by as many threads as a save has, written plainly into files of their
+own and made durable. A row is compared with the faster of the two beside it. Columns:
 
     step        median seconds of a step beside a save, over the median without one
     stall       seconds by which the steps until the save ended took longer than as many without a save
@@ -107,6 +107,8 @@ class PlainWriting:
         self._count = writer_count(ranks.local_size)
         self._each_bytes = size_bytes // ranks.size // self._count // PIECE_BYTES * PIECE_BYTES
         self._folder, self._rank = folder, ranks.rank
+        self._data = mmap.mmap(-1, PIECE_BYTES)
+        self._data[:] = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
         self._pool = ThreadPoolExecutor(self._count)
         self._written: list[Future[None]] = []
 
@@ -117,13 +119,11 @@ class PlainWriting:
         return None
 
     def _write(self, path: Path) -> None:
-        with mmap.mmap(-1, PIECE_BYTES) as data:
-            data[:] = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-            for _ in range(0, self._each_bytes, PIECE_BYTES):
-                os.write(descriptor, data)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        for _ in range(0, self._each_bytes, PIECE_BYTES):
+            os.write(descriptor, self._data)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
     def poll(self) -> Path | None:
         return self.finish() if all(each.done() for each in self._written) else None
@@ -135,6 +135,7 @@ class PlainWriting:
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._data.close()
 
 
 class Training:
@@ -186,6 +187,7 @@ def one(training: Training, way: str, folder: Path, steps: int, plain_bytes: int
     saved_s = max(ranks.gather(time.perf_counter() - start_s))
     done = os.times()
     held = training.optimizer.backend.ledger.by_owner(Tier.HOST)
+    without_s += [training.step_s() for _ in range(steps)]
     saver.close()
     assert path is not None
     size_bytes = sum(file.stat().st_size for file in path.iterdir())
@@ -200,12 +202,14 @@ def one(training: Training, way: str, folder: Path, steps: int, plain_bytes: int
             "held_bytes": {owner: held[owner] for owner in OWNERS if owner in held},
         }
     )
-    usual_s = statistics.median(slowest(of_ranks, "without_s"))
+    without_s = slowest(of_ranks, "without_s")
+    usual_s = statistics.median(without_s)
     beside_s = slowest(of_ranks, "beside_s")
     called_s = max(r["call_s"] for r in of_ranks)
     stall_s = called_s + sum(beside_s) - usual_s * len(beside_s)
     return {
         "step_s": usual_s,
+        "without_steps_s": without_s,
         "beside_step_s": statistics.median(beside_s) if beside_s else None,
         "beside_steps_s": beside_s,
         "call_s": called_s,
