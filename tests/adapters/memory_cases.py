@@ -35,9 +35,9 @@ from hostward.train.parts import synchronise_gradients
 from hostward.train.workload import recipe_workload
 from hostward.workload import Workload
 
-VOCABULARY, TOKENS = 65536, 16
+VOCABULARY, TOKENS = 32768, 16
 SIZES = (
-    "model.num_layers=4",
+    "model.num_layers=2",
     "model.hidden_size=256",
     "model.ffn_hidden_size=512",
     "model.num_attention_heads=4",

@@ -44,7 +44,12 @@ LAYOUTS = {
     "divided": [*TWO, BF16],
     "divided, in turns": [*TWO, TURNS, "ddp.data_parallel_sharding_strategy=optim_grads_params"],
     "copies, in turns": [*TWO, TURNS, "ddp.use_distributed_optimizer=False"],
-    "matrices": [*TWO, "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+    "matrices": [
+        *TWO,
+        "model.tensor_model_parallel_size=2",
+        "model.sequence_parallel=true",
+        "train.global_batch_size=4",
+    ],
 }
 
 

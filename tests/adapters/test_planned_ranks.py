@@ -31,7 +31,7 @@ LONG = ("model.seq_length=512", "model.ffn_hidden_size=1024")
 """What the MLP saves is large enough to leave."""
 EVEN = {
     "embedding in parts": (QWEN3, (BF16, "model.vocab_size=8192"), STAY, {}),
-    "the root owns the embedding": (LLAMA, (BF16, "model.vocab_size=8192", *LONG), (Keep.OFFLOAD, Keep.KEEP), {}),
+    "the root owns the embedding": (LLAMA, ("model.vocab_size=8192", *LONG), (Keep.OFFLOAD, Keep.KEEP), {}),
     "recomputed": (QWEN3, (BF16,), (Keep.RECOMPUTE, Keep.RECOMPUTE), {}),
     "norms again, sums on the host": (QWEN3, (BF16,), (Keep.ELEMENTWISE,) * 2, {"gradients_on_host": True}),
     "reduced in float32": (QWEN3, (BF16, IN_FP32, "train.global_batch_size=4"), STAY, {}),

@@ -73,8 +73,8 @@ SHARED = "model.tensor_model_parallel_size=2"
 
 
 SEQUENCES = (SHARED, "model.sequence_parallel=true")
-
-
+BATCH = "train.global_batch_size=4"
+"""Two microbatches on each of two groups of ranks that share matrices."""
 BALANCED = "model.moe_aux_loss_coeff=1"
 """A loss of what routers say of all tokens of a microbatch that is not lost beside the other."""
 MATRICES = {
@@ -95,6 +95,7 @@ MATRICES = {
 def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, case: str) -> None:
     """Two or all ranks share matrices, and groups of them the batch."""
     recipe, words = MATRICES[case]
+    words = (*words, BATCH)
     expected = gradients(small(*[word for word in words if "parallel" not in word], recipe=recipe), recipe)
     for found in world.run("train_cases.gradients_of", words=list(words), recipe=recipe):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -106,13 +107,13 @@ def test_matrices_over_ranks_give_the_gradients_of_one_process(world: World, cas
 @pytest.mark.parametrize("placed", [HOST, STREAMED], ids=["host", "streamed"])
 @pytest.mark.parametrize(
     ("recipe", "batch", "shared"),
-    [(QWEN3, 8, (SHARED,)), (QWEN3, 2, SEQUENCES), (MOE, 8, (*SEQUENCES, TWO)), (MOE, 2, SEQUENCES)],
+    [(QWEN3, 4, (SHARED,)), (QWEN3, 2, SEQUENCES), (MOE, 4, (*SEQUENCES, TWO)), (MOE, 2, SEQUENCES)],
     ids=str,
 )
 def test_matrices_over_ranks_have_the_same_bits_at_every_placement(
     trained: Any, placed: list[str], recipe: str, batch: int, shared: tuple[str, ...]
 ) -> None:
-    words = (*shared, *([] if batch == 8 else [f"train.global_batch_size={batch}"]))
+    words = (*shared, f"train.global_batch_size={batch}")
     expected = trained(*words, recipe=recipe)
     for mine, reference in zip(trained(*words, *placed, recipe=recipe), expected, strict=True):
         assert mine["told"] == reference["told"] == expected[0]["told"]
@@ -123,8 +124,8 @@ def test_matrices_over_ranks_have_the_same_bits_at_every_placement(
 
 @pytest.mark.parametrize(("recipe", "words"), [(QWEN3, (SHARED,)), (MOE, SEQUENCES), (MOE, (*SEQUENCES, FOUR))])
 def test_norms_count_what_ranks_share_once(trained: Any, recipe: str, words: tuple[str, ...]) -> None:
-    run = loop.prepare(recipe, small(recipe=recipe))
+    run = loop.prepare(recipe, small(BATCH, recipe=recipe))
     loop.train(run)
-    for found in trained(*words, recipe=recipe):
+    for found in trained(*words, BATCH, recipe=recipe):
         assert found["told"][1] == pytest.approx(run.grad_norms, rel=1e-5)
         assert found["told"][0] == pytest.approx(run.losses, rel=1e-5)

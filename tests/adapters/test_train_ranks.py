@@ -92,7 +92,13 @@ CASES = {
     ),
     "weights leave, experts": ((FOUR, RESHARDED, "model.expert_model_parallel_size=2"), WEIGHTS),
     "weights leave, matrices": (
-        (FOUR, RESHARDED, "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"),
+        (
+            FOUR,
+            RESHARDED,
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=True",
+            "train.global_batch_size=4",
+        ),
         WEIGHTS,
     ),
     "activations leave": (LONG, LEAVING),
@@ -223,13 +229,14 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
 LAYOUTS = {
     "data": (MOE, ()),
     "experts": (MOE, ("model.expert_model_parallel_size=2",)),
-    "matrices": (LLAMA, ("model.tensor_model_parallel_size=2",)),
+    "matrices": (LLAMA, ("model.tensor_model_parallel_size=2", "train.global_batch_size=4")),
     "matrices and experts": (
         MOE,
         (
             "model.tensor_model_parallel_size=2",
             "model.sequence_parallel=true",
             "model.expert_model_parallel_size=2",
+            "train.global_batch_size=4",
         ),
     ),
 }
@@ -246,5 +253,6 @@ def test_a_saved_run_goes_on_bit_for_bit(trained: Any, tmp_path: Path, layout: s
     for before, after in zip(straight, resumed, strict=True):
         assert after["bits"] == before["bits"]
         assert after["told"][0] == before["told"][0][2:]
-    config = small(f"checkpoint.load={tmp_path}", "train.train_iters=5", recipe=recipe)
+    of_one = [word for word in words if "parallel" not in word]
+    config = small(*of_one, f"checkpoint.load={tmp_path}", "train.train_iters=5", recipe=recipe)
     assert loop.prepare(recipe, config).iteration == 3
