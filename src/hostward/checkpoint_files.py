@@ -44,6 +44,7 @@ _FIXES = {
     errno.EPERM: "give this user permission there, or use another folder",
     errno.EROFS: "use a folder on a file system that is mounted for writing",
     errno.ENOTDIR: "use a folder whose parents are all folders",
+    errno.ENOENT: "use a folder on a file system where folders can be made",
     errno.EEXIST: "use a folder, or remove the file of that name",
 }
 

@@ -409,3 +409,25 @@ def test_plain_values_are_json(checkpointed: Path) -> None:
     plain = saved(checkpointed)[1]
     assert json.loads(json.dumps(plain)) == plain
     assert plain["config"]["model"]["hidden_size"] == 64
+
+
+def test_a_run_that_goes_back_says_what_lies_behind_and_which_options_differ(
+    train: Cli, two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: with the checkpoint that the run goes on from among them; with every option told."""
+    caplog.set_level(logging.INFO)
+    here = (f"checkpoint.save={two}", f"checkpoint.load={two}", "train.train_iters=3")
+    (two / "latest").write_text("iter_0000001")
+    train(*here, "optimizer.lr=0.01", "scheduler.lr_warmup_iters=1")
+    told = [record.message for record in caplog.records if record.name == "hostward"]
+    assert sum("as this run asks" in text for text in told) == 2
+    assert "optimizer.lr is 0.01, as this run asks; the one that saved had 0.001" in told
+    assert "scheduler.lr_warmup_iters is 1, as this run asks; the one that saved had 5" in told
+    assert any(text.startswith(f"{two} also has iter_0000002, later than the checkpoint") for text in told)
+    assert iterations_saved(two) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+
+    caplog.clear()
+    train(*here[:2], "train.train_iters=4", "optimizer.lr=0.01", "scheduler.lr_warmup_iters=1")
+    assert f"resumed {two / 'iter_0000003'} at iteration 3" in caplog.text
+    assert "as this run asks" not in caplog.text
+    assert "also has" not in caplog.text

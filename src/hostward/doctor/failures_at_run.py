@@ -121,7 +121,8 @@ HOST_MEMORY = (
         "killed",
         _KILLED,
         "the process was killed, in most cases for host memory",
-        "signal 9 leaves no message: the kernel, the container or the batch system ended it at its memory limit",
+        "signal 9 leaves no message: the kernel, the container or the batch system ended it at its memory limit; or a "
+        "launcher, that one which did not end when asked to (torchrun after 30 s)",
         "hostward doctor shows the limit; dmesg names the process; lower optimizer.optimizer_offload_fraction or ask "
         "for more memory",
         "deepspeedai/DeepSpeed#4571, deepspeedai/DeepSpeed#7021, AetherCortex/Llama-X#15",

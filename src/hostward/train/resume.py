@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hostward import checkpoint
+from hostward.checkpoint_files import folder_name
 from hostward.config import Config, to_dict
 from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
@@ -43,6 +44,11 @@ _FUNCTION_OPTIONS = (
     "share_embeddings_and_output_weights",
 )
 """What changes the model's function and leaves the shapes of its weights as they are."""
+_STEP_OPTIONS = {
+    "optimizer": ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    "scheduler": ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init"),
+}
+"""By section: a run may change these, and does not go on as the one before would have."""
 
 _NEEDED = ("iteration", "consumed_samples", "data", "optimizer", "scaler", "python_rng", "numpy_rng", "config")
 
@@ -202,6 +208,34 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
     if options.load_rng:
         _set_generators(run, path, plain, generators)
     log.info("resumed %s at iteration %d", path, run.iteration)
+    for name, before, now in _changed_options(run.config, plain, _STEP_OPTIONS):
+        log.info("%s is %r, as this run asks; the one that saved had %r", name, now, before)
+    _tell_of_later(run)
+
+
+def _tell_of_later(run: Run) -> None:
+    """Warn of later checkpoints in the folder than the one that the run goes on from."""
+    if not same_folder(run.config):
+        return
+    folder = Path(str(run.config.checkpoint.save))
+    at = folder_name(run.iteration)
+    later = [name for name in complete_names(folder) if (len(name), name) > (len(at), at)]
+    if later:
+        log.warning(
+            "%s also has %s, later than the checkpoint that this run goes on from: its saves replace those of the same "
+            "iterations, and the others stay beside them. To keep all, name another checkpoint.save",
+            folder,
+            ", ".join(later),
+        )
+
+
+def _changed_options(
+    config: Config, plain: Mapping[str, Any], names: Mapping[str, Sequence[str]]
+) -> list[tuple[str, object, object]]:
+    """Of these options by section, those that differ: their names, values when it was saved, and values now."""
+    before, now = plain["config"], to_dict(config)
+    told = [(f"{s}.{name}", before[s].get(name), now[s][name]) for s, of in names.items() for name in of]
+    return [(name, was, is_now) for name, was, is_now in told if was != is_now]
 
 
 def _wanted_generators(
@@ -266,11 +300,9 @@ def require_same_samples(config: Config, dataset: TokenDataset, path: Path) -> N
             why=f"train.global_batch_size is {batch} now, so the next samples would not follow",
             fix="restore train.global_batch_size, or load weights only with checkpoint.finetune=True",
         )
-    before, now = plain["config"]["model"], to_dict(config)["model"]
     changed = [
-        f"model.{name} was {before.get(name)!r}, is {now[name]!r}"
-        for name in _FUNCTION_OPTIONS
-        if before.get(name) != now[name]
+        f"{name} was {before!r}, is {now!r}"
+        for name, before, now in _changed_options(config, plain, {"model": _FUNCTION_OPTIONS})
     ]
     if changed:
         raise CheckpointError(
