@@ -218,6 +218,11 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return [path for path in sorted(named, key=_iteration_of) if _is_complete(path)]
 
 
+def complete_after(directory: Path, iteration: int) -> list[Path]:
+    """Of the complete checkpoints in a folder, those of later iterations."""
+    return [path for path in complete_checkpoints(directory) if _iteration_of(path) > iteration]
+
+
 def complete_bytes(directory: Path, until: int) -> int:
     """Of the complete checkpoints up to an iteration in a folder, which need not exist."""
     complete = complete_checkpoints(directory) if directory.is_dir() else ()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hostward import checkpoint
-from hostward.checkpoint_files import folder_name
+from hostward.checkpoint_files import complete_after, system_errors
 from hostward.config import Config, to_dict
 from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
@@ -214,18 +214,18 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
 
 
 def _tell_of_later(run: Run) -> None:
-    """Warn of later checkpoints in the folder than the one that the run goes on from."""
-    if not same_folder(run.config):
+    """Warn of later checkpoints in the folder than the one that the run goes on from. The first rank looks."""
+    folder = run.config.checkpoint.save
+    if folder is None or not run.ranks.first or not same_folder(run.config):
         return
-    folder = Path(str(run.config.checkpoint.save))
-    at = folder_name(run.iteration)
-    later = [name for name in complete_names(folder) if (len(name), name) > (len(at), at)]
+    with system_errors(f"cannot read checkpoints in {folder}"):
+        later = [path.name for path in complete_after(Path(folder), run.iteration)]
     if later:
         log.warning(
             "%s also has %s, later than the checkpoint that this run goes on from: its saves replace those of the same "
             "iterations, and the others stay beside them. To keep all, name another checkpoint.save",
             folder,
-            ", ".join(later),
+            " to ".join(dict.fromkeys((later[0], later[-1]))),
         )
 
 
