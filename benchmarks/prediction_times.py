@@ -9,8 +9,8 @@ activations.py the mean of iterations issued back to back where there is an `alo
 of iterations each waited for. Of a run it is the median of its iterations but the first and the last. Of several GPUs
 it is that of the slowest; memory that torch's allocator gives back and takes again is not timed. Several GPUs that the
 hardware file is not of are predicted with the rate of their memory, by the vendor, and else with that file.
-Left out are weights on the host, serial schedules, rows with another number of threads, and rows of scaling.py that do
-not tell rates (they are of versions with other slots).
+Left out are weights on the host, serial schedules, deterministic kernels, rows with another number of threads, and rows
+of scaling.py that do not tell rates (they are of versions with other slots).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def activation_rows(name: str, content: dict[str, Any], speeds: Speeds) -> Itera
 def scaling_rows(name: str, content: dict[str, Any], hardware: Hardware) -> Iterator[Row]:
     speeds, ranks = speeds_of(hardware, content["ranks"]), content["ranks"]
     for row in content["rows"]:
-        if row["status"] == "ok" and "@" not in row.get("mix", "") and tells_rates(row):
+        deterministic, threads = "same" in row, "@" in row.get("mix", "")
+        if row["status"] == "ok" and not deterministic and not threads and tells_rates(row):
             predicted = predict(*scaled(content, row), speeds)
             yield Row(name, scaled_name(content, row), row["length"], row["step_s"], predicted.step_s, ranks)
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = ("*step*.json", "*activations*.json", "*scaling*.json", "*recipe*.json")
-    files = arguments.files or sorted(path for pattern in names for path in RESULTS.glob(pattern))
+    files = arguments.files or sorted({path for pattern in names for path in RESULTS.glob(pattern)})
     name = arguments.hardware
     rows = rows_of(files, profile(name) if name in PROFILES else load(Path(name)))
     width = max(len(row.file) for row in rows)

@@ -177,8 +177,12 @@ def of_scaling(file: str, result: dict[str, Any], row: dict[str, Any]) -> Row:
 
 def scaled_name(result: dict[str, Any], row: dict[str, Any]) -> str:
     """Of a row of scaling.py."""
-    layers = next(w.partition("=")[2] for w in result["options"] if w.startswith("model.num_layers="))
-    return f"{row['fraction']:g}:{row['mix']} of {layers} layers on {result['ranks']}"
+    return f"{row['fraction']:g}:{row['mix']} of {scaled_layers(result)} layers on {result['ranks']}"
+
+
+def scaled_layers(result: dict[str, Any]) -> int:
+    """Of the model of a result of scaling.py."""
+    return apply_overrides(recipes.load(result["recipe"]), result["options"]).model.num_layers
 
 
 def tells_rates(row: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from .choice import Choice
 from .inventory import Bucket, Dtype
-from .lowering.optimizer import GRADIENTS_IN_FLIGHT
+from .lowering.optimizer import GRADIENTS_IN_FLIGHT, kept_apart
 from .plan import Placement
 from .planner import summed_on_host
 from .workload import Curve, Layer, Way, Workload
@@ -36,6 +36,11 @@ class Facts:
             for name in names:
                 found.setdefault(name, []).append(b)
         self.buckets_of = {name: tuple(held) for name, held in found.items()}
+        self.numel_of = [
+            {name: sum(r.numel for r in bucket.ranges if r.name == name) for name in names}
+            for bucket, names in zip(buckets, self.names_of, strict=True)
+        ]
+        """By bucket: elements of each parameter in it."""
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
         """Elements, with what aligns ranges."""
@@ -49,6 +54,9 @@ class Gradients:
     With one microbatch, or where the host adds them up, gradients of host buckets leave during backward, a few at a
     time; with more, all are there from the second microbatch on, in float32. So are those of one that several ranks
     reduce so. Those that a CUDA graph writes all stay, and so do those of a serial step.
+
+    Several ranks reduce a layer's gradients into one memory, which is there until the last that leaves of it has left:
+    those that stay are copied out of it.
     """
 
     def __init__(self, facts: Facts, choice: Choice) -> None:
@@ -67,6 +75,18 @@ class Gradients:
             for b, placement in enumerate(choice.placements)
             if placement is Placement.HOST and choice.overlapped and (not several or b in self.summed)
         }
+        reduced = workload.layers if workload.ranks > 1 and choice.overlapped and not several else ()
+        together = {
+            layer.name: {b for name in layer.gradients for b in facts.buckets_of.get(name, ())} for layer in reduced
+        }
+        self._apart = kept_apart(choice.placements, together.values())
+        self._memory_of = {
+            name: layer.name
+            for layer in reduced
+            if not self._apart.isdisjoint(together[layer.name])
+            for name in layer.gradients
+        }
+        """By parameter of a layer that is left piece by piece: that layer. Others' gradients are a memory each."""
         self.accumulate = several
         """Whether those that stay are added to what is there already."""
         self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
@@ -108,7 +128,7 @@ class Gradients:
         """By layer, from last to first: after each of its gradients, in order."""
         facts, held = self._facts, self.before_bytes
         missing = [len(names) for names in facts.names_of]
-        unreleased = {name: len(buckets) for name, buckets in facts.buckets_of.items()}
+        memories = self._memories()
         in_flight: deque[int] = deque()
         made = []
         for layer in reversed(facts.workload.layers):
@@ -116,7 +136,9 @@ class Gradients:
             for name in layer.gradients:
                 buckets = facts.buckets_of.get(name, ())
                 if buckets and not (self.accumulate and self._stays[name]):
-                    held += self._bytes_of[name]
+                    held += self._bytes_of[name] + sum(
+                        self._part_bytes(b, name) for b in self._apart.intersection(buckets)
+                    )
                 completed = []
                 for b in buckets:
                     missing[b] -= 1
@@ -127,17 +149,30 @@ class Gradients:
                     if b in self._leaving:
                         in_flight.append(b)
                     if len(in_flight) > GRADIENTS_IN_FLIGHT:
-                        held -= self._released(in_flight.popleft(), unreleased)
+                        held -= self._released(in_flight.popleft(), memories)
             made.append(found)
         return made
 
-    def _released(self, bucket: int, unreleased: dict[str, int]) -> int:
+    def _memories(self) -> dict[str, tuple[int, set[int]]]:
+        """By layer or parameter: bytes of a memory that gradients are made in, and the buckets that use it."""
+        found: dict[str, tuple[int, set[int]]] = {}
+        for name, buckets in self._facts.buckets_of.items():
+            memory = self._memory_of.get(name, name)
+            nbytes, users = found.get(memory, (0, set()))
+            found[memory] = nbytes + self._bytes_of[name], users | set(buckets) - self._apart
+        return found
+
+    def _released(self, bucket: int, memories: dict[str, tuple[int, set[int]]]) -> int:
         freed = 0
-        for name in self._facts.names_of[bucket]:
-            unreleased[name] -= 1
-            if not unreleased[name]:
-                freed += self._bytes_of[name]
+        for memory in {self._memory_of.get(name, name) for name in self._facts.names_of[bucket]}:
+            nbytes, users = memories[memory]
+            users.discard(bucket)
+            freed += 0 if users else nbytes
         return freed
+
+    def _part_bytes(self, bucket: int, name: str) -> int:
+        """Of a parameter's gradient, what is in a bucket."""
+        return self._facts.numel_of[bucket][name] * self._bytes_of[name] // self._facts.parameters[name].numel
 
     def used_in_forward(self) -> dict[str, int]:
         """By layer, bytes of gradients that wait for its next forward: of streamed buckets."""
@@ -145,7 +180,10 @@ class Gradients:
         seen = set[str]()
         buckets = self._facts.workload.inventory.buckets
         for bucket, names, placement in zip(buckets, self._facts.names_of, self._choice.placements, strict=True):
-            if placement is Placement.STREAMED:
+            if bucket.index in self._apart:
+                parts = sum(self._part_bytes(bucket.index, name) for name in names)
+                found[bucket.layer] = found.get(bucket.layer, 0) + (parts if placement is Placement.STREAMED else 0)
+            elif placement is Placement.STREAMED:
                 for name in set(names) - seen:
                     seen.add(name)
                     found[bucket.layer] = found.get(bucket.layer, 0) + self._bytes_of[name]

@@ -30,6 +30,7 @@ MIXES: Mapping[str, Mapping[str, float]] = {
     "host": {"offload_fraction": 1.0, "streamed_fraction": 0.0},
     "streamed": {"offload_fraction": 1.0, "streamed_fraction": 1.0},
     "mixed": {"offload_fraction": 0.5, "streamed_fraction": 0.5},
+    "halves": {"offload_fraction": 1.0, "streamed_fraction": 0.5},
 }
 ORDERS = {
     "eager": Order(eager=True),
@@ -40,6 +41,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERYTHING = hostward.Activations(min_bytes=1)
 WIDTH = 33
 """Odd, so that borders between ranks lie within chunks of the norm."""
+SEVERAL_BUCKETS = 257
+"""So wide that each rank has several buckets of a block."""
 
 
 @functools.cache
@@ -52,12 +55,12 @@ def mesh_of(name: str) -> DeviceMesh:
 
 
 class Block(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.up = torch.nn.Linear(WIDTH, 5 * WIDTH)
-        self.down = torch.nn.Linear(5 * WIDTH, WIDTH)
-        self.three = torch.nn.Parameter(torch.randn(3, WIDTH))  # a fourth rank has none of it
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 5 * width)
+        self.down = torch.nn.Linear(5 * width, width)
+        self.three = torch.nn.Parameter(torch.randn(3, width))  # a fourth rank has none of it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) * self.three.sum(0).tanh()
@@ -67,13 +70,13 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     """Tokens to logits. The root owns the embedding, a scale of one element, and what follows the blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.scale = torch.nn.Parameter(torch.full((1,), 0.7))
-        self.embed = torch.nn.Embedding(2000, WIDTH)  # in one process above one bucket
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
-        self.head = torch.nn.Linear(WIDTH, 10)
+        self.embed = torch.nn.Embedding(2000, width)  # in one process above one bucket
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(3))
+        self.head = torch.nn.Linear(width, 10)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) * self.scale
@@ -87,6 +90,7 @@ def sharded(
     mesh: str = "four",
     dtype: str = "fp32",
     *,
+    width: int = WIDTH,
     policy: bool = False,
     fp32: str | None = None,
     frozen: bool = False,
@@ -95,7 +99,7 @@ def sharded(
     **options: Any,
 ) -> Net:
     """The network after fully_shard, block by block. `policy`: compute and reduce in bf16; `alone`: other modules."""
-    model = Net().to(DTYPES[dtype])
+    model = Net(width).to(DTYPES[dtype])
     if policy:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if fp32:  # in which gradients are reduced, or everything is computed
@@ -237,6 +241,22 @@ def train(
     found = {"bits": snapshot(model, optimizer), "told": told, "placements": placements}
     found |= {"moved_bytes": moved, "to_host_bytes": to_host, "numel": optimizer.inventory.numel}
     return found | {"away": None if away is None else asdict(away)}
+
+
+def gradients_that_wait(mix: str, microbatches: int = 1) -> dict[str, list[tuple[str, list[bool]]]]:
+    """By layer, of each bucket: where it is placed, and of its gradients that are on the device after backward whether
+    their memory is their own.
+    """
+    model = sharded("pairs", "bf16", width=SEVERAL_BUCKETS)
+    optimizer = adamw(model, mix)
+    backward(model, optimizer, 0, microbatches, sync=True, context=True, always_last=False)
+    found: dict[str, list[tuple[str, list[bool]]]] = {}
+    buckets, placed = optimizer.inventory.buckets, optimizer.plan.buckets
+    for bucket, where, gradients in zip(buckets, placed, optimizer._issuer._gradients, strict=True):
+        there = [held.data for held in gradients if held.data.numel()]
+        own = [data.nbytes == data.untyped_storage().nbytes() for data in there]
+        found.setdefault(bucket.layer, []).append((where.placement.value, own))
+    return found
 
 
 def moved_without_sharding() -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sharded_cases import SEVERAL_BUCKETS
 from world import World
+
+from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 
 OFFLOADED = {"host": ["host"], "streamed": ["streamed"], "mixed": ["device", "host", "streamed"]}
 
@@ -61,6 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients never cleared": {"clear": False, "microbatches": 2},
     "evaluated before the step": {"evaluate": True},
     "no overlap": {"overlap": False},
+    "buckets of a block at several places": {"network": {"width": SEVERAL_BUCKETS, "dtype": "bf16"}},
+    "they come back for more": {"network": {"width": SEVERAL_BUCKETS}, "microbatches": 2, "always_last": True},
 }
 
 
@@ -70,6 +75,26 @@ def test_every_way_to_train_gives_the_same_bits(world: World, on_device: Any, ca
     expected = on_device(**options)
     found = trained(world, "mixed", order="late", **options)
     assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("mix", ["mixed", "halves"])
+def test_gradients_that_stay_keep_none_that_have_left(world: World, mix: str) -> None:
+    """FSDP2 reduces the gradients of a block into one memory: those of which some leave are copied out of it."""
+    for found in world.run("sharded_cases.gradients_that_wait", mix=mix):
+        leaving = [own for buckets in found.values() for placement, own in buckets if placement == "host"]
+        assert sum(map(bool, leaving)) == GRADIENTS_IN_FLIGHT < len(leaving)
+        mixed = [
+            buckets for buckets in found.values() if {"host", "streamed"} <= {placement for placement, _ in buckets}
+        ]
+        assert len(mixed) > 1
+        assert all(all(own) and own for buckets in mixed for placement, own in buckets if placement != "host")
+
+
+def test_what_several_microbatches_have_made_is_not_copied(world: World) -> None:
+    for found in world.run("sharded_cases.gradients_that_wait", mix="halves", microbatches=2):
+        streamed = [own for buckets in found.values() for placement, own in buckets if placement == "streamed"]
+        assert streamed
+        assert not any(map(any, streamed))
 
 
 def test_what_is_said_of_microbatches_changes_no_bit(world: World, on_device: Any) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from hostward.choice import Choice, Keep
 from hostward.errors import ConfigError
+from hostward.gradient_model import Facts, Gradients
 from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
 from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.memory_model import (
@@ -101,6 +102,23 @@ def test_gradients_of_host_buckets_leave_a_few_at_a_time() -> None:
     found = needs(HOST, Keep.RECOMPUTE)
     assert device(found, "gradients") <= (GRADIENTS_IN_FLIGHT + 1) * 2 * NUMEL
     assert found.phase(STEADY_STEP).host["gradients"] == 2 * NUMEL * (LAYERS + 2)
+
+
+def test_of_several_ranks_what_stays_of_a_layer_keeps_nothing_that_leaves_of_it() -> None:
+    """Two buckets for each layer, and every second one streamed: what is reduced of both lies in one memory."""
+    whole = workload()
+    halves = Inventory(whole.inventory.parameters, cut_buckets(whole.inventory.parameters, cap=NUMEL // 2))
+    work = replace(whole, ranks=2, resharded=True, inventory=halves)
+    mixed = Choice((HOST, STREAMED) * (LAYERS + 2), (Keep.RECOMPUTE,) * LAYERS)
+
+    def left(of: Workload) -> int:
+        """On the device when the last is made."""
+        return Gradients(Facts(of), mixed).backward[-1][-1].held_bytes
+
+    assert len(halves.buckets) == 2 * (LAYERS + 2)
+    assert left(work) == NUMEL * (LAYERS + 2) + (GRADIENTS_IN_FLIGHT + 1) * 2 * NUMEL
+    # In one process each weight's gradient is a memory, and all of it stays for what stays of it.
+    assert left(replace(whole, inventory=halves)) == 2 * NUMEL * (LAYERS + 2)
 
 
 @pytest.mark.parametrize(

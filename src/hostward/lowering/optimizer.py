@@ -82,6 +82,22 @@ def upload_point(layer: str) -> str:
     return f"upload/{layer}"
 
 
+def kept_apart(placements: Sequence[Placement], together: Iterable[Iterable[int]]) -> frozenset[int]:
+    """Buckets whose gradients stay until the step, and are made in one memory with some that leave before.
+
+    That memory is free when nothing of it is in use: what stays is copied out of it.
+
+    Args:
+        together: buckets that have gradients in one memory, for each such memory.
+    """
+    found: set[int] = set()
+    for buckets in map(frozenset, together):
+        staying = {b for b in buckets if placements[b] is not Placement.HOST}
+        if staying != buckets:
+            found |= staying
+    return frozenset(found)
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What a step's schedule depends on.

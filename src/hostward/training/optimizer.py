@@ -38,7 +38,7 @@ from .options import named_options
 from .placeholder import Where
 from .saving import Saving
 from .scaling import require_one_scale
-from .sharded import EmptyParts, Sharded, accumulate_in, across_ranks, ranks_of, require_sharding
+from .sharded import EmptyParts, Sharded, accumulate_in, across_ranks, made_together, ranks_of, require_sharding
 from .slots import CudaGauge, Slots
 from .sources import Readers
 from .state import BucketState, allocate_partials, allocate_scalars, landing_dtypes, pieces
@@ -276,6 +276,7 @@ class AdamW(Saving):
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
             slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
             totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
+            together=made_together(groups, self._tracked),
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
         )

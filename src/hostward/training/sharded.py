@@ -73,6 +73,13 @@ def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Se
         groups = kept
 
 
+def made_together(groups: fsdp2.Groups | None, tracked: Sequence[Tracked]) -> list[list[str]]:
+    """Names of the parameters of each group: what is reduced of their gradients lies in one memory."""
+    names = {id(t.parameter): t.name for t in tracked}
+    own = [] if groups is None else [parameters for parameters, _ in groups.gathered_together()]
+    return [[names[id(p)] for p in parameters if id(p) in names] for parameters in own]
+
+
 def ranks_of(tracked: Sequence[Tracked]) -> GroupRanks | None:
     """Those that have parts of these parameters; None where this process has all."""
     if not tracked[0].sharded:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hostward.inspect import Tracked
 from hostward.lowering.optimizer import (
     STEP,
     StepShape,
+    kept_apart,
     stage_point,
     unstage_point,
     use_point,
@@ -42,6 +43,7 @@ class StepIssuer(TakenGradients):
         layers: the use point's layer of each bucket.
         slots: device staging of streamed buckets.
         totals: of the host buckets whose gradients are added up on the host.
+        together: names of parameters whose gradients are made in one memory, for each such memory.
         overlap: False: everything happens within `step`.
     """
 
@@ -55,6 +57,7 @@ class StepIssuer(TakenGradients):
         layers: Sequence[str],
         slots: Slots,
         totals: Totals,
+        together: Iterable[Sequence[str]],
         overlap: bool,
         use_torch_optimizer: bool,
     ) -> None:
@@ -71,6 +74,8 @@ class StepIssuer(TakenGradients):
         }
         """By parameter: bucket, range, and which elements; None: all."""
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
+        made_together = ((b for name in names for b, *_ in self._parts[name]) for names in together)
+        self._apart = kept_apart([s.placement for s in states], made_together) if overlap else frozenset()
         # Those whose new values come from elsewhere: what the compute lane steps is there for whatever it does next.
         self._layers_of = {
             name: {layers[index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
@@ -207,7 +212,7 @@ class StepIssuer(TakenGradients):
         """
         require_no_capture(self._backend)
         dtypes = {name: gradient.dtype for name, gradient in gradients.items()}
-        if not self._held and len(set(dtypes.values())) <= 1:
+        if not any(self._fresh) and len(set(dtypes.values())) <= 1:
             return
         for b, state in enumerate(self._states):
             found = {self._gradients[b][i].data.dtype for i in self._fresh[b] if b not in self._reported}

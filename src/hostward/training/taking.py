@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import chain
 
 import torch
 
@@ -42,6 +43,8 @@ class TakenGradients(FetchedWeights):
     """Slots that have been taken, and filled, for this turn's step."""
     _made_on: set[int]
     """Streams on which backward has made gradients that were not taken at once."""
+    _apart: frozenset[int]
+    """Buckets whose gradients are copied out of the memory in which a backward has made them."""
 
     def __init__(self, backend: Backend, states: Sequence[BucketState], bindings: Bindings, totals: Totals) -> None:
         super().__init__(backend, states, bindings, totals)
@@ -79,9 +82,13 @@ class TakenGradients(FetchedWeights):
             self._begin()
         # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
         self._backend.follow_compute()
-        self._held[name] = gradient
-        self._take_parts(gradient, self._parts[name], last=last)
-        self._note_streams(b for b, *_ in self._parts[name])
+        parts = self._parts[name]
+        # What several backwards have made is there already, and a copy would come on top of all of it.
+        apart = self._apart.intersection(b for b, *_ in parts) if self._apart and not self._made_on else frozenset()
+        if not apart:
+            self._held[name] = gradient
+        self._take_parts(gradient, parts, last=last, apart=apart)
+        self._note_streams(b for b, *_ in parts)
 
     def made(self) -> None:
         """Backward has made a gradient, or added to one, on the stream that is current; it is taken later."""
@@ -101,7 +108,12 @@ class TakenGradients(FetchedWeights):
         return key
 
     def _take_parts(
-        self, gradient: torch.Tensor, parts: Iterable[tuple[int, int, slice | None]], *, last: bool
+        self,
+        gradient: torch.Tensor,
+        parts: Iterable[tuple[int, int, slice | None]],
+        *,
+        last: bool,
+        apart: Set[int] = frozenset(),
     ) -> None:
         summed, refill = self._totals.summed, self._backend.refill
         for b, i, span in parts:
@@ -111,7 +123,8 @@ class TakenGradients(FetchedWeights):
                     self._release(b)
                 self._reported.discard(b)
             gradients, chosen, fresh = self._gradients[b], self._chosen[b], self._fresh[b]
-            refill(gradients[i], gradient if span is None else gradient.view(-1)[span])
+            part = gradient if span is None else gradient.view(-1)[span]
+            refill(gradients[i], part.clone() if b in apart else part)
             self._holding.add(b)
             chosen.add(i)
             fresh.add(i)
@@ -172,7 +185,9 @@ class TakenGradients(FetchedWeights):
         waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if b in self._reported]
         self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
         if held is None:
-            dtype = next(self._states[b].gradients[i].data.dtype for b, i, _ in parts if self._states[b].gradients)
+            here = (self._gradients[b][i].data for b, i, _ in parts if self._gradients[b][i].data.numel())
+            landed = (self._states[b].gradients[i].data for b, i, _ in parts if self._states[b].gradients)
+            dtype = next(chain(here, landed)).dtype
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
             self._note_streams(b for b, *_ in parts)  # its memory is of here, and it may be taken on another stream
             for b, i, span in parts:
