@@ -41,6 +41,11 @@ class Facts:
             for bucket, names in zip(buckets, self.names_of, strict=True)
         ]
         """By bucket: elements of each parameter in it."""
+        self.reduced_together = {
+            layer.name: frozenset(b for name in layer.gradients for b in self.buckets_of.get(name, ()))
+            for layer in (workload.layers if workload.ranks > 1 else ())
+        }
+        """By layer, of several ranks: buckets whose gradients are made in one memory."""
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
         """Elements, with what aligns ranges."""
@@ -75,14 +80,11 @@ class Gradients:
             for b, placement in enumerate(choice.placements)
             if placement is Placement.HOST and choice.overlapped and (not several or b in self.summed)
         }
-        reduced = workload.layers if workload.ranks > 1 and choice.overlapped and not several else ()
-        together = {
-            layer.name: {b for name in layer.gradients for b in facts.buckets_of.get(name, ())} for layer in reduced
-        }
+        together = {} if several or not choice.overlapped else facts.reduced_together
         self._apart = kept_apart(choice.placements, together.values())
         self._memory_of = {
             name: layer.name
-            for layer in reduced
+            for layer in (workload.layers if self._apart else ())
             if not self._apart.isdisjoint(together[layer.name])
             for name in layer.gradients
         }

@@ -31,7 +31,7 @@ a wait stands for the newest issue of the operation that it names, as everywhere
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -82,18 +82,17 @@ def upload_point(layer: str) -> str:
     return f"upload/{layer}"
 
 
-def kept_apart(placements: Sequence[Placement], together: Iterable[Iterable[int]]) -> frozenset[int]:
-    """Buckets whose gradients stay until the step, and are made in one memory with some that leave before.
-
-    That memory is free when nothing of it is in use: what stays is copied out of it.
+def kept_apart(placements: Sequence[Placement], together: Iterable[Collection[int]]) -> frozenset[int]:
+    """Buckets whose gradients stay until the step, and are made in one memory with some that leave before. That memory
+    is free when nothing of it is in use, so what stays is copied out of it.
 
     Args:
-        together: buckets that have gradients in one memory, for each such memory.
+        together: for each such memory, the buckets that have gradients in it.
     """
     found: set[int] = set()
-    for buckets in map(frozenset, together):
+    for buckets in together:
         staying = {b for b in buckets if placements[b] is not Placement.HOST}
-        if staying != buckets:
+        if len(staying) < len(buckets):
             found |= staying
     return frozenset(found)
 
