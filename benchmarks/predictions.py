@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ GIB = 1 << 30
 _FINE, _NEAR = 2000, 0.05
 _ENOUGH = 600
 """Shares that are tried before one that is off by the smallest bucket will do."""
+TRACES = TemporaryDirectory(prefix="traces-")
+"""Of models: many rows are of the same one, divided or recomputed otherwise."""
 _OFF = 0.001
 """Shares of all parameters may differ by so much: which one was chosen is known in whole buckets alone."""
 
@@ -192,7 +195,7 @@ def tells_rates(row: dict[str, Any]) -> bool:
 
 def _divided(config: Config, ranks: int) -> Workload:
     """What one of several ranks has of a recipe's step."""
-    work = recipe_workload(config)
+    work = recipe_workload(config, folder=Path(TRACES.name))
     return sharded(work, ranks, reduced_in_fp32=widened(config, ranks), resharded=resharded(config))
 
 
