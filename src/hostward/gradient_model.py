@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,11 +36,6 @@ class Facts:
             for name in names:
                 found.setdefault(name, []).append(b)
         self.buckets_of = {name: tuple(held) for name, held in found.items()}
-        self.numel_of = [
-            {name: sum(r.numel for r in bucket.ranges if r.name == name) for name in names}
-            for bucket, names in zip(buckets, self.names_of, strict=True)
-        ]
-        """By bucket: elements of each parameter in it."""
         self.reduced_together = {
             layer.name: frozenset(b for name in layer.gradients for b in self.buckets_of.get(name, ()))
             for layer in (workload.layers if workload.ranks > 1 else ())
@@ -82,13 +77,11 @@ class Gradients:
         }
         together = {} if several or not choice.overlapped else facts.reduced_together
         self._apart = kept_apart(choice.placements, together.values())
-        self._memory_of = {
-            name: layer.name
-            for layer in (workload.layers if self._apart else ())
-            if not self._apart.isdisjoint(together[layer.name])
-            for name in layer.gradients
-        }
-        """By parameter of a layer that is left piece by piece: that layer. Others' gradients are a memory each."""
+        self._memory_of = {name: name for name in facts.buckets_of}
+        """By parameter, what its gradient is made in: a memory of its own, or that of a layer which parts leave."""
+        for layer in workload.layers if self._apart else ():
+            if not self._apart.isdisjoint(together[layer.name]):
+                self._memory_of |= dict.fromkeys(layer.gradients, layer.name)
         self.accumulate = several
         """Whether those that stay are added to what is there already."""
         self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
@@ -130,7 +123,7 @@ class Gradients:
         """By layer, from last to first: after each of its gradients, in order."""
         facts, held = self._facts, self.before_bytes
         missing = [len(names) for names in facts.names_of]
-        memories = self._memories()
+        nbytes, users = self._memories()
         in_flight: deque[int] = deque()
         made = []
         for layer in reversed(facts.workload.layers):
@@ -151,42 +144,44 @@ class Gradients:
                     if b in self._leaving:
                         in_flight.append(b)
                     if len(in_flight) > GRADIENTS_IN_FLIGHT:
-                        held -= self._released(in_flight.popleft(), memories)
+                        held -= self._released(in_flight.popleft(), nbytes, users)
             made.append(found)
         return made
 
-    def _memories(self) -> dict[str, tuple[int, set[int]]]:
-        """By layer or parameter: bytes of a memory that gradients are made in, and the buckets that use it."""
-        found: dict[str, tuple[int, set[int]]] = {}
-        for name, buckets in self._facts.buckets_of.items():
-            memory = self._memory_of.get(name, name)
-            nbytes, users = found.get(memory, (0, set()))
-            found[memory] = nbytes + self._bytes_of[name], users | set(buckets) - self._apart
-        return found
+    def _memories(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of each memory that gradients are made in, and how many buckets use it."""
+        nbytes: dict[str, int] = {}
+        for name, memory in self._memory_of.items():
+            nbytes[memory] = nbytes.get(memory, 0) + self._bytes_of.get(name, 0)
+        users = {name: len(buckets) for name, buckets in self._facts.buckets_of.items()}
+        return nbytes, users | {n: len(found - self._apart) for n, found in self._facts.reduced_together.items()}
 
-    def _released(self, bucket: int, memories: dict[str, tuple[int, set[int]]]) -> int:
+    def _released(self, bucket: int, nbytes: Mapping[str, int], users: dict[str, int]) -> int:
         freed = 0
-        for memory in {self._memory_of.get(name, name) for name in self._facts.names_of[bucket]}:
-            nbytes, users = memories[memory]
-            users.discard(bucket)
-            freed += 0 if users else nbytes
+        for memory in {self._memory_of[name] for name in self._facts.names_of[bucket]}:
+            users[memory] -= 1
+            if not users[memory]:
+                freed += nbytes[memory]
         return freed
 
     def _part_bytes(self, bucket: int, name: str) -> int:
         """Of a parameter's gradient, what is in a bucket."""
-        return self._facts.numel_of[bucket][name] * self._bytes_of[name] // self._facts.parameters[name].numel
+        ranges = self._facts.workload.inventory.buckets[bucket].ranges
+        numel = sum(r.numel for r in ranges if r.name == name)
+        return numel * self._bytes_of[name] // self._facts.parameters[name].numel
 
     def used_in_forward(self) -> dict[str, int]:
         """By layer, bytes of gradients that wait for its next forward: of streamed buckets."""
         found: dict[str, int] = {}
         seen = set[str]()
-        buckets = self._facts.workload.inventory.buckets
-        for bucket, names, placement in zip(buckets, self._facts.names_of, self._choice.placements, strict=True):
-            if bucket.index in self._apart:
-                parts = sum(self._part_bytes(bucket.index, name) for name in names)
-                found[bucket.layer] = found.get(bucket.layer, 0) + (parts if placement is Placement.STREAMED else 0)
-            elif placement is Placement.STREAMED:
-                for name in set(names) - seen:
-                    seen.add(name)
-                    found[bucket.layer] = found.get(bucket.layer, 0) + self._bytes_of[name]
+        for b, bucket in enumerate(self._facts.workload.inventory.buckets):
+            if self._choice.placements[b] is not Placement.STREAMED:
+                continue
+            names = set(self._facts.names_of[b])
+            if b in self._apart:
+                nbytes = sum(self._part_bytes(b, name) for name in names)
+            else:
+                nbytes = sum(self._bytes_of[name] for name in names - seen)
+                seen |= names
+            found[bucket.layer] = found.get(bucket.layer, 0) + nbytes
         return found

@@ -74,8 +74,8 @@ class StepIssuer(TakenGradients):
         }
         """By parameter: bucket, range, and which elements; None: all."""
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
-        made_together = [{b for name in names for b, *_ in self._parts[name]} for names in together]
-        self._apart = kept_apart([s.placement for s in states], made_together) if overlap else frozenset()
+        memories = [{b for name in names for b, *_ in self._parts[name]} for names in together]
+        self._apart = kept_apart([s.placement for s in states], memories) if overlap else frozenset()
         # Those whose new values come from elsewhere: what the compute lane steps is there for whatever it does next.
         self._layers_of = {
             name: {layers[index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
