@@ -17,7 +17,9 @@ first for each length, and is what the others are compared with. Columns:
 
     python benchmarks/scaling.py --again RESULTS.json ... --json benchmarks/results/DATE-floors.json
 
-computes the floors anew from what earlier runs measured, without a GPU.
+computes the floors anew from what earlier runs measured, without a GPU, and beside them what each GPU computed at
+fraction 0: matrix operations of forward, and twice as many in backward, over the seconds of a step. What is computed
+again is left out.
 
 One process (`torchrun --nproc-per-node 1`) shows what several take beyond what they share: compare `over floor`.
 
@@ -66,6 +68,7 @@ from hostward.overrides import apply_overrides
 from hostward.train import loop
 from hostward.train.garbage import collected_by_hand
 from hostward.train.ranks import Ranks
+from hostward.train.workload import recipe_workload
 from roofs import rmw_alone, rmw_with_copies
 from training_row import rates_of
 
@@ -282,7 +285,16 @@ _FOUND = (
     "over_floor_both_ways",
     "floor_held_ratio",
     "over_floor_held",
+    "base_flops_per_s",
+    "memory_bytes_per_s",
 )
+
+
+def model_flops(result: dict[str, Any], length: int) -> float:
+    """Of a step on each GPU, with a sequence of so many tokens."""
+    words = [*result["options"], f"model.seq_length={length}", "train.micro_batch_size=1"]
+    layers = recipe_workload(apply_overrides(recipes.load(result["recipe"]), words)).layers
+    return 3 * sum(layer.forward_flops.of(length, length) for layer in layers)
 
 
 def again(files: list[Path], out: Path | None) -> None:
@@ -292,11 +304,15 @@ def again(files: list[Path], out: Path | None) -> None:
         result = json.loads(file.read_text())
         rows = [r for r in result["rows"] if r["status"] == "ok" and "memory_bytes_per_s" in r.get("roofs", {})]
         compare(rows)
+        flops = {length: model_flops(result, length) for length in dict.fromkeys(r["length"] for r in rows)}
+        for base, r in pairs(rows):
+            r["base_flops_per_s"] = flops[r["length"]] / base["step_s"]
+            r["memory_bytes_per_s"] = r["roofs"]["memory_bytes_per_s"]
         found[file.name] = [
             {name: r[name] for name in _FOUND if name in r} for r in rows if r["fraction"] and "ratio" in r
         ]
         for r in found[file.name]:
-            told = (f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in r.items())
+            told = (f"{n}={v:.4g}" if isinstance(v, float) else f"{n}={v}" for n, v in r.items())
             print(file.stem, *told)
     if out is not None:
         written = {"benchmark": "floors", "machine": describe(), "files": found}
