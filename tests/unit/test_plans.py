@@ -372,6 +372,27 @@ def test_a_smaller_microbatch_that_divides_the_step_is_proposed_where_that_is_en
     assert proposed in found.changes
 
 
+def test_shorter_sequences_are_proposed_where_one_is_too_long() -> None:
+    """Of a card that is too small a new user was told to have more memory, though the loss alone was too much. Seen
+    red: nothing but that; and sequences half as long as the longest that fits.
+    """
+    workload, budgets = llama_8b(batch=2), Budgets(4 * GIB, 200 * GIB)
+    found = answer(Question(workload, profile("h200"), 1, budgets, Forced()), required)
+    assert found.chosen is None
+    (change,) = (c for c in found.changes if c.startswith("sequences of"))
+    tokens = int(change.rpartition(" ")[2])
+    assert f"model.seq_length={tokens}," in change
+
+    def fits(sequence: int) -> bool:
+        tried = replace(workload, microbatch_sequences=1, microbatches=2, sequence_tokens=sequence)
+        return answer(Question(tried, profile("h200"), 1, budgets, Forced()), required).chosen is not None
+
+    assert workload.sequence_tokens % tokens == 0
+    assert fits(tokens)
+    assert 2 * tokens == workload.sequence_tokens or not fits(2 * tokens)
+    assert not any(c.startswith("a microbatch") for c in found.changes)
+
+
 def test_a_share_of_a_model_on_each_of_several_gpus() -> None:
     whole, part = qwen_30b(), sharded(qwen_30b(), 4)
     assert part.inventory.numel == pytest.approx(whole.inventory.numel / 4, rel=1e-3)

@@ -28,6 +28,8 @@ HOST_RESERVE_SHARE = 0.1
 """Of the machine's memory: the system and the process itself."""
 RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
+FEWEST_TOKENS = 256
+"""Shorter sequences are not proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,8 @@ def verdict(found: Answer) -> str:
 
 def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
     """The smallest raise of one budget that would make it fit, whether the planner would make it fit if nothing were
-    chosen for it, or if layers did not stay gathered, and the largest microbatch that does.
+    chosen for it, or if layers did not stay gathered, and the largest microbatch that does; if none does, the longest
+    sequences.
     """
     found = []
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
@@ -159,12 +162,30 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
         if again.best_at_last(question.budgets) is not None:
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
             break
+    else:
+        if "device" in question.budgets.over(frontier.nearest(question.budgets).needs):
+            found += _shorter(question, required)
     if not found:
         nearest = frontier.nearest(question.budgets)
         over = question.budgets.over(nearest.needs)
         short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
         found.append(short)
     return found
+
+
+def _shorter(question: Question, required: Required) -> list[str]:
+    """The longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
+    asked = question.workload
+    workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
+    for half in range(1, workload.sequence_tokens.bit_length()):
+        tokens = workload.sequence_tokens >> half
+        if tokens < FEWEST_TOKENS:
+            break
+        tried = replace(workload, sequence_tokens=tokens)
+        again = Frontier(tried, speeds_of(question.hardware, question.gpus), required, question.forced)
+        if again.best_at_last(question.budgets) is not None:
+            return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
+    return []
 
 
 def _tenths(nbytes: int) -> float:
