@@ -15,6 +15,8 @@ from cli_runs import SMALL, offloaded, read_json, run_process, start_process
 from conftest import Cli
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from hostward.train import memory
+
 FRACTION = "optimizer.optimizer_offload_fraction"
 
 
@@ -175,6 +177,21 @@ def test_a_recipe_for_gpus_says_that_none_was_found(cli: Cli) -> None:
     assert outcome.code == 2
     assert re.search(r"why: [\d,]+ parameters: weights [\d,]+ GiB, gradients [\d,]+ GiB, ", outcome.err)
     assert "fix: no GPU was found: hostward doctor says why, and hostward plan with the same options" in outcome.err
+
+
+@pytest.mark.parametrize(("flags", "slow"), [({"fpu", "avx2"}, True), ({"fpu", "avx512f"}, False), ({"asimd"}, False)])
+def test_a_16_bit_model_on_a_cpu_that_is_slow_with_it_is_told_of_before_it_trains(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: set[str], slow: bool
+) -> None:
+    """A new user waited ten minutes for the first iterations. Seen red: not told; no dtype in what to shrink."""
+    monkeypatch.setattr(memory, "processor_flags", lambda: frozenset(flags))
+    assert cli("train", "train.device=cpu", "train.train_iters=1", "model.params_dtype=bf16").code == 0
+    assert ("model.params_dtype=bf16 is slow on this CPU" in caplog.text) is slow
+    refused = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "train.device=cpu", "model.num_layers=4800")
+    assert ("model.num_layers=2 model.params_dtype=fp32" in refused.err) is slow
+    caplog.clear()
+    assert cli("train", "train.device=cpu", "train.train_iters=1").code == 0
+    assert "slow on this CPU" not in caplog.text
 
 
 def test_a_save_folder_below_a_file_is_refused(refused: Cli, tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ CASES = [
     ("gpus", with_gpu(capability=(7, 5)), WARNING, "compute capability 7.5", "fp16"),
     ("gpus", with_gpu(free_bytes=100 * GIB), WARNING, "40.0 GiB of GPU 0", "nvidia-smi"),
     ("gpus", with_gpu(link_width=8), WARNING, "8 of 16 PCI Express lanes", "slot"),
+    (
+        "halves",
+        sound(devices=NO_DEVICES, processor_flags=frozenset({"fpu", "avx2"})),
+        NOTE,
+        "bf16 or fp16 compute slowly",
+        "model.params_dtype=fp32",
+    ),
     ("versions", sound(python="3.10.12"), ERROR, "python is 3.10.12, at least 3.11", "newer Python"),
     ("versions", sound(packages={**SOUND.packages, "torch": "2.9.1+cu128"}), ERROR, "torch is 2.9.1", "torch>=2.11"),
     ("versions", sound(packages={**SOUND.packages, "transformers": "4.57.0"}), WARNING, "transformers is 4", "5.17"),
@@ -291,7 +298,7 @@ def test_every_check_has_cases() -> None:
     "facts",
     [
         sound(hardware=measured()),
-        sound(instruction_sets=("scalar", "avx2"), processor_flags=frozenset({"avx2"})),
+        sound(instruction_sets=("scalar", "avx2"), processor_flags=frozenset({"fpu", "avx2"})),
         sound(instruction_sets=("scalar", "neon"), processor_flags=frozenset({"asimd"})),
         sound(memory=HostMemory(64 * GIB, 4 * GIB, "the machine")),
         sound(transparent_huge_pages=None),

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from hostward.host.threads import LAUNCH_THREADS_PER_RANK, default_threads
-from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, Facts
+from hostward.machine.facts import (
+    LOCK_LIMIT_FIX,
+    LOCK_LIMIT_WHY,
+    SLOW_HALVES_FIX,
+    SLOW_HALVES_WHY,
+    Facts,
+    has_slow_halves,
+)
 from hostward.sizes import GIB, MIB
 
 from .finding import Finding, Severity
@@ -181,4 +188,10 @@ def gpus(facts: Facts) -> list[Finding]:
     return found
 
 
-MACHINE_CHECKS = (native_library, instruction_set, threads, numa, memory, limits, page_locking, gpus)
+def halves(facts: Facts) -> list[Finding]:
+    if facts.devices.gpus or not has_slow_halves(facts.processor_flags):
+        return []
+    return [Finding(NOTE, "models in bf16 or fp16 compute slowly on this CPU", SLOW_HALVES_WHY, SLOW_HALVES_FIX)]
+
+
+MACHINE_CHECKS = (native_library, instruction_set, threads, numa, memory, limits, page_locking, gpus, halves)

@@ -31,6 +31,8 @@ VARIABLES = (
 """The environment variables that findings are about."""
 LOCK_LIMIT_WHY = "memory locked by the NVIDIA driver is normally not counted; look here first if page-locking fails"
 LOCK_LIMIT_FIX = "ulimit -l unlimited, or docker --ulimit memlock=-1"
+SLOW_HALVES_WHY = "torch multiplies 16-bit matrices with AVX-512 or newer, and in plain loops without it"
+SLOW_HALVES_FIX = "model.params_dtype=fp32"
 _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
@@ -117,11 +119,10 @@ def gather(
         isas, native_error, native_fix = tuple(i.name.lower() for i in native().supported_isas()), None, ""
     except NativeError as error:
         isas, native_error, native_fix = (), "; ".join(filter(None, (error.what, error.why))), error.fix
-    info = _processor(root)
     node_cpus, numa_nodes = _nodes(root)
     return Facts(
         cpu_model=cpu_model(root),
-        processor_flags=frozenset((info.get("flags") or info.get("Features") or "").split()),
+        processor_flags=processor_flags(root),
         cpu=read_cpu_facts(root),
         machine_cpus=os.cpu_count() or 1,
         node_cpus=node_cpus,
@@ -154,6 +155,17 @@ def cpu_model(root: Path = Path("/")) -> str | None:
     name = fields.get("model name") or fields.get("CPU part")
     family, model = fields.get("cpu family"), fields.get("model")
     return f"{name} (family {family} model {model})" if name and family and model else name
+
+
+def processor_flags(root: Path = Path("/")) -> frozenset[str]:
+    """What the processor can do, by the kernel's names; empty where it does not tell."""
+    fields = _processor(root)
+    return frozenset((fields.get("flags") or fields.get("Features") or "").split())
+
+
+def has_slow_halves(flags: frozenset[str]) -> bool:
+    """Whether torch multiplies 16-bit matrices by loops of its own there: oneDNN does so from AVX-512 on, of x86."""
+    return "fpu" in flags and "avx512f" not in flags
 
 
 def read_pci(pci_address: str, root: Path = Path("/")) -> tuple[int | None, int | None, int | None]:

@@ -41,7 +41,7 @@ from .captured import require_graphs
 from .data import TokenDataset
 from .folders import lock_folders
 from .garbage import collect_garbage, collected_by_hand
-from .memory import lock_limit
+from .memory import lock_limit, slow_halves
 from .parts import hold
 from .passes import Passes, WholeModel, passes_of, scaler_of
 from .placing import make_optimizer, share_of, staying_gradients, with_plan
@@ -221,6 +221,8 @@ def prepare(
     device = choose_device(config.train.device, ranks.local_rank)
     if ranks.first and (limit := lock_limit(device)):
         log.info("%s", limit)
+    if ranks.first and (slow := slow_halves(config, device)):
+        log.warning("%s", slow)
     if captured(config):
         require_graphs(device, plan)
     if plan is not None:

@@ -13,7 +13,15 @@ from hostward.engine.backend import TORCH_DTYPES
 from hostward.errors import MemoryLimitError
 from hostward.hardware import host_memory
 from hostward.inventory import Dtype
-from hostward.machine.facts import LOCK_LIMIT_FIX, LOCK_LIMIT_WHY, lock_limit_bytes
+from hostward.machine.facts import (
+    LOCK_LIMIT_FIX,
+    LOCK_LIMIT_WHY,
+    SLOW_HALVES_FIX,
+    SLOW_HALVES_WHY,
+    has_slow_halves,
+    lock_limit_bytes,
+    processor_flags,
+)
 from hostward.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds
 from hostward.planning.needs import Budgets
 from hostward.planning.refuse import table
@@ -49,6 +57,13 @@ def lock_limit(device: torch.device) -> str | None:
     if device.type != "cuda" or limit_bytes is None:
         return None
     return f"ulimit -l is {size(limit_bytes)}: {LOCK_LIMIT_WHY} ({LOCK_LIMIT_FIX})"
+
+
+def slow_halves(config: Config, device: torch.device) -> str | None:
+    """What to tell of a 16-bit model on a CPU that is slow with it; None: it is none."""
+    if device.type != "cpu" or Dtype(config.model.params_dtype) is Dtype.FP32 or not has_slow_halves(processor_flags()):
+        return None
+    return f"model.params_dtype={config.model.params_dtype} is slow on this CPU: {SLOW_HALVES_WHY} ({SLOW_HALVES_FIX})"
 
 
 def need(config: Config, parameters: int) -> Need:
@@ -102,6 +117,8 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
         fix = SMALLER
         if device.type == "cpu":
             fix = f"{NONE_ASKED if config.train.device == 'cpu' else NONE_FOUND}; or {SMALLER}"
+            if slow_halves(config, device):
+                fix = f"{fix} {SLOW_HALVES_FIX}"
         raise _too_large(least, phase, free, "host", phase.host_bytes * ranks.local_size, host.available_bytes, fix)
     if free_bytes is not None and phase.device_bytes > free_bytes:
         fix = f"raise optimizer.optimizer_offload_fraction, or {SMALLER}"
