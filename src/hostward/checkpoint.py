@@ -106,7 +106,7 @@ def latest(directory: Path) -> Path | None:
 
     Raises:
         CheckpointError: the pointer is malformed, or names a folder that is missing or incomplete; the text names the
-            newest complete one. `directory` is not a folder or cannot be read.
+            newest complete one before it. `directory` is not a folder or cannot be read.
     """
     with files.system_errors(f"cannot read checkpoints in {directory}"):
         return files.read_latest(Path(directory))
@@ -116,7 +116,7 @@ def verify(path: Path) -> None:
     """Check the size of every file of a checkpoint and the checksum of every chunk.
 
     Raises:
-        CheckpointError: names the file and the chunk, and the newest other complete checkpoint.
+        CheckpointError: names the file and the chunk, and the newest complete checkpoint before it.
     """
     files.verify_files(Path(path))
 

@@ -272,22 +272,29 @@ def read_latest(directory: Path) -> Path | None:
         except CheckpointError as error:
             why = "; ".join(filter(None, (error.what, error.why)))
             raise CheckpointError(
-                f"{pointer} names {name}, which is not complete", why=why, fix=error.fix or _way_out(directory)
+                f"{pointer} names {name}, which is not complete", why=why, fix=error.fix or _way_out(directory, name)
             ) from error
         return path
     for aside in sorted(directory.glob(f".{name}.replaced-*")):
         if _HIDDEN_NAME.fullmatch(aside.name) and _is_complete(aside):
             return aside
-    raise CheckpointError(f"{pointer} names {name}, which does not exist", fix=_way_out(directory))
+    raise CheckpointError(f"{pointer} names {name}, which does not exist", fix=_way_out(directory, name))
 
 
-def _way_out(directory: Path, besides: str = "") -> str:
-    """Return the cure that names the newest other complete checkpoint beside a damaged one."""
+def _way_out(directory: Path, damaged: str = "") -> str:
+    """The cure that names the newest complete checkpoint before a damaged one, else a later one, which may be of a line
+    that was given up: a run may have gone on from an older checkpoint. `damaged` is empty where no name is known.
+    """
     complete = complete_checkpoints(directory) if directory.is_dir() else []
-    others = [path.name for path in complete if path.name != besides]
+    others = [path for path in complete if path.name != damaged]
+    iteration = _iteration_of(directory / damaged)
+    before = [path for path in others if _iteration_of(path) < iteration or iteration < 0]
     if not others:
         return "restore the checkpoint from a copy; no other complete one lies beside it"
-    return f"to go on from the newest complete one, write {others[-1]} into {directory / LATEST}"
+    one = "the newest complete one" if iteration < 0 else "the newest complete one before it"
+    if not before:
+        one = "a later one, as no complete one lies before it"
+    return f"to go on from {one}, write {(before or others)[-1].name} into {directory / LATEST}"
 
 
 def file_names(path: Path) -> list[str]:
@@ -318,8 +325,8 @@ def verify_files(path: Path, names: Iterable[str] | None = None) -> None:
 
     Raises:
         CheckpointError: no checkpoint, no manifest or a damaged one, or one of a newer format; or a file that is
-            missing, of another size or damaged: the text names it, its first damaged chunk and the newest other
-            checkpoint.
+            missing, of another size or damaged: the text names it, its first damaged chunk and the newest complete
+            checkpoint before it.
     """
 
     def check(manifest: Manifest) -> None:

@@ -472,7 +472,8 @@ def test_damage_is_named_by_file_and_chunk_with_the_way_out(tmp_path: Path) -> N
     size_bytes = data.stat().st_size
     assert caught.value.what == f"checkpoint {path}: file __0_0.distcp is damaged in chunk 3 of 4"
     assert caught.value.why.startswith(f"bytes 33554432 to {min(50331648, size_bytes)} have another checksum")
-    assert caught.value.fix == f"to go on from the newest complete one, write iter_0000001 into {tmp_path / 'latest'}"
+    cure = f"to go on from the newest complete one before it, write iter_0000001 into {tmp_path / 'latest'}"
+    assert caught.value.fix == cure
 
 
 if __name__ == "__main__":

@@ -294,6 +294,31 @@ def test_latest_names_the_newest_complete_checkpoint_when_its_own_is_unusable(tm
         checkpoint.latest(tmp_path)
 
 
+def test_the_way_out_of_a_damaged_checkpoint_leads_back_not_on(tmp_path: Path) -> None:
+    """A run that went on from an older checkpoint has left later ones of the line that it gave up.
+
+    Seen red: the newest of all was proposed, and called the newest complete one.
+    """
+    for iteration in (1, 3, 6):
+        save(tmp_path, iteration)
+    damaged = save(tmp_path, 2)
+    (damaged / "__0_0.distcp").write_bytes(b"")
+    latest = tmp_path / "latest"
+    for look in (lambda: checkpoint.latest(tmp_path), lambda: checkpoint.verify(damaged)):
+        with pytest.raises(CheckpointError) as caught:
+            look()
+        assert caught.value.fix == f"to go on from the newest complete one before it, write iter_0000001 into {latest}"
+    shutil.rmtree(tmp_path / "iter_0000001")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.latest(tmp_path)
+    later = "to go on from a later one, as no complete one lies before it"
+    assert caught.value.fix == f"{later}, write iter_0000006 into {latest}"
+    latest.write_text("nonsense")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.latest(tmp_path)
+    assert caught.value.fix == f"to go on from the newest complete one, write iter_0000006 into {latest}"
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=40))
 def test_any_pointer_text_is_a_checkpoint_or_a_typed_error(
