@@ -115,9 +115,9 @@ def test_torch_adamw_takes_the_state_over(cli: Cli, folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["{folder}", "{folder}"], "exists"),
+        (["{folder}", "{folder}"], "error: target folder {folder} exists\n"),
         (["{folder}", "{folder}-out", "--to", "onnx"], "there is no form 'onnx'"),
-        (["{folder}-none", "{folder}-out"], "is not a checkpoint"),
+        (["{folder}-none", "{folder}-out"], "there is no such folder\n  fix: name a run's folder (checkpoint.save)"),
         (["{folder}/iter_0000002/__0_0.distcp", "{folder}-out"], "fix: name {folder}/iter_0000002\n"),
         (["{folder}/..", "{folder}-out"], "there is neither latest nor manifest.json in it"),
     ],

@@ -78,6 +78,9 @@ class Contents:
 
 def found(path: Path) -> Path:
     """The checkpoint at `path`, or the one that `path/latest` names. Raises CheckpointError for a folder without."""
+    if not path.exists():
+        fix = "name a run's folder (checkpoint.save), for the one that its latest names, or one of DIR/iter_... in it"
+        raise CheckpointError(f"{path} is not a checkpoint", why="there is no such folder", fix=fix)
     if path.name.startswith("iter_") or files.is_checkpoint(path) or not path.is_dir():
         return path
     named = checkpoint.latest(path)
@@ -147,7 +150,7 @@ def convert(path: Path, out: Path, form: str) -> list[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
         if out.exists():
-            raise CheckpointError(f"{out} exists", fix="name a folder that does not exist, or remove it")
+            raise CheckpointError(f"target folder {out} exists", fix="name a folder that does not exist, or remove it")
         partial.mkdir()
         try:
             (_safetensors if form == "safetensors" else _torch)(path, partial, plain)
