@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,33 @@ def test_a_difference_within_a_layer_is_told() -> None:
     (line,) = plan_diff.differences(placed(first), placed(second))
     same = r"device \d+%, host \d+% in both plans, but not of the same parameters"
     assert re.fullmatch(f"optimizer state of layers.1: {same}", line)
+
+
+def test_layers_that_differ_in_many_ways_are_told_of_together() -> None:
+    """Seen red: a line for each of them, 28 for a plan of 36 layers."""
+    workload = llama(layers=12, hidden=256, ffn=512, heads=8, kv_heads=8, vocab=400, sequence=256)
+    rows = made(workload, chosen(workload, 1.0, 0.0, Keep.KEEP))
+    repeated = [row.layer for row in rows.layers]
+
+    def placed(devices: Sequence[str]) -> plan_file.PlanFile:
+        """With the state of these layers on the device."""
+        buckets = (
+            replace(row, placement=Placement.DEVICE if row.layer in devices else row.placement) for row in rows.buckets
+        )
+        return replace(rows, buckets=tuple(buckets))
+
+    assert plan_diff.differences(rows, placed(repeated[1:9:2])) == [
+        f"optimizer state of layers.{i}: host -> device" for i in (1, 3, 5, 7)
+    ]
+    assert plan_diff.differences(rows, placed(repeated[1:11:2])) == [
+        "optimizer state of layers.1-9, taken together: host -> device 56%, host 44%"
+    ]
+    assert plan_diff.differences(rows, placed(repeated[:10])) == ["optimizer state of layers.0-9: host -> device"]
+    longer = placed(repeated[1:11:2])
+    shorter = replace(longer, buckets=tuple(row for row in longer.buckets if not row.layer.startswith("layers.")))
+    assert plan_diff.differences(shorter, longer) == [
+        "optimizer state of layers.0-11, taken together: (not there) -> device 42%, host 58%"
+    ]
 
 
 def test_a_line_says_what_the_second_plan_gains_and_loses() -> None:

@@ -313,5 +313,5 @@ def _diff(words: list[str]) -> None:
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([*lines, plan_diff.summary(*plans)]))
+    typer.echo("\n".join([plan_diff.summary(*plans), *lines]))
     raise typer.Exit(1)
