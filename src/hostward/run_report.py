@@ -329,6 +329,12 @@ def read_report(path: Path) -> RunReport:
         ConfigError: there is none, it cannot be read, or it is no report of hostward; names the place in it.
     """
     file = path / REPORT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ConfigError(
+            f"folder {path} holds no report of a run",
+            why=f"no run has been written there: there is no {REPORT_FILE} in it",
+            fix="name a run's folder (--run-dir, else checkpoint.save), or a file that --json wrote",
+        )
     fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
     text = read_text(file, fix, what="report")
     try:

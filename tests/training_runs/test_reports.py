@@ -289,7 +289,7 @@ def test_report_reads_what_json_wrote(train: Cli, cli: Cli, tmp_path: Path) -> N
     ("words", "says"),
     [
         (("nowhere",), "report nowhere cannot be read\n  why: No such file"),
-        (("{folder}",), "report.json cannot be read"),
+        (("{folder}",), "folder holds no report of a run\n  why: no run has been written there"),
         (("{folder}/text",), "is no report of a run"),
         (("{run}", "--trace", "nowhere"), "trace nowhere cannot be read"),
         (("{run}", "--trace", "{run}/report.json"), "is no trace of hostward"),

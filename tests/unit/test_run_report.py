@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -95,10 +96,12 @@ def test_a_file_that_is_no_report_is_refused_with_the_place(tmp_path: Path, text
 
 
 def test_a_report_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"report\.json cannot be read\n  why: No such file or directory\n  fix: name"
-    ):
-        read_report(tmp_path)
+    """A folder as it was given. Seen red: `report report.json cannot be read` for `.`."""
+    where = r"folder \. holds no report of a run\n  why: no run has been written there.*\n  fix: name a run's folder"
+    with contextlib.chdir(tmp_path), pytest.raises(ConfigError, match=where):
+        read_report(Path("."))
+    with pytest.raises(ConfigError, match=r"none\.json cannot be read\n  why: No such file or directory\n  fix: name"):
+        read_report(tmp_path / "none.json")
     (tmp_path / "other.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"other\.json cannot be read\n  why: 'utf-8' codec"):
         read_report(tmp_path / "other.json")
