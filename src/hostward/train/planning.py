@@ -11,6 +11,7 @@ from hostward.choice import ELEMENTWISE_MODULES, Choice, Keep
 from hostward.config import Config, get_option
 from hostward.errors import ConfigError, NotBuiltError
 from hostward.memory_model import RESUME, SAVE, TRAINING
+from hostward.option_fields import nearest
 from hostward.plan import Placement
 from hostward.planner import place_fraction
 from hostward.planning.assignment import Forced
@@ -216,13 +217,21 @@ def _require_fewer(weights: int | None, layers: int) -> None:
 
 def _words(option: str, texts: Sequence[str], cls: type[T]) -> tuple[tuple[str, T], ...]:
     found: list[tuple[str, T]] = []
+    known = [member.value for member in cls]
     for text in texts:
         pattern, separator, word = text.rpartition("=")
-        if not separator or word not in [known.value for known in cls]:
+        if not separator:
             raise ConfigError(
                 f"{option} {text} is not of the form PATTERN=WHAT",
-                why=f"WHAT is one of {', '.join(cls)}",
-                fix=f"{option} 'model.layers.0={next(iter(cls)).value}'",
+                why=f"WHAT is one of {', '.join(known)}",
+                fix=f"{option} 'model.layers.0={known[0]}'",
+            )
+        if word not in known:
+            closest = nearest(word, known)
+            raise ConfigError(
+                f"{option} {text}: {word!r} is none of the words that stand behind =",
+                why=f"they are {', '.join(known)}",
+                fix=f"did you mean {closest}?" if closest else f"{option} '{pattern}={known[0]}'",
             )
         found.append((pattern, cls(word)))
     return tuple(found)
@@ -235,7 +244,7 @@ def _matched(option: str, asked: Sequence[tuple[str, T]], names: Sequence[tuple[
         if not hit:
             raise ConfigError(
                 f"{option} {pattern}={word.value}: nothing has a name like {pattern}",
-                why=f"names are like {names[0][-1]}" if names else "",
+                why=f"names are like {names[0][0]}" if names else "",
                 fix=f"{option} '*={word.value}' takes all",
             )
         found |= dict.fromkeys(hit, word)
