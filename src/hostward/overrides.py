@@ -103,9 +103,10 @@ def apply_overrides(config: Config, words: Sequence[str]) -> Config:
 
     Raises:
         UnknownNameError: a namespace or option does not exist; the text proposes the nearest one.
-        ConfigError: a word has no `=`, or its value does not fit the type of the option; several such words: one error
-            that lists them all.
+        ConfigError: a word has no `=`, or spaces around it, or its value does not fit the type of the option; several
+            such words: one error that lists them all.
     """
+    _require_unspaced(words)
     result = copy.deepcopy(config)
     errors: list[ConfigError] = []
     for word in words:
@@ -118,6 +119,23 @@ def apply_overrides(config: Config, words: Sequence[str]) -> Config:
     if errors:
         raise ConfigError(f"{len(errors)} words cannot be taken:\n" + "\n".join(f"- {error}" for error in errors))
     return result
+
+
+def _require_unspaced(words: Sequence[str]) -> None:
+    """Raises ConfigError for `optimizer.lr = 3`: three words arrive, each of them wrong for another reason."""
+    for i, word in enumerate(words):
+        before, after = words[max(0, i - 1) : i], words[i + 1 : i + 2]
+        if word.startswith("=") and before and "=" not in before[0]:
+            parts = [*before, word, *(after if word == "=" else ())]
+        elif word.endswith("=") and word != "=" and after and "=" not in after[0]:
+            parts = [word, *after]
+        else:
+            continue
+        raise ConfigError(
+            f"{' '.join(parts)} has spaces around =",
+            why="an option and its value are one word of the command line",
+            fix=f"write {''.join(parts)}",
+        )
 
 
 def _apply(config: Config, word: str) -> None:
@@ -201,7 +219,7 @@ def unknown_flag(flag: str) -> str | None:
     another trainer; None where it is neither.
     """
     name = flag.removeprefix("--").replace("-", "_")
-    meant = [info.dotted for info in options().values() if info.name == name]
+    meant = [info.dotted for info in options().values() if name in (info.name, info.dotted)]
     if meant:
         return f"options of training are written {meant[0]}=VALUE"
     of_deepspeed = deepspeed_name(name)

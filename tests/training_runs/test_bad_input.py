@@ -95,6 +95,7 @@ def test_all_violations_are_listed_at_once(refused: Cli) -> None:
     ("arguments", "said"),
     [
         (["train", "--recipy", "x"], "No such option"),
+        (["train", "--optimizer.lr", "3"], "fix: options of training are written optimizer.lr=VALUE"),
         (
             ["train", "--optimizer-cpu-offload"],
             "  fix: options of training are written optimizer.optimizer_cpu_offload=",

@@ -282,6 +282,28 @@ def test_words_without_a_value_get_megatrons_texts() -> None:
             apply_overrides(Config(), [word])
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["optimizer.lr", "=", "3"], "optimizer.lr=3"),
+        (["optimizer.lr", "=3"], "optimizer.lr=3"),
+        (["model.num_layers=2", "optimizer.lr=", "3"], "optimizer.lr=3"),
+        (["optimizer.lr", "="], "optimizer.lr="),
+    ],
+)
+def test_spaces_around_the_sign_are_one_error(typed: list[str], meant: str) -> None:
+    """Seen red: three, one of them that '' names no namespace."""
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides(Config(), typed)
+    assert caught.value.what.endswith(" has spaces around =")
+    assert caught.value.fix == f"write {meant}"
+
+
+def test_words_that_end_with_the_sign_are_empty_values() -> None:
+    found = apply_overrides(Config(), ["dataset.text_key=", "model.num_layers=2"])
+    assert (found.dataset.text_key, found.model.num_layers) == ("", 2)
+
+
 def test_dropped_options_say_why_there_is_none() -> None:
     for name, reason in DROPPED.items():
         assert name not in options()
