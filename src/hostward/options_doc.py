@@ -60,6 +60,8 @@ def option_row(info: OptionInfo) -> str:
     meaning = info.help
     if info.choices:
         meaning += f" One of {', '.join(f'`{choice}`' for choice in info.choices)}."
+    if info.aliases:
+        meaning += f" Also written {', '.join(f'`{other}`' for other in info.aliases)}."
     bounds = RANGES.get(info.dotted)
     if bounds is not None and " in [" not in meaning:
         meaning += f" Must be {bounds.text}."

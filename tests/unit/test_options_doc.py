@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hostward.combinations import COMBINATIONS
 from hostward.config import options
-from hostward.options_doc import render, rule_row, status
+from hostward.options_doc import option_row, render, rule_row, status
 from hostward.overrides import DROPPED
 from hostward.rule_table import DIFFERENCES
 
@@ -27,6 +27,13 @@ def test_every_option_rule_and_dropped_name_is_listed() -> None:
         assert f"| `{name}` |" in page
     for megatron in DIFFERENCES:
         assert f"| {megatron} |" in page
+
+
+def test_other_spellings_are_listed() -> None:
+    for info in options().values():
+        row = option_row(info)
+        assert all(f"`{other}`" in row for other in info.aliases)
+    assert "`float16`" in option_row(options()["model.params_dtype"])
 
 
 def test_every_rule_shows_a_text() -> None:
