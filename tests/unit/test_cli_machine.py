@@ -32,7 +32,14 @@ def test_doctor_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert code == int(any(f["severity"] == Severity.ERROR for f in report["findings"]))
     assert report["facts"]["python"]
     assert report["versions"]["torch"]
-    assert "this machine" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "this machine" in out
+    assert f"hostward {hostward.__version__}, python {report['facts']['python']}" in out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hostward {hostward.__version__}\n"
 
 
 @pytest.mark.parametrize(

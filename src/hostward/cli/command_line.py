@@ -19,6 +19,7 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
+from hostward import __version__
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
 
 from . import checkpoint, machine, plan, progress, ranks, report_command, run_files
@@ -59,6 +60,21 @@ TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
 ]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hostward {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _face(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """For what stands before a command."""
 
 
 def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:

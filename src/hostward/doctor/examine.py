@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hostward import __version__
 from hostward.host.threads import default_threads
 from hostward.machine.facts import Facts
 
@@ -56,6 +57,7 @@ def summary(facts: Facts) -> dict[str, str]:
     nodes = f"{facts.numa_nodes} NUMA node{'s' * (facts.numa_nodes != 1)}"
     kernel = facts.instruction_sets[-1] if facts.instruction_sets else "no native library"
     memory = facts.memory
+    versions = {"hostward": __version__, "python": facts.python, **facts.packages}
     rows = {
         "processor": f"{facts.cpu_model or 'unknown'}; {cpus}; {nodes}",
         "host step": f"threads: {default_threads(facts.environ, cpu)}; {kernel}",
@@ -63,7 +65,7 @@ def summary(facts: Facts) -> dict[str, str]:
         "limits": f"locked {_limit(facts.locked_limit_bytes)}, addresses {_limit(facts.address_limit_bytes)}, "
         f"/dev/shm {_limit(facts.shared_memory_bytes, 'missing')}, "
         f"huge pages {facts.transparent_huge_pages or 'unknown'}",
-        "versions": ", ".join(f"{k} {v}" for k, v in {"python": facts.python, **facts.packages}.items()),
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()),
     }
     for index, gpu in enumerate(facts.devices.gpus):
         node = "" if gpu.numa_node is None or gpu.numa_node < 0 else f", NUMA node {gpu.numa_node}"
