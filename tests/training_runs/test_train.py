@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_runs import SMALL, different, offloaded, read_json, run_process, saved
 from conftest import Cli
+
+from hostward import recipes
 
 S10_WORDS = """--recipe qwen3_30b_a3b_pretrain_config
     optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=0.5
@@ -168,4 +172,13 @@ def test_progress_lines_follow_log_interval(train: Cli, caplog: pytest.LogCaptur
 def test_recipes_are_listed(cli: Cli) -> None:
     outcome = cli("recipes")
     assert outcome.code == 0
-    assert {"qwen3_moe_tiny_pretrain_config", "qwen3_30b_a3b_pretrain_config"} <= set(outcome.out.split())
+    assert [line.split()[0] for line in outcome.out.splitlines()] == recipes.names()
+    tiny, folder, *_ = (re.split("  +", line)[1:] for line in outcome.out.splitlines())
+    assert tiny == ["13.5 M parameters", "sequences of 256", "fp32"]
+    assert folder == ["size of the folder", "sequences of 2048", "bf16", "needs model.hf_model_path=FOLDER"]
+
+
+def test_recipes_are_listed_without_torch() -> None:
+    """It takes seconds to import."""
+    code = "import sys; sys.modules['torch'] = None; from hostward.cli import main; sys.exit(main(['recipes']))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0

@@ -35,7 +35,7 @@ from .output import (
     write_json,
     write_report,
 )
-from .recipe import DEFAULT_RECIPE, checked
+from .recipe import DEFAULT_RECIPE, checked, listing
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -236,11 +236,8 @@ def verify(
 @app.command()
 @_deferred
 def recipes() -> None:
-    """List the recipes."""
-    from hostward import recipes as known
-
-    for name in known.names():
-        typer.echo(name)
+    """List the recipes: name, parameters, length of sequences, dtype, and what has to be named."""
+    typer.echo("\n".join(listing()))
 
 
 app.command("report")(_deferred(report_command.report))

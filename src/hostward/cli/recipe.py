@@ -32,3 +32,25 @@ def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
         if ranks.alone():
             check(config, world_size=1)
     return config
+
+
+def listing() -> list[str]:
+    """A line for each recipe, its name first: parameters, length of sequences, dtype, and what has to be named."""
+    from hostward import recipes
+
+    rows = [(name, *_needs(recipes.load(name))) for name in recipes.names()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _needs(config: Config) -> tuple[str, str, str, str]:
+    from hostward.rule_table import unset_sizes
+    from hostward.train.models import count_by_sizes
+    from hostward.train.tokenizer import ByteTokenizer
+
+    model, parameters, asks = config.model, "size of the folder", "needs model.hf_model_path=FOLDER"
+    if not unset_sizes(config):
+        count = count_by_sizes(model, model.vocab_size or ByteTokenizer.vocab_size)
+        short = f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
+        parameters, asks = f"{short} parameters", ""
+    return parameters, f"sequences of {model.seq_length}", model.params_dtype, asks
