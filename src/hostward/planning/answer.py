@@ -177,15 +177,18 @@ def _shorter(question: Question, required: Required) -> list[str]:
     """The longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
     asked = question.workload
     workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
-    for half in range(1, workload.sequence_tokens.bit_length()):
-        tokens = workload.sequence_tokens >> half
-        if tokens < FEWEST_TOKENS:
-            break
-        tried = replace(workload, sequence_tokens=tokens)
-        again = Frontier(tried, speeds_of(question.hardware, question.gpus), required, question.forced)
-        if again.best_at_last(question.budgets) is not None:
-            return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
-    return []
+    speeds = speeds_of(question.hardware, question.gpus)
+
+    def fits(tokens: int) -> bool:
+        tried = Frontier(replace(workload, sequence_tokens=tokens), speeds, required, question.forced)
+        return tried.best_at_last(question.budgets) is not None
+
+    halves = (asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length()))
+    *longer, shortest = [asked.sequence_tokens, *(tokens for tokens in halves if tokens >= FEWEST_TOKENS)]
+    if not longer or not fits(shortest):  # asked first: where weights alone are too many no length fits
+        return []
+    tokens = next(filter(fits, longer[1:]), shortest)
+    return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
 
 
 def _tenths(nbytes: int) -> float:
