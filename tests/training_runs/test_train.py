@@ -174,8 +174,8 @@ def test_recipes_are_listed(cli: Cli) -> None:
     assert outcome.code == 0
     assert [line.split()[0] for line in outcome.out.splitlines()] == recipes.names()
     tiny, folder, *_ = (re.split("  +", line)[1:] for line in outcome.out.splitlines())
-    assert tiny == ["13.5 M parameters", "sequences of 256", "fp32"]
-    assert folder == ["size of the folder", "sequences of 2048", "bf16", "needs model.hf_model_path=FOLDER"]
+    assert tiny == ["4 layers of 256, 8 experts", "sequences of 256", "fp32"]
+    assert folder == ["sizes of the folder", "sequences of 2048", "bf16", "needs model.hf_model_path=FOLDER"]
 
 
 def test_recipes_are_listed_without_torch() -> None:

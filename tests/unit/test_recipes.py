@@ -11,7 +11,7 @@ from hostward.config import Config, OptimizerConfig, SchedulerConfig
 from hostward.errors import ConfigError, UnknownNameError
 from hostward.inventory import Dtype, Parameter, cut_buckets, layer_of
 from hostward.overrides import apply_overrides
-from hostward.train.models import count_by_sizes, named_shapes
+from hostward.train.models import named_shapes
 from hostward.train.schedule_lr import learning_rate
 
 
@@ -73,7 +73,7 @@ def test_tiny_recipe_gives_at_least_32_buckets() -> None:
     shapes = named_shapes(recipes.load("qwen3_moe_tiny_pretrain_config"), vocab_size=320)
     parameters = [Parameter(name, math.prod(shape), Dtype.FP32, layer_of(name)) for name, shape in shapes.items()]
     numel = sum(math.prod(shape) for shape in shapes.values())
-    assert numel == 13_544_192 == count_by_sizes(recipes.load("qwen3_moe_tiny_pretrain_config").model, 320)
+    assert numel == 13_544_192
     assert len(cut_buckets(parameters)) >= 32
 
 

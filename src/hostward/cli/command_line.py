@@ -236,7 +236,7 @@ def verify(
 @app.command()
 @_deferred
 def recipes() -> None:
-    """List the recipes: name, parameters, length of sequences, dtype, and what has to be named."""
+    """List the recipes: name, layers, length of sequences, dtype, and what has to be named."""
     typer.echo("\n".join(listing()))
 
 

@@ -35,7 +35,9 @@ def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
 
 
 def listing() -> list[str]:
-    """A line for each recipe, its name first: parameters, length of sequences, dtype, and what has to be named."""
+    """A line for each recipe, its name first: layers and their width, length of sequences, dtype, and what has to be
+    named.
+    """
     from hostward import recipes
 
     rows = [(name, *_needs(recipes.load(name))) for name in recipes.names()]
@@ -45,12 +47,9 @@ def listing() -> list[str]:
 
 def _needs(config: Config) -> tuple[str, str, str, str]:
     from hostward.rule_table import unset_sizes
-    from hostward.train.models import count_by_sizes
-    from hostward.train.tokenizer import ByteTokenizer
 
-    model, parameters, asks = config.model, "size of the folder", "needs model.hf_model_path=FOLDER"
+    model, sizes, asks = config.model, "sizes of the folder", "needs model.hf_model_path=FOLDER"
     if not unset_sizes(config):
-        count = count_by_sizes(model, model.vocab_size or ByteTokenizer.vocab_size)
-        short = f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
-        parameters, asks = f"{short} parameters", ""
-    return parameters, f"sequences of {model.seq_length}", model.params_dtype, asks
+        experts = f", {model.num_moe_experts} experts" if model.num_moe_experts else ""
+        sizes, asks = f"{model.num_layers} layers of {model.hidden_size}{experts}", ""
+    return sizes, f"sequences of {model.seq_length}", model.params_dtype, asks

@@ -78,21 +78,6 @@ def parameter_count(config: Config, vocab_size: int | None) -> int:
     return sum(math.prod(shape) for shape in named_shapes(config, vocab_size).values())
 
 
-def count_by_sizes(model: ModelConfig, vocab_size: int) -> int:
-    """As `parameter_count` finds it, of a model that is built from sizes: by them alone, and at once."""
-    width, experts = model.hidden_size, model.num_moe_experts
-    head = model.kv_channels or width // model.num_attention_heads
-    groups = model.num_query_groups or model.num_attention_heads
-    attention = 2 * width * head * (model.num_attention_heads + groups)  # queries and output; keys and values
-    norms = 2 * width + (0 if model.architecture == "llama" else 2 * head)  # Qwen3 norms queries and keys too
-    if experts is None:
-        mlp = 3 * width * (model.ffn_hidden_size or 0)
-    else:
-        mlp = experts * width * (3 * (model.moe_ffn_hidden_size or 0) + 1)  # and a row of the router each
-    embeddings = 1 if model.share_embeddings_and_output_weights else 2
-    return embeddings * vocab_size * width + model.num_layers * (attention + norms + mlp) + width
-
-
 def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of the next token, plus the load-balancing loss where the model has one.
 
