@@ -216,13 +216,11 @@ def prepare(
     ranks = Ranks.of(os.environ)
     check(config, world_size=ranks.size)
     ranks = ranks.placed(config)
-    for told in idle_switches(config) if ranks.first else ():
-        log.warning("%s", told)
     device = choose_device(config.train.device, ranks.local_rank)
+    for told in [*idle_switches(config), *slow_halves(config, device)] if ranks.first else ():
+        log.warning("%s", told)
     if ranks.first and (limit := lock_limit(device)):
         log.info("%s", limit)
-    if ranks.first and (slow := slow_halves(config, device)):
-        log.warning("%s", slow)
     if captured(config):
         require_graphs(device, plan)
     if plan is not None:

@@ -59,11 +59,12 @@ def lock_limit(device: torch.device) -> str | None:
     return f"ulimit -l is {size(limit_bytes)}: {LOCK_LIMIT_WHY} ({LOCK_LIMIT_FIX})"
 
 
-def slow_halves(config: Config, device: torch.device) -> str | None:
-    """What to tell of a 16-bit model on a CPU that is slow with it; None: it is none."""
-    if device.type != "cpu" or Dtype(config.model.params_dtype) is Dtype.FP32 or not has_slow_halves(processor_flags()):
-        return None
-    return f"model.params_dtype={config.model.params_dtype} is slow on this CPU: {SLOW_HALVES_WHY} ({SLOW_HALVES_FIX})"
+def slow_halves(config: Config, device: torch.device) -> list[str]:
+    """What to tell of a 16-bit model on a CPU that is slow with it; nothing where it is none."""
+    dtype = config.model.params_dtype
+    if device.type != "cpu" or Dtype(dtype) is Dtype.FP32 or not has_slow_halves(processor_flags()):
+        return []
+    return [f"model.params_dtype={dtype} is slow on this CPU: {SLOW_HALVES_WHY} ({SLOW_HALVES_FIX})"]
 
 
 def need(config: Config, parameters: int) -> Need:
