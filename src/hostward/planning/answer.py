@@ -28,7 +28,7 @@ HOST_RESERVE_SHARE = 0.1
 """Of the machine's memory: the system and the process itself."""
 RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
-FEWEST_TOKENS = 256
+_FEWEST_TOKENS = 256
 """Shorter sequences are not proposed."""
 
 
@@ -135,7 +135,7 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
     chosen for it, or if layers did not stay gathered, and the largest microbatch that does; if none does, the longest
     sequences.
     """
-    found = []
+    found, over = [], question.budgets.over(frontier.nearest(question.budgets).needs)
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
         others = _without(question.budgets, name)
         needs = [needed(c.needs, others.phases)[name] for c in frontier.candidates if not others.over(c.needs)]
@@ -163,31 +163,28 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
             found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
             break
     else:
-        if "device" in question.budgets.over(frontier.nearest(question.budgets).needs):
-            found += _shorter(question, required)
+        if "device" in over:
+            found += _shorter(question, frontier.costs.speeds, required)
     if not found:
-        nearest = frontier.nearest(question.budgets)
-        over = question.budgets.over(nearest.needs)
         short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
         found.append(short)
     return found
 
 
-def _shorter(question: Question, required: Required) -> list[str]:
+def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str]:
     """The longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
     asked = question.workload
     workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
-    speeds = speeds_of(question.hardware, question.gpus)
 
     def fits(tokens: int) -> bool:
         tried = Frontier(replace(workload, sequence_tokens=tokens), speeds, required, question.forced)
         return tried.best_at_last(question.budgets) is not None
 
-    halves = (asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length()))
-    *longer, shortest = [asked.sequence_tokens, *(tokens for tokens in halves if tokens >= FEWEST_TOKENS)]
-    if not longer or not fits(shortest):  # asked first: where weights alone are too many no length fits
+    halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
+    lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]
+    if not lengths or not fits(lengths[-1]):  # asked first: where weights alone are too many no length fits
         return []
-    tokens = next(filter(fits, longer[1:]), shortest)
+    tokens = next(filter(fits, lengths[:-1]), lengths[-1])
     return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
 
 
