@@ -233,6 +233,7 @@ def verify(
             typer.echo(verdict.sentence)
             print_tables(verification.render(verdict))
     if not verdict.passed:
+        ranks.leave_for_launcher(verdict.sentence if here.first else ranks.AS_THE_FIRST)
         raise typer.Exit(1)
 
 
@@ -300,24 +301,25 @@ def _run(words: list[str], debug: bool) -> int:
         if debug:
             raise
         if ranks.tells(error.everywhere):
-            print(f"{ranks.prefix()}error: {error}", file=sys.stderr)
+            ranks.tell(f"error: {error}")
+        if error.everywhere:
+            ranks.wait_for_others()
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
         lost = None if debug else ranks.of_lost_rank(error)
         if lost is not None:
-            print(f"{ranks.prefix()}error: {lost}", file=sys.stderr)
+            ranks.tell(f"error: {lost}")
             return lost.exit_code
         if debug or not _is_out_of_memory(error):
             raise
-        print(
-            f"{ranks.prefix()}error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}",
-            file=sys.stderr,
-        )
+        ranks.tell(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
         return MemoryLimitError.exit_code
     except _usage_errors() as error:
         if ranks.tells(everywhere=True):
             error.show()
+            ranks.leave_for_launcher(f"error: {error.format_message()}")
             _tell_flag(getattr(error, "option_name", None) or "")
+        ranks.wait_for_others()
         return 2
 
 
