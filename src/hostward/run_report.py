@@ -138,7 +138,7 @@ class OwnerSamples:
     last microbatch's forward, which an iteration that is a CUDA graph does not have, "backward" that of its backward,
     "step" is when the step has been issued. Every owner's column is as long as these. rest_of_device_bytes: what
     torch's CUDA allocator holds besides, which is saved activations and workspaces; None without a GPU, where nobody
-    counts them.
+    counts them. An entry below 0 means that the owners were counted as holding more than was allocated then.
     """
 
     at_iteration: tuple[float, ...]
@@ -147,6 +147,13 @@ class OwnerSamples:
     rest_of_device_bytes: tuple[int, ...] | None
     host_by_owner_bytes: Mapping[str, tuple[int, ...]]
     pinned_bytes: tuple[int, ...]
+
+    @property
+    def overcounted_bytes(self) -> int:
+        """The most bytes by which the owners exceed what torch's CUDA allocator held at the same moment: 0 unless some
+        were counted twice, and without a GPU.
+        """
+        return max(0, -min(self.rest_of_device_bytes or (0,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +284,9 @@ class RunReport:
     moved_d2h_bytes: int
     moved_h2d_bytes: int
     parameters: int
+    """Of the whole model, those that are trained, wherever they are."""
     model_parameters: int
+    """All of the whole model."""
     data: str
     options: Mapping[str, str]
     """Those that differ from their defaults, as typed."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sharded_cases import digest
-from train_cases import LLAMA, MOE, SIZES, SMALL, gradients, small
+from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, small
 from world import World, torchrun
 
 from hostward.config import Config
@@ -192,6 +192,34 @@ def test_every_rank_raises_the_error_of_the_one_that_fails(world: World) -> None
         assert told.startswith("MemoryLimitError: rank 2 on ")
         assert "no page can be locked\n  why: the limit is 0\n  fix: ulimit -l unlimited" in told
         assert everywhere
+
+
+# -------------------------------------------------------------------- what a report stacks
+
+EXPERTS = "model.expert_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), BF16, (RESHARDED, EXPERTS), HOST, STREAMED, ("ddp.use_distributed_optimizer=False",)],
+    ids=["fp32", "bf16", "experts", "host", "streamed", "copies"],
+)
+def test_owners_that_a_report_stacks_are_no_more_than_what_is_there(world: World, words: tuple[str, ...]) -> None:
+    """Seen red: gradients of all ranks counted on each of them, both in `.grad` and where they have left it."""
+    whole = alone(small())
+    for rank in world.run("train_cases.stacked", words=list(words)):
+        assert set(rank["moments"]) == {"forward", "backward", "step"}
+        assert all(owners <= there for owners, there in zip(rank["owners"], rank["measured"], strict=True))
+        assert 0 < max(rank["gradients"]) <= rank["most_gradients"]
+        assert rank["parameters"] == (whole.model_parameters, whole.trained_parameters)
+
+
+def test_trained_parameters_of_stages_are_those_of_the_model(world: World) -> None:
+    words = ("model.pipeline_model_parallel_size=2",)
+    for recipe in (QWEN3, LLAMA):
+        whole = alone(small(recipe=recipe))
+        for rank in world.run("train_cases.stacked", words=list(words), recipe=recipe):
+            assert rank["parameters"] == (whole.model_parameters, whole.trained_parameters)
 
 
 # -------------------------------------------------------------------- torchrun

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
-from world import SIZE, World, commands
+from world import SIZE, World, commands, torchrun
 
 BF16 = "model.params_dtype=bf16"
 STAGES_IN_FP16 = ("model.pipeline_model_parallel_size=2", "model.params_dtype=fp16")
@@ -106,3 +106,75 @@ def test_all_ranks_end_with_one_code_where_one_of_them_differs(tmp_path: Path) -
     assert first.out.count("FAIL: NOT verified in 1 of 1 cases") == 1
     assert ", on rank 1 on " in first.out
     assert not json.loads((tmp_path / "verdict.json").read_text())["passed"]
+
+
+# -------------------------------------------------------------------- torchrun
+
+UNSIZED = tuple(word for word in (*SMALL, *SIZES[MOE]) if not word.startswith("train.micro_batch_size="))
+STREAMED = ("--fraction", "1", "--placement", "streamed")
+
+
+def test_torchrun_needs_no_size_of_a_microbatch_and_the_verdict_is_the_first_line(tmp_path: Path) -> None:
+    """Seen red: exit code 2, for the recipe's microbatch of 4 is more than one of three ranks has."""
+    words = ["verify", "--recipe", MOE, *UNSIZED, "train.global_batch_size=4", *STREAMED]
+    done = torchrun("--nproc-per-node", "2", "-m", "hostward", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = (
+        "PASS: identical in every bit over 2 iterations on 2 ranks, without offloading and with: 100% streamed, hidden,"
+    )
+    assert done.stdout.splitlines()[0] == f"{told} 1 microbatch"
+    assert done.stdout.count("PASS") == 1
+
+
+def test_torchrun_ends_with_the_refusal_that_it_would_bury(tmp_path: Path) -> None:
+    """Seen red: thirty lines of torchrun below it, which told how to enable a traceback."""
+    words = ["verify", "--recipe", MOE, *UNSIZED, "train.global_batch_size=4", "train.micro_batch_size=4"]
+    done = torchrun("--nproc-per-node", "2", "-m", "hostward", *words, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    what = "error: global batch size (4) is not divisible by micro batch size (4) times data parallel size (2)"
+    above, _, below = done.stderr.partition("ChildFailedError")
+    assert [above.count(what), below.count(what)] == [1, 1]
+    assert below.split("Root Cause")[1].count(f"traceback : {what}") == 1
+    assert "fix: set train.global_batch_size=8" in below
+    assert "rank 1: error" not in done.stderr
+    assert "To enable traceback" not in below.split("Root Cause")[1]
+
+
+def test_a_refusal_of_ranks_that_have_met_is_told_once_with_the_same_code(tmp_path: Path) -> None:
+    words = ["verify", "--recipe", MOE, *SMALL, *SIZES[MOE], "--fraction", "0.0001"]
+    first, second = commands(*words, folder=tmp_path)
+    assert (first.code, second.code) == (2, 2), first.err + second.err
+    assert first.err.count("error: --fraction 0.0001 offloads no bucket") == 1
+    assert second.err == ""
+    assert first.out == second.out == ""
+
+
+def test_all_ranks_end_where_one_of_them_differs_with_a_verdict_that_comes_first(tmp_path: Path) -> None:
+    words = ["verify", "--recipe", MOE, *SMALL, *SIZES[MOE], "--fraction", "1"]
+    first, second = commands(*words, folder=tmp_path, before="verify_cases.flip_a_bit_on_rank_1")
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    assert first.out.splitlines()[0].startswith("FAIL: NOT verified in 1 of 1 cases")
+
+
+def test_activations_alone_are_verified_on_ranks(world: World) -> None:
+    """Layers of one stage leave, those of the other stay: the claim is that of all ranks together."""
+    words = ("model.num_layers=4", "model.fine_grained_activation_offloading=True", "model.offload_modules=[core_attn]")
+    for more in ((), ("model.pipeline_model_parallel_size=2",)):
+        found = verdicts(world, *words, "model.min_offloaded_tensor_size=1", *more, recipe=QWEN3, fractions=())
+        assert found["passed"], found["sentence"]
+        (comparison,) = found["comparisons"]
+        assert comparison["asked_fraction"] == 0
+        (claim,) = [c for c in comparison["claims"] if c["name"] == "saved activations were offloaded"]
+        assert claim["held"]
+
+
+def test_what_a_loop_does_after_each_step_is_compared_on_ranks(world: World) -> None:
+    """FSDP2 refuses deep copies; stages without it do not."""
+    four = "model.pipeline_model_parallel_size=4"
+    for words, copies in (((), False), (("model.num_layers=4", four), True)):
+        found = verdicts(world, *words, recipe=QWEN3, placements=("streamed",))
+        assert found["passed"], found["sentence"]
+        names = {claim["name"] for claim in found["comparisons"][0]["claims"]}
+        assert {"norms of weights equal", "weights clamped through .data equal"} <= names
+        assert ("deep copies of the model equal" in names) is copies

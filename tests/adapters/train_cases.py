@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from hostward.errors import HostwardError, MemoryLimitError
 from hostward.overrides import apply_overrides
 from hostward.plan import Placement
 from hostward.planning.plan_file import PlanFile
+from hostward.run_report import Ended
 from hostward.train import loop
 from hostward.train.ranks import Ranks
+from hostward.train.report import report
 from hostward.training.optimizer import AdamW
 
 SMALL = (
@@ -203,3 +206,37 @@ def norm_of_given(words: list[str], recipe: str = MOE) -> str:
     """The same on every rank."""
     launched()
     return norm_of_given_gradients(loop.prepare(recipe, small(*words, recipe=recipe)))
+
+
+def stacked(words: list[str], recipe: str = MOE) -> dict[str, Any]:
+    """What a run's report stacks at each sampled moment, beside the bytes of all tensors of this process then."""
+    launched()
+    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    sample, measured = run.sampler.sample, []
+
+    def measuring(iteration: int, moment: str) -> None:
+        measured.append(tensor_bytes())
+        sample(iteration, moment)
+
+    before = tensor_bytes() - run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
+    run.sampler.sample = measuring  # type: ignore[method-assign]
+    loop.train(run)
+    told = report(run, {"date": "", "command": "", "versions": {}}, ended=Ended.FINISHED)
+    samples = told.memory_over_time
+    return {
+        "moments": samples.moments,
+        "owners": [sum(column) for column in zip(*samples.device_by_owner_bytes.values(), strict=True)],
+        "gradients": samples.device_by_owner_bytes.get("gradients", ()),
+        "most_gradients": told.memory.device_by_owner_bytes["gradients"],
+        "measured": [n - before for n in measured],
+        "parameters": (told.model_parameters, told.parameters),
+    }
+
+
+def tensor_bytes() -> int:
+    """Bytes of every storage that a tensor of this process has, those of the host's buffers too. A DTensor's elements
+    are in a tensor of their own, and what stands for a gradient has none.
+    """
+    gc.collect()
+    storages = [o.untyped_storage() for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -18,10 +18,21 @@ from hostward.engine import simulated
 from hostward.engine.backend import AdamWOperands, Buffer, Tier
 from hostward.host.adamw import AdamWTask
 from hostward.rules import check
+from hostward.schedule import Lane
 from hostward.train import loop, passes
+from hostward.train.after_step import AfterStep
 from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
 from hostward.train.shares import Shares, shares
 from hostward.train.verify import clipped
+
+LEAVING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"]
+LARGER = ["model.hidden_size=256", "model.seq_length=512"]
+"""Enough for a MiB of what a layer saves: smaller tensors stay."""
+MODULES = [
+    "model.fine_grained_activation_offloading=True",
+    "model.offload_modules=[core_attn]",
+    "model.min_offloaded_tensor_size=1",
+]
 
 
 @pytest.fixture
@@ -41,6 +52,11 @@ def broken_claims(outcome: Outcome) -> set[str]:
     assert outcome.out.count(" NO ") == sum(not claim["held"] for claim in claims)
     assert outcome.report["passed"] == (not failed)
     return failed
+
+
+def details_of(outcome: Outcome) -> dict[str, str]:
+    """By name of a claim of the first comparison, what it says."""
+    return {claim["name"]: claim["detail"] for claim in outcome.report["comparisons"][0]["claims"]}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -69,6 +85,7 @@ def test_s14_every_claim_holds_at_the_default_cases(verify: Cli, dtype: str) -> 
         "final exp_avg_sq equal",
         "final step equal",
         "device bytes fell as promised",
+        *AFTER_STEP,
     }
     details = [c["claims"][1]["detail"] for c in report["comparisons"]]
     assert details[1:] == [
@@ -79,6 +96,17 @@ def test_s14_every_claim_holds_at_the_default_cases(verify: Cli, dtype: str) -> 
     assert report["settings"]["torch threads"] == 1
     assert report["settings"]["experts implementation"] == "eager"
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+AFTER_STEP = {
+    "swa_utils averages equal",
+    "hand-made averages equal",
+    "norms of weights equal",
+    "weights clamped through the tensor equal",
+    "weights clamped through .data equal",
+    "deep copies of the model equal",
+    "weights copied to a second model equal",
+}
 
 
 def cases_of(outcome: Outcome) -> list[tuple[float, str, str, int]]:
@@ -93,7 +121,7 @@ def test_cases_are_all_combinations_of_what_is_given(verify: Cli) -> None:
     placements = ("mixed", "streamed")
     assert cases_of(outcome) == [(0.5, p, "serial", k) for k in (1, 4) for p in placements]
     told = "PASS: identical in every bit over 3 iterations, without offloading and with: "
-    assert f"{told}50% mixed, serial, 1 microbatch; 50% streamed, serial, " in outcome.out.splitlines()[-1]
+    assert f"{told}50% mixed, serial, 1 microbatch; 50% streamed, serial, " in outcome.out.splitlines()[0]
     assert "mixed: half of it each" in " ".join(outcome.out.split())
 
 
@@ -168,7 +196,7 @@ def test_gradients_that_are_added_up_on_the_host_are_compared(verify: Cli) -> No
 @pytest.mark.parametrize(
     "words",
     [
-        ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"],
+        [*LEAVING, "--fraction", "0.5"],
         ["optimizer.optimizer_cpu_offload=True", "optimizer.gradients=host"],
     ],
 )
@@ -180,8 +208,87 @@ def test_what_its_own_cases_would_leave_out_is_refused(verify: Cli, words: list[
 
 def test_activations_are_compared_with_the_optimizers_share(verify: Cli) -> None:
     words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
-    outcome = verify(*words, "model.cpu_offloading=True", "model.cpu_offloading_num_layers=1")
+    outcome = verify(*words, *LEAVING, *LARGER)
     assert outcome.code == 0, outcome.out + outcome.err
+    assert "saved activations were offloaded" in details_of(outcome)
+
+
+@pytest.mark.parametrize("words", [[*LEAVING, *LARGER], MODULES], ids=["layers", "modules"])
+def test_activations_alone_are_compared(verify: Cli, words: list[str]) -> None:
+    """Seen red: refused, for no optimizer state is offloaded."""
+    outcome = verify(*words)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert cases_of(outcome) == [(0.0, "as given", "as given", 2)]
+    assert outcome.out.splitlines()[0].endswith("and with: saved activations as the options say, 2 microbatches")
+    details = details_of(outcome)
+    assert int(details["saved activations were offloaded"].split()[0].replace(",", "")) > 10**6
+    assert details.keys() >= AFTER_STEP
+
+
+def test_activations_that_do_not_leave_are_not_verified(verify: Cli) -> None:
+    """All that these layers save is too small. Seen red: a PASS that compared a run with itself."""
+    outcome = verify(*LEAVING)
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"saved activations were offloaded"}
+
+
+def test_one_flipped_bit_of_an_activation_fails(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = simulated.SimulatedBackend.copy, []
+
+    def copy(backend: simulated.SimulatedBackend, lane: Lane, pairs: Any, **options: Any) -> Any:
+        seen.append(lane)
+        if seen.count(Lane.D2H) == 1 and lane is Lane.D2H:
+            pairs[0][1].data.view(-1)[:4] += 1
+        return real(backend, lane, pairs, **options)
+
+    monkeypatch.setattr(simulated.SimulatedBackend, "copy", copy)
+    outcome = verify(*MODULES)
+    assert outcome.code == 1
+    assert {"losses equal", "final weights equal"} <= broken_claims(outcome)
+
+
+def test_weights_of_layers_are_compared_and_what_is_left_out_is_told(verify: Cli) -> None:
+    """Between steps they have no bytes that a loop of one's own could read."""
+    words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0", *LEAVING]
+    outcome = verify(*words, "model.cpu_offloading_weights=True", "model.cpu_offloading_activations=False")
+    assert outcome.code == 0, outcome.out + outcome.err
+    details = details_of(outcome)
+    assert "weights of layers were offloaded" in details
+    assert not AFTER_STEP & details.keys()
+    (comparison,) = outcome.report["comparisons"]
+    assert comparison["left_out"] == "weights of layers have no bytes between steps"
+    assert "weights used after each step" in " ".join(outcome.out.replace("│", " ").split())
+
+
+def test_weights_of_layers_alone_are_refused_with_what_they_need(verify: Cli) -> None:
+    outcome = verify(*LEAVING, "model.cpu_offloading_weights=True", "model.cpu_offloading_activations=False")
+    assert outcome.code == 2
+    assert "optimizer.optimizer_offload_fraction=1.0" in outcome.err
+
+
+def test_weights_used_after_each_step_are_told_apart(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that sees the weights of the step before. The others are right, and the claim says where it began."""
+    real = AfterStep._norm
+
+    def stale(after: AfterStep) -> dict[str, int]:
+        found = real(after)
+        return {"norm": found["norm"] + (len(after.found["norms of weights equal"]) == 1)}
+
+    outcome = verify("--fraction", "1", "--placement", "streamed")
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert details_of(outcome)["norms of weights equal"] == "after each of 3 steps, 1 values"
+    seen: list[AfterStep] = []
+
+    def norm(after: AfterStep) -> dict[str, int]:
+        if after not in seen:
+            seen.append(after)
+        return stale(after) if len(seen) == 2 else real(after)
+
+    monkeypatch.setattr(AfterStep, "_norm", norm)
+    outcome = verify("--fraction", "1", "--placement", "streamed")
+    assert outcome.code == 1
+    assert broken_claims(outcome) == {"norms of weights equal"}
+    assert details_of(outcome)["norms of weights equal"] == "first after step 2 of 3: 1 of 1 differ: norm"
 
 
 # -------------------------------------------------------------------- it can fail
@@ -264,7 +371,7 @@ def test_one_flipped_bit_of_a_streamed_bucket_fails(
 
 def test_a_wrong_kernel_of_one_placement_is_named(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training is right; of the six steps that are compared with the definition, the last is not."""
-    last = 3 * 7
+    last = 2 * 3 * 7  # of the run, and of the one that uses the weights after each step
     BrokenStep(lambda operands: flip_lowest_bit(operands.exp_avg), last + 6).install(monkeypatch)
     outcome = verify("--fraction", "1")
     assert outcome.code == 1
@@ -374,7 +481,7 @@ def test_equal_garbage_is_no_identity(verify: Cli, monkeypatch: pytest.MonkeyPat
     assert broken_claims(outcome) == {"the run without offloading trained"}
     assert "loss 0 is not finite" in outcome.out
     told = "FAIL: NOT verified in 1 of 1 cases (50% host, hidden, 2 microbatches): the run without offloading trained"
-    assert outcome.out.splitlines()[-1] == told
+    assert outcome.out.splitlines()[0] == told
 
 
 def test_a_run_that_changes_nothing_proves_nothing(verify: Cli) -> None:

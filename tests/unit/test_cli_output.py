@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,13 +58,14 @@ def test_what_is_wrong_with_the_command_line_is_told_by_the_first_rank_of_a_mach
 ) -> None:
     """Of two with five ranks each; another rank waits to be ended, and is not. Seen red: all told it at once."""
 
-    def slept(seconds: float) -> None:
-        assert seconds == ranks.PATIENCE_S
+    def waited_for(signals: set[signal.Signals], seconds: float) -> None:
+        assert (signals, seconds) == ({signal.SIGTERM}, ranks.PATIENCE_S)
         waits.append(capsys.readouterr().err)
 
     waits: list[str] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranks.time, "sleep", slept)
+    monkeypatch.setattr(ranks.signal, "sigtimedwait", waited_for)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.0)
     for name, value in {"RANK": rank, "WORLD_SIZE": "10", "LOCAL_RANK": str(int(rank) % 5)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
@@ -70,6 +74,33 @@ def test_what_is_wrong_with_the_command_line_is_told_by_the_first_rank_of_a_mach
     told = capsys.readouterr().err
     assert "rror" in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_the_launcher_ends_has_its_own_exit_code(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher is told what the first says. Seen red: SIGTERM ended it; torchrun told how to enable a traceback."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.0)
+    error_file = tmp_path / "error.json"
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    real = ranks.signal.sigtimedwait
+
+    def ended(signals: set[signal.Signals], seconds: float) -> object:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        return real(signals, seconds)
+
+    monkeypatch.setattr(ranks.signal, "sigtimedwait", ended)
+    assert main(["verify", "--fraction", "0"]) == 2
+    told, said = capsys.readouterr().err, "--fraction 0 is the run that the others are compared with"
+    left = json.loads(error_file.read_text())["message"]
+    assert set(left) == {"message", "extraInfo"}
+    assert int(left["extraInfo"]["timestamp"]) > 0
+    assert (said in told, said in left["message"]) == (rank == "0", rank == "0")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

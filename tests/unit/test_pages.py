@@ -253,6 +253,16 @@ def test_stacks_hold_every_byte_but_what_is_too_thin() -> None:
     assert device_stack(NOTHING).totals == ()
 
 
+def test_owners_beyond_what_was_allocated_are_told_and_not_drawn() -> None:
+    """Seen red: a chart of them, 163 GiB high on a GPU of 140, without a word."""
+    report = gpu_report()
+    assert "counted twice" not in render(report, None)
+    samples = replace(report.memory_over_time, rest_of_device_bytes=(7 * GIB, GIB, -3 * GIB) * 8)
+    page = render(replace(report, memory_over_time=samples), None)
+    assert "By up to 3.0 GiB the owners are counted as holding more than torch&#x27;s allocator held" in page
+    assert min(map(min, device_stack(samples).layers.values())) == 0
+
+
 def test_of_many_samples_the_fullest_moment_of_each_iteration_is_drawn() -> None:
     many = 400
     at = tuple(i + (k + 1) / 3 for i in range(many) for k in range(3))

@@ -206,8 +206,10 @@ def verify(
     """Train without and with offloading on the same data, and compare every loss, weight and moment, bit for bit.
 
     Without options: 0.25 of the state on the host with the serial schedule, 0.5 half streamed, all on the host, and
-    all streamed. Options are combined with each other. Under torchrun each rank compares its own part, and all end with
-    one verdict.
+    all streamed; with options that offload something, be it activations or weights of layers alone: these. --fraction,
+    --placement, --schedule and --microbatches are combined with each other. A second pair of runs reads, copies and
+    changes the weights after each step. Under torchrun each rank compares its own part, and all end with one verdict.
+    The verdict is the first line; details follow.
     """
     config = checked(recipe, overrides)
     require_writable("--json", json_file)
@@ -220,16 +222,18 @@ def verify(
     with ranks.alike():
         fractions = [_number("--fraction", text) for text in fraction or []]
         given = placement or [], schedule or [], microbatches or []
-        chosen = choose(config, fractions, *given, world_size=here.size)
+        sized = any(word.partition("=")[0].strip() == "train.micro_batch_size" for word in overrides or [])
+        chosen = choose(config, fractions, *given, world_size=here.size, divide=not sized)
     verdict = verification.verify(recipe, config, chosen)
     with ExitStack() as stack:
         # When one rank ends with an exit code the launcher ends the rest.
         stack.callback(here.gather, None)
         if here.first:
             stack.callback(write_report, json_file, verdict.to_dict())
-            print_tables(verification.render(verdict))
             typer.echo(verdict.sentence)
+            print_tables(verification.render(verdict))
     if not verdict.passed:
+        ranks.leave_for_launcher(verdict.sentence if here.first else ranks.AS_THE_FIRST)
         raise typer.Exit(1)
 
 
@@ -297,24 +301,25 @@ def _run(words: list[str], debug: bool) -> int:
         if debug:
             raise
         if ranks.tells(error.everywhere):
-            print(f"{ranks.prefix()}error: {error}", file=sys.stderr)
+            ranks.tell(f"error: {error}")
+        if error.everywhere:
+            ranks.wait_for_others()
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
         lost = None if debug else ranks.of_lost_rank(error)
         if lost is not None:
-            print(f"{ranks.prefix()}error: {lost}", file=sys.stderr)
+            ranks.tell(f"error: {lost}")
             return lost.exit_code
         if debug or not _is_out_of_memory(error):
             raise
-        print(
-            f"{ranks.prefix()}error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}",
-            file=sys.stderr,
-        )
+        ranks.tell(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
         return MemoryLimitError.exit_code
     except _usage_errors() as error:
         if ranks.tells(everywhere=True):
             error.show()
+            ranks.leave_for_launcher(f"error: {error.format_message()}")
             _tell_flag(getattr(error, "option_name", None) or "")
+        ranks.wait_for_others()
         return 2
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from hostward.errors import HostwardError, RankError
 
 PATIENCE_S = 20.0
 """For so long a rank leaves it to the first of its machine to tell what is wrong with the command line."""
+GRACE_S = 1.0
+"""For so long that one, having told it, lets others find the same before its end makes the launcher end them."""
+AS_THE_FIRST = "as the first rank says"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""What a rank writes there torchrun prints of it at the end, below its own lines."""
 
 
 def is_first() -> bool:
@@ -40,21 +48,64 @@ def alike() -> Iterator[None]:
         raise
 
 
+def tell(text: str) -> None:
+    """Say an error on stderr, and have torchrun repeat it at its end: its own thirty lines come in between."""
+    print(f"{prefix()}{text}", file=sys.stderr)
+    leave_for_launcher(text)
+
+
+def leave_for_launcher(text: str) -> None:
+    """Have torchrun say this of this rank at its end, instead of how to enable a traceback."""
+    file = os.environ.get(_ERROR_FILE)
+    if file:
+        content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):  # it has been said on stderr
+            Path(file).write_text(json.dumps(content), encoding="utf-8")
+
+
 def tells(everywhere: bool) -> bool:
     """Whether this rank tells an error; `everywhere`: all of them have it, and one need tell it.
 
     Before they have met, that is the first of each machine, for only what one machine was given is surely alike. The
-    others wait until the launcher ends them, as it does when that one has ended: one that ended before would have it
-    ended before it has told anything. Where nothing ends them they tell it themselves.
+    others wait until the launcher ends them, as it does when that one has ended, and then end with their own exit code.
+    Where nothing ends them they tell it themselves.
     """
     if not everywhere or alone():
         return True
-    if met():
-        return is_first()
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        with suppress(KeyboardInterrupt):
-            time.sleep(PATIENCE_S)
+    first = is_first() if met() else os.environ.get("LOCAL_RANK", "0") == "0"
+    if first:
+        return True
+    if met() or _ended_by_launcher():
+        leave_for_launcher(AS_THE_FIRST)
+        return False
     return True
+
+
+def _ended_by_launcher() -> bool:
+    """Wait for SIGTERM, for as long as this rank is patient. Returns whether it has come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return signal.sigtimedwait({signal.SIGTERM}, PATIENCE_S) is not None
+    except KeyboardInterrupt:
+        return False
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait_for_others() -> None:
+    """Wait until every rank has come to the error that all of them have: one that ends has the launcher end the rest,
+    also the one that is about to tell it.
+    """
+    if alone():
+        return
+    if not met():
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            time.sleep(GRACE_S)
+        return
+    import torch.distributed as dist
+
+    with suppress(RuntimeError):  # another one is gone: this one has nothing to wait for
+        dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
 def met() -> bool:

@@ -102,6 +102,12 @@ def _memory(report: RunReport) -> Iterator[str]:
         else "The dashed line is the most at any moment of the run. Between the moments that are drawn the device may "
         "hold more."
     )
+    over = report.memory_over_time.overcounted_bytes
+    if over:
+        note += (
+            f" By up to {size(over)} the owners are counted as holding more than torch's allocator held at the same "
+            "moment: some bytes are counted twice, which is an error of hostward."
+        )
     yield from _stacked(name, device, note, peak)
     if host.layers:
         yield from _stacked("Host", host, "What hostward holds of the host's memory for this run.", None)

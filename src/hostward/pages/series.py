@@ -35,7 +35,9 @@ class Stack:
 
 
 def device_stack(samples: OwnerSamples) -> Stack:
-    rest = {} if samples.rest_of_device_bytes is None else {REST: samples.rest_of_device_bytes}
+    """Bytes by role on the device. A rest below 0 is drawn as nothing: `overcounted_bytes` says what it amounts to."""
+    found = samples.rest_of_device_bytes
+    rest = {} if found is None else {REST: tuple(max(0, n) for n in found)}
     return _stack(samples.at_iteration, {**samples.device_by_owner_bytes, **rest})
 
 

@@ -21,8 +21,10 @@ FRACTIONS = (0.25, 0.5, 1.0)
 
 WORDS = (
     "N% host: that share of the optimizer state lies on the host and is stepped there; streamed: it lies there and is "
-    "stepped on the device; mixed: half of it each. hidden: behind backward and the next forward; serial: between them."
+    "stepped on the device; mixed: half of it each. hidden: behind backward and the next forward; serial: between "
+    "them. Averages, norms, clamps and copies: in runs that make them after each step and tell the optimizer nothing."
 )
+ACTIVATIONS, WEIGHTS = "saved activations", "weights of layers"
 MIX = 0.5
 """Share of the offloaded state that a mixed case streams."""
 
@@ -80,10 +82,20 @@ class Case:
         """In words, for tables: WORDS says what they mean."""
         count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         how = "as the options say" if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
-        return f"{100 * self.fraction:g}% {how}, {count}"
+        what = f"{100 * self.fraction:g}%" if self.fraction else " and ".join(offloaded_by_layers(self.config))
+        return f"{what} {how}, {count}"
+
+    @property
+    def not_after_step(self) -> str:
+        """Why nothing can use the weights after each step; "" where it can."""
+        return "weights of layers have no bytes between steps" if WEIGHTS in offloaded_by_layers(self.config) else ""
 
     def require_placed(self, plan: Plan) -> None:
-        """Raises ConfigError for a plan that would prove nothing about this case."""
+        """Raises ConfigError for a plan that would prove nothing about this case. What layers offload instead of state
+        is known when they have run.
+        """
+        if not self.fraction:
+            return
         wanted = {
             "host": (Placement.HOST,),
             "streamed": (Placement.STREAMED,),
@@ -105,6 +117,18 @@ class Case:
             )
 
 
+def offloads_activations(config: Config) -> bool:
+    """Whether the options offload what layers save for backward."""
+    model = config.model
+    return model.fine_grained_activation_offloading or (model.cpu_offloading and model.cpu_offloading_activations)
+
+
+def offloaded_by_layers(config: Config) -> list[str]:
+    """What the options offload besides optimizer state: ACTIVATIONS, WEIGHTS, both or neither."""
+    found = [ACTIVATIONS] if offloads_activations(config) else []
+    return [*found, WEIGHTS] if config.model.cpu_offloading and config.model.cpu_offloading_weights else found
+
+
 def without_offloading(config: Config) -> Config:
     """The same configuration with all state on the device."""
     changed = copy.deepcopy(config)
@@ -122,12 +146,14 @@ def choose(
     microbatches: Sequence[int],
     *,
     world_size: int = 1,
+    divide: bool = False,
 ) -> list[Case]:
     """Every combination of what is given. Where neither fraction, placement nor schedule is: the options' own, if they
     offload anything, else four cases that cover all placements and schedules.
 
     Args:
         microbatches: of one rank in a step; world_size: of how many.
+        divide: a microbatch may have what a rank has in a step, if a larger one leaves some rank without.
 
     Raises:
         ConfigError: an unknown word, a number out of range, or a choice made twice.
@@ -145,16 +171,18 @@ def choose(
             why="--fraction, --placement and --schedule choose it, and so do the options that offload optimizer state",
             fix="use one of them",
         )
+    if divide and not microbatches and 0 < _of_rank(config, world_size) < config.train.micro_batch_size:
+        microbatches = [1]
     counts = [_with_microbatches(config, count, world_size) for count in microbatches] or [config]
     own = shares(config).offload_fraction
-    if not given and own:
+    if not given and (own or offloaded_by_layers(config)):
         return [Case(own, "as given", "as given", _microbatches(c, world_size), c) for c in counts]
     dropped = changed(config, _KEPT_AS_GIVEN)
     if dropped:
         raise ConfigError(
             f"verify would not carry out {', '.join(dropped)}",
             why="its own cases choose what is offloaded, and leave other offloading out",
-            fix="give the optimizer's share too (optimizer.optimizer_cpu_offload=True "
+            fix="give the optimizer's share as options (optimizer.optimizer_cpu_offload=True "
             "optimizer.optimizer_offload_fraction=1.0): then the options as given are what is compared",
         )
     wanted = list(product(fractions or FRACTIONS, placements or PLACEMENTS[:1], schedules or SCHEDULES[:1]))

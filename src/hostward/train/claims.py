@@ -45,6 +45,8 @@ class Outcome:
     device_bytes: int | None
     placed_fraction: float
     offloaded_bytes: int
+    left_bytes: Mapping[str, int]
+    """By what it is, bytes that layers have offloaded since the run began, on all ranks together."""
     placements: tuple[Placement, ...]
     """Those that some bucket has."""
     settings: dict[str, Any]
@@ -68,6 +70,9 @@ def claims(base: Outcome, other: Outcome, kernels: Mapping[Placement, str | None
         mine = {n: e[role] for n, e in base.state.items() if role in e}
         theirs = {n: e[role] for n, e in other.state.items() if role in e}
         found.append(_equal_tensors(f"final {role}", mine, theirs))
+    found += [
+        Claim(f"{what} were offloaded", count > 0, f"{count:,} bytes") for what, count in other.left_bytes.items()
+    ]
     return [*found, _memory_fell(base, other)]
 
 

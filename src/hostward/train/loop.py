@@ -123,6 +123,8 @@ class Run:
     """and the run ends before its last iteration, on all of them (train.exit_signal_handler)."""
     model_parameters: int = field(init=False)
     """Of the whole model, wherever they are."""
+    trained_parameters: int = field(init=False)
+    """Of these, the ones that are trained."""
     share: Config = field(init=False)
     """`config` as this process sees it: its share of the global batch."""
     sampler: MemorySampler = field(init=False)
@@ -134,8 +136,10 @@ class Run:
         self.readback = Readback(self.device)
         self.share = share_of(self.config, self.ranks.data_size)
         elsewhere = self.optimizer.tied.uncounted()
-        counted = (p.numel() for name, p in self.model.named_parameters() if name not in elsewhere)
-        self.model_parameters = self.ranks.of_model(sum(counted))
+        counted = [p for name, p in self.model.named_parameters() if name not in elsewhere]
+        # A DTensor's number is that of all ranks together.
+        self.model_parameters = self.ranks.of_model(sum(p.numel() for p in counted))
+        self.trained_parameters = self.ranks.of_model(sum(p.numel() for p in counted if p.requires_grad))
         self.begin_at(self.iteration)
 
     def begin_at(self, iteration: int) -> None:

@@ -133,7 +133,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
         frontier=run.frontier,
         moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
         moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],
-        parameters=run.optimizer.inventory.numel,
+        parameters=run.trained_parameters,
         model_parameters=run.model_parameters,
         data=run.dataset.description,
         options=options_set(config),

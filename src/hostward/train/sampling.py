@@ -9,6 +9,7 @@ import torch
 
 from hostward.engine.backend import Ledger, Tier
 from hostward.hardware import resident_bytes
+from hostward.inspect import local_of
 from hostward.run_report import OwnerSamples, StepBytes, StepMemory
 from hostward.training.placeholder import MovedGradient, Where
 
@@ -75,25 +76,28 @@ class MemorySampler:
         if number >= FIRST_ITERATIONS and number % self._stride:
             return
         held = self._ledger.by_owner(Tier.DEVICE)
-        gradients = sum(self._gradient_bytes(p.grad) for p in self._parameters)
+        gradients = sum(map(self._gradient_bytes, self._parameters))
         if gradients:
             held["gradients"] = held.get("gradients", 0) + gradients
         if self._device is not None:
-            self._rest.append(max(0, torch.cuda.memory_allocated(self._device) - sum(held.values())))
+            self._rest.append(torch.cuda.memory_allocated(self._device) - sum(held.values()))
         self._rows[Tier.DEVICE].append(held)
         self._rows[Tier.HOST].append(self._ledger.by_owner(Tier.HOST))
         self._pinned_then.append(self._ledger.pinned_bytes)
         self._at.append(iteration + MOMENTS[moment])
         self._moments.append(moment)
 
-    def _gradient_bytes(self, gradient: torch.Tensor | None) -> int:
-        """What stands in `.grad` for a gradient that was taken has its shape and no bytes."""
+    def _gradient_bytes(self, parameter: torch.nn.Parameter) -> int:
+        """Return the device bytes of this process's part of a gradient. `nbytes` of a DTensor are those of all ranks
+        together, and what stands in `.grad` for a gradient that was taken has its shape and no bytes.
+        """
+        gradient = parameter.grad
         if gradient is None:
             return 0
         if isinstance(gradient, MovedGradient):
             here = gradient.became is Where.TAKEN and gradient.parameter_name in self._staying
-            return gradient.numel() * gradient.itemsize if here else 0
-        return gradient.nbytes
+            return local_of(parameter).numel() * gradient.itemsize if here else 0
+        return local_of(gradient).nbytes
 
     def step_memory(self) -> StepMemory:
         """The columns so far."""

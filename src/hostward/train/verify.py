@@ -1,8 +1,9 @@
 """`hostward verify`: the same run without and with offloading, compared bit for bit.
 
 Both runs use deterministic algorithms, the same threads and the same data. Where an operator has no deterministic
-form, both optimizers are fed the same gradients instead, and the verdict says so. Of several ranks each compares its
-own part, and there is one verdict.
+form, both optimizers are fed the same gradients instead, and the verdict says so. A second, shorter pair of runs reads
+and writes the weights after each step, as `after_step` says. Of several ranks each compares its own part, and there is
+one verdict.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,8 +31,9 @@ from hostward.rules import check
 from hostward.training.weights import bit_sum
 
 from . import loop
+from .after_step import AfterStep, claims_after_steps
 from .alike import require_alike
-from .cases import WORDS, Case, without_offloading
+from .cases import ACTIVATIONS, WEIGHTS, WORDS, Case, offloads_activations, without_offloading
 from .claims import Claim, Outcome, claims, of_all
 from .definition import differing_role
 from .ranks import Ranks
@@ -54,6 +57,8 @@ class Comparison:
     clipped: int
     """Iterations in which the gradients were clipped."""
     claims: list[Claim]
+    left_out: str = ""
+    """Why no run read and wrote the weights after each step; "" where one did."""
 
     @property
     def passed(self) -> bool:
@@ -111,7 +116,8 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
             claimed, or ranks that were started otherwise.
     """
     ranks = Ranks.of(os.environ)
-    check(config, world_size=ranks.size)
+    # Where options alone do not say how a step is divided into microbatches, the cases do.
+    check(replace(config, train=cases[0].config.train), world_size=ranks.size)
     for case in cases:
         check(case.config, world_size=ranks.size)
     problem = _not_to_verify(config)
@@ -130,23 +136,38 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
         log.warning("%s", str(error).splitlines()[0])
         log.warning("an operator has no deterministic form: both optimizers are fed the same gradients instead")
         same_gradients = True
-        pairs = [_train_on_same_gradients(recipe, case) for case in cases]
-    kernels = _kernels(config, ranks, (p for pair in pairs for outcome in pair for p in outcome.placements))
-    comparisons = [
-        Comparison(
-            case.name,
-            case.fraction,
-            other.placed_fraction,
-            case.placement,
-            case.schedule,
-            case.microbatches,
-            clipped(case.config.optimizer.clip_grad, base.grad_norms),
-            of_all(ranks.gather((ranks.name, claims(base, other, kernels)))),
-        )
-        for case, (base, other) in zip(cases, pairs, strict=True)
-    ]
-    first = pairs[0][0]
+        pairs = [_runs_on_same_gradients(recipe, case) for case in cases]
+    kernels = _kernels(config, ranks, (p for pair in pairs for o in (pair.base, pair.other) for p in o.placements))
+    comparisons = [_comparison(case, pair, ranks, kernels) for case, pair in zip(cases, pairs, strict=True)]
+    first = pairs[0].base
     return Verdict(recipe, len(first.losses), same_gradients, first.settings, first.losses, comparisons, ranks.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What the runs without and with offloading left, and what a user's own loop found in a second pair of runs."""
+
+    base: Outcome
+    other: Outcome
+    after_base: AfterStep | None
+    after_other: AfterStep | None
+
+
+def _comparison(case: Case, pair: _Pair, ranks: Ranks, kernels: dict[Placement, str | None]) -> Comparison:
+    found = claims(pair.base, pair.other, kernels)
+    if pair.after_base is not None and pair.after_other is not None:
+        found += claims_after_steps(pair.after_base, pair.after_other)
+    return Comparison(
+        case.name,
+        case.fraction,
+        pair.other.placed_fraction,
+        case.placement,
+        case.schedule,
+        case.microbatches,
+        clipped(case.config.optimizer.clip_grad, pair.base.grad_norms),
+        of_all(ranks.gather((ranks.name, found))),
+        case.not_after_step,
+    )
 
 
 def render(verdict: Verdict) -> list[Table]:
@@ -162,6 +183,8 @@ def render(verdict: Verdict) -> list[Table]:
         facts = c.name, f"{c.placed_fraction:.4f}", f"{c.clipped} of {verdict.iterations}"
         for claim in c.claims:
             table.add_row(*facts, claim.name, "yes" if claim.held else "NO", claim.detail)
+        if c.left_out:
+            table.add_row(*facts, "weights used after each step", "–", c.left_out)
         table.add_section()
     settings = Table(title="settings of all runs")
     settings.add_column("setting")
@@ -171,16 +194,50 @@ def render(verdict: Verdict) -> list[Table]:
     return [table, settings]
 
 
-def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[tuple[Outcome, Outcome]]:
+def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[_Pair]:
     bases: dict[int, Outcome] = {}
+    after_bases: dict[int, AfterStep] = {}
     pairs = []
     for number, case in enumerate(cases, 1):
         log.info("case %d of %d: %s", number, len(cases), case.name)
-        base = bases.get(case.microbatches)
-        if base is None:
-            base = bases[case.microbatches] = _train(recipe, without_offloading(case.config), None)
-        pairs.append((base, _train(recipe, case.config, case)))
+        count, without = case.microbatches, without_offloading(case.config)
+        if count not in bases:
+            bases[count] = _train(recipe, without, None)
+        other, after_other = _train(recipe, case.config, case), None
+        if not case.not_after_step:
+            if count not in after_bases:
+                after_bases[count] = _own_loop(recipe, without, None)
+            after_other = _own_loop(recipe, case.config, case)
+        pairs.append(_Pair(bases[count], other, after_bases.get(count), after_other))
     return pairs
+
+
+def _own_loop(recipe: str, config: Config, case: Case | None) -> AfterStep:
+    """Train for some iterations, and use the weights after each step without a word to the optimizer."""
+    run = _prepared(recipe, config, case)
+    after = AfterStep(run.model)
+    with _quiet(), loop.deterministic(True), closing(run.passes):
+        for _ in range(_iterations_of(after, run)):
+            loop.step(run, loop.backward(run))
+            after.act()
+            run.optimizer.zero_grad()
+        _let_arrive(run)
+    return after
+
+
+def _iterations_of(after: AfterStep, run: loop.Run) -> int:
+    return min(after.steps, run.config.train.train_iters - run.iteration)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Weights are changed on purpose, of which the optimizer warns; of all else the longer runs have warned before."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _not_to_verify(config: Config) -> ConfigError | None:
@@ -241,16 +298,42 @@ def _train(recipe: str, config: Config, case: Case | None) -> Outcome:
     return _with_device_bytes(outcome, held - _device_bytes_now())
 
 
-def _train_on_same_gradients(recipe: str, case: Case) -> tuple[Outcome, Outcome]:
+def _runs_on_same_gradients(recipe: str, case: Case) -> _Pair:
     """Train one model, and step a second one, which never runs forward, with copies of its gradients."""
+    reference, candidate = _two_runs(recipe, case)
+    start = _bit_sums(reference)
+    _feed(reference, candidate, case.config.train.train_iters - reference.iteration)
+    outcomes = _outcome(reference, start), _outcome(candidate, start)
+    both = _device_bytes_now()
+    del candidate
+    one = _device_bytes_now()
+    del reference
+    base = _with_device_bytes(outcomes[0], one - _device_bytes_now())
+    other = _with_device_bytes(outcomes[1], both - one)
+    if case.not_after_step:
+        return _Pair(base, other, None, None)
+    reference, candidate = _two_runs(recipe, case)
+    after = AfterStep(reference.model), AfterStep(candidate.model)
+    with _quiet():
+        _feed(reference, candidate, _iterations_of(after[0], reference), after)
+        for run in (reference, candidate):
+            _let_arrive(run)
+    return _Pair(base, other, *after)
+
+
+def _two_runs(recipe: str, case: Case) -> tuple[loop.Run, loop.Run]:
     reference = _prepared(recipe, without_offloading(case.config), None, deterministic=False)
     candidate = _prepared(recipe, case.config, case, deterministic=False)
     if candidate.scaler is not None:
         # A scaler makes its factor when it first scales a loss, and this one never sees any.
         candidate.scaler.scale(torch.zeros((), device=candidate.device))
-    start = _bit_sums(reference)
+    return reference, candidate
+
+
+def _feed(reference: loop.Run, candidate: loop.Run, iterations: int, after: Sequence[AfterStep] = ()) -> None:
+    """Step both with the gradients of the first. `after`: uses the weights of each after its step."""
     pairs = list(zip(reference.model.parameters(), candidate.model.parameters(), strict=True))
-    while reference.iteration < case.config.train.train_iters:
+    for _ in range(iterations):
         loss = loop.backward(reference, taken=False)
         with candidate.optimizer.accumulate(last=True):
             for mine, theirs in pairs:
@@ -258,16 +341,12 @@ def _train_on_same_gradients(recipe: str, case: Case) -> tuple[Outcome, Outcome]
                 if mine.grad is not None:
                     theirs.grad_dtype = mine.grad.dtype  # also where each microbatch's goes to the host by itself
                     theirs.grad = mine.grad.clone()
-        for run in (reference, candidate):
+        for i, run in enumerate((reference, candidate)):
             loop.step(run, loss.clone())  # ranks add theirs to it in place
+            if after:
+                after[i].act()
             run.optimizer.zero_grad()
             loop.collect(run)
-    outcomes = _outcome(reference, start), _outcome(candidate, start)
-    both = _device_bytes_now()
-    del candidate, pairs, mine, theirs, run
-    one = _device_bytes_now()
-    del reference
-    return _with_device_bytes(outcomes[0], one - _device_bytes_now()), _with_device_bytes(outcomes[1], both - one)
 
 
 def _with_device_bytes(outcome: Outcome, freed_bytes: int) -> Outcome:
@@ -285,10 +364,14 @@ def _weights(run: loop.Run) -> dict[str, torch.Tensor]:
     return {name: local_of(state[name]).cpu() for name, _ in run.model.named_parameters()}
 
 
-def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
-    # Every weight has its new value from here on, whatever reads it.
+def _let_arrive(run: loop.Run) -> None:
+    """Every weight has its new value from here on, whatever reads it."""
     run.optimizer.wait()
     loop.collect(run, everything=True)
+
+
+def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
+    _let_arrive(run)
     saved = run.optimizer.state_dict()["state"]
     state = {name: {role: local_of(value) for role, value in entry.items()} for name, entry in saved.items()}
     plan, ledger = run.optimizer.plan, run.optimizer.backend.ledger
@@ -310,6 +393,7 @@ def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
         device_bytes=None if run.device.type == "cuda" else ledger.total_bytes(Tier.DEVICE),
         placed_fraction=_share(run.ranks.gather((plan.offloaded_bytes, plan.state_bytes))),
         offloaded_bytes=_state_away_bytes(run) + _weights_away_bytes(run),
+        left_bytes=_left_bytes(run),
         placements=tuple(p for p in Placement if plan.count(p)),
         settings=settings,
         # A rank may have rows of which none was trained.
@@ -332,6 +416,16 @@ def _state_away_bytes(run: loop.Run) -> int:
     """As it lay on the device, where each range of a bucket is aligned: parts of small tensors are mostly that."""
     pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
     return sum(b.offsets[-1] * state_bytes_per_element(b.kind) for b, row in pairs if row.placement.offloaded)
+
+
+def _left_bytes(run: loop.Run) -> dict[str, int]:
+    """Bytes that layers have offloaded since the beginning, on all ranks: one may have none of these layers."""
+    if run.attachment is None:
+        return {}
+    report = run.attachment.report()
+    found = {ACTIVATIONS: report.offloaded_bytes} if offloads_activations(run.config) else {}
+    found |= {} if report.weights is None else {WEIGHTS: report.weights.offloaded_bytes}
+    return {name: sum(run.ranks.gather(count)) for name, count in found.items()}
 
 
 def _weights_away_bytes(run: loop.Run) -> int:
