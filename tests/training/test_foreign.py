@@ -116,9 +116,9 @@ class Metered(SimulatedBackend):
         super().begin_turn()
         assert self.ledger.held_bytes[Tier.DEVICE, f"{OWNER} slots"] == 0
 
-    def launch(self, *args: Any, **options: Any) -> Any:
+    def mark(self, *args: Any, **options: Any) -> Any:
         self.peak_bytes = max(self.peak_bytes, self.ledger.held_bytes[Tier.DEVICE, f"{OWNER} slots"])
-        return super().launch(*args, **options)
+        return super().mark(*args, **options)
 
 
 def test_slots_are_three_chunks_and_only_during_the_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,9 +20,11 @@ from hostward.planner import checked_fraction
 from hostward.sizes import MIB
 
 from .foreign_away import AwayState
-from .foreign_calls import check_optimizer, check_state_keys, raw_step, watched_step
+from .foreign_calls import check_optimizer, has_a_step_of_torch, raw_step, watched_step
+from .foreign_entry import Maker, at_rest
+from .foreign_staging import SLOTS
 from .foreign_state import bundle_bytes, bundles, cut, may_leave
-from .foreign_step import SLOTS, ChunkedStep, expected_bytes
+from .foreign_step import OffloadedStep, expected_bytes
 from .optimizer import AdamW
 from .options import named_options
 
@@ -115,6 +117,7 @@ class StreamedStates:
         self._away = AwayState(backend, fraction, chunk_bytes)
         self._torn = ""
         """What has failed half way."""
+        self._told = False
         self._loading: list[tuple[torch.Tensor, object, dict[Any, Any]]] = []
         self._saved_groups: list[dict[str, Any]] = []
         self._handles: list[RemovableHandle] = []
@@ -163,6 +166,8 @@ class StreamedStates:
             self.attached = False
             return
         self._away.bring_back(optimizer.state)
+        if isinstance(getattr(optimizer.state, "default_factory", None), Maker):
+            optimizer.state.default_factory = dict
         if self._torn:
             log.warning("%s: %s failed half way; weights and state do not belong together", self._kind, self._torn)
         for handle in self._handles:
@@ -180,14 +185,13 @@ class StreamedStates:
     @torch.no_grad()
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = bundles(optimizer.state, parameters, self.backend.device)
-        expected = sum(bundle_bytes(found[p]) if p in found else expected_bytes(p) for p in parameters)
+        present = {p: bundle_bytes(b) for p, b in bundles(optimizer.state, parameters, self.backend.device).items()}
+        expected = sum(present[p] if p in present else expected_bytes(p) for p in parameters)
         try:
-            self._away.take(optimizer.state, list(found), self._away.limit_bytes(expected))
+            self._away.take(optimizer.state, list(present), limit_bytes=self._away.limit_bytes(expected))
         except MemoryLimitError:
             self._away.bring_back(optimizer.state)
             raise
-        del found
         self._away.release()
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._before_save, prepend=True),
@@ -203,8 +207,6 @@ class StreamedStates:
 
     # ---------------------------------------------------------------- the step
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> object:
         """One step of `optimizer`: `call` steps whatever its groups hold. Returns what the last call returned.
 
@@ -213,15 +215,25 @@ class StreamedStates:
             MemoryLimitError: state that this step has made does not fit the host; the step itself is whole.
         """
         self._require_whole()
-        check_state_keys(optimizer)
-        step = ChunkedStep(optimizer, self._away, call)
+        step = OffloadedStep(optimizer, self._away, call)
         try:
             result = step.run()
         finally:
             self._torn = "an earlier step" if step.torn else ""
+        self._tell_of_peak()
         if step.refused is not None:
             raise step.refused
         return result
+
+    def _tell_of_peak(self) -> None:
+        bound_bytes = SLOTS * max((chunk.size_bytes for chunk in self._away.chunks), default=0)
+        if not self._told and self._away.staging.peak_bytes > bound_bytes:
+            self._told = True
+            log.warning(
+                "%s had %s bytes of state on the device at once, where %s chunks take %s: its step reads the state of "
+                "further parameters before it lets go of the first; with foreach=False, if it has that, it may not",
+                *(self._kind, f"{self._away.staging.peak_bytes:,}", SLOTS, f"{bound_bytes:,}"),
+            )
 
     def _require_whole(self) -> None:
         if self._torn:
@@ -244,7 +256,7 @@ class StreamedStates:
         def copied(entry: object) -> object:
             if not isinstance(entry, dict):
                 return entry
-            return {key: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
+            return {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in at_rest(entry).items()}
 
         return {**state_dict, "state": {i: copied(entry) for i, entry in state_dict["state"].items()}}
 
@@ -276,7 +288,7 @@ class StreamedStates:
         for run in cut(sizes, limit_bytes):
             for p in run:
                 optimizer.state[p] = self._loaded(optimizer, p, *entries[p])
-            self._away.take(optimizer.state, run, limit_bytes)
+            self._away.take(optimizer.state, run, limit_bytes=limit_bytes, loaded=True)
             self._away.release()
         self._torn = ""
 
@@ -306,10 +318,13 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
             vars(own)["_opt_called"] = True
         if not states.attached:
             return raw(own, *args, **kwargs)
+        if not has_a_step_of_torch(own):
+            return states._step(own, lambda: raw(own, *args, **kwargs))
         bound = signature.bind(own, *args, **kwargs)
         closure = bound.arguments.get("closure")
         if closure is None:
             return states._step(own, lambda: raw(*bound.args, **bound.kwargs))
+        # Before anything else, as torch's own steps do: its gradients say what may be stepped in parts.
         with torch.enable_grad():
             loss = closure()
         bound.arguments["closure"] = None
