@@ -152,7 +152,7 @@ def test_an_error_before_anything_is_written_leaves_everything(at: int) -> None:
     optimizer.at = None
     train(plain, optimizer, first=2, steps=2)
     assert_same(optimizer, plain)
-    assert states.backend.ledger.held_bytes[Tier.DEVICE, f"{OWNER} slots"] == 0
+    assert states.backend.ledger.held_bytes[Tier.DEVICE, f"{OWNER} on the device"] == 0
 
 
 @pytest.mark.parametrize("at", [0, 5, -1])
@@ -193,7 +193,7 @@ def test_t42_an_error_between_two_parts_is_remembered() -> None:
     optimizer.load_state_dict(saved)
     second.grad = None
     optimizer.step()
-    assert states.backend.ledger.held_bytes[Tier.DEVICE, f"{OWNER} slots"] == 0
+    assert states.backend.ledger.held_bytes[Tier.DEVICE, f"{OWNER} on the device"] == 0
 
 
 def test_detach_after_a_torn_step_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,6 @@ from hypothesis import given, settings, strategies as st
 from hostward.engine.backend import Lane, Tier
 from hostward.training.foreign import offload_optimizer_states
 from hostward.training.foreign_calls import may_be_stepped_in_parts
-from hostward.training.foreign_entry import Entry
 from hostward.training.state import same_bits
 
 ORDERS: list[dict[str, Any]] = [
@@ -53,60 +52,67 @@ def test_a_trap_gives_its_own_bits(name: str, order: dict[str, Any]) -> None:
     optimizer, states = offloaded(TRAPS[name], backend=simulated(**order))
     train_both(plain, optimizer, steps=5)
     assert_same(optimizer, plain)
-    assert (states.offloaded_bytes > 0) is (name not in ("ListOfState", "ListOfEntries"))  # these have it themselves
+    assert states.offloaded_bytes > 0 or name == "ListOfEntries"  # which has all of it itself
     states.detach()
     train_both(plain, optimizer, steps=1, first=5)
     assert_same(optimizer, plain)
 
 
-def slot_bytes(states: Any) -> int:
-    return int(states.backend.ledger.held_bytes[Tier.DEVICE, f"{OWNER} slots"])
+def device_bytes(states: Any) -> int:
+    return int(states.backend.ledger.held_bytes[Tier.DEVICE, f"{OWNER} on the device"])
+
+
+def of_many(kind: Any) -> tuple[Any, Any]:
+    """Momentum of 12 MiB in chunks of one MiB."""
+    optimizer = kind(parameters(shapes=[(256, 256)] * 48))
+    return optimizer, offload_optimizer_states(optimizer, chunk_size_mb=1, backend=simulated())
 
 
 @pytest.mark.parametrize("kind", [TensorCounter, GlobalOfState])
-def test_a_step_that_walks_has_three_chunks_on_the_device(kind: Any) -> None:
+def test_a_step_that_walks_has_four_chunks_on_the_device(kind: Any) -> None:
     peaks = []
 
     class Watched(kind):  # type: ignore[misc]
         def factor(self, group: dict[str, Any], i: int, p: torch.Tensor) -> Any:
-            peaks.append(slot_bytes(states) if states else 0)
+            peaks.append(device_bytes(states) if states else 0)
             return super().factor(group, i, p)
 
     states: Any = None
-    optimizer, states = offloaded(Watched)
+    optimizer, states = of_many(Watched)
     train(optimizer, steps=4)
-    assert len(states._away.chunks) > 3
-    assert 0 < max(peaks) <= 3 << 20
-    assert slot_bytes(states) == 0
+    assert len(states._away.chunks) >= 12
+    assert 0 < max(peaks) <= 4 << 20
+    assert device_bytes(states) == 0
 
 
 def test_the_first_step_does_not_keep_what_it_makes() -> None:
-    least, kept = 1 << 60, []
+    kept = []
 
     class Watched(TensorCounter):
         def end(self) -> None:
-            kept.append(sum(not e.away for e in self.state.values() if isinstance(e, Entry)))
+            kept.append(sum("momentum" not in entry.away for entry in self.state.values()))
 
-    optimizer, states = offloaded(Watched)
+    optimizer, states = of_many(Watched)
     train(optimizer, steps=1)
-    assert kept[0] < len(all_parameters(optimizer)) / 2 < least
+    assert kept[0] <= 8
     assert states.offloaded_bytes == sum(p.nbytes for p in all_parameters(optimizer) if p.numel() > 1)
 
 
 def test_a_step_that_collects_everything_has_everything_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer, states = offloaded(Collects)
+    optimizer, states = of_many(Collects)
     train(optimizer, steps=3)
-    assert slot_bytes(states) == 0
+    assert device_bytes(states) == 0
     (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert record.getMessage().startswith("Collects had ")
-    assert "bytes of state on the device at once" in record.getMessage()
+    assert record.getMessage().startswith(
+        f"Collects had {states.offloaded_bytes:,} bytes of state on the device at once"
+    )
 
 
 def test_who_keeps_a_tensor_of_the_state_keeps_it_alive() -> None:
     """What somebody has stays on the device, and goes when it is let go."""
     plain, (optimizer, states) = KeepsTheLast(groups(parameters())), offloaded(KeepsTheLast)
     train_both(plain, optimizer, steps=3)
-    assert slot_bytes(states) > 0
+    assert device_bytes(states) > 0
     assert optimizer.last is optimizer.state[all_parameters(optimizer)[2]]["momentum"]
     assert same_bits(optimizer.last, plain.last)
     assert same_bits(optimizer.view, plain.view)
@@ -114,14 +120,14 @@ def test_who_keeps_a_tensor_of_the_state_keeps_it_alive() -> None:
         each.last = each.view = None
         each.end = lambda: None  # type: ignore[method-assign]
     train_both(plain, optimizer, steps=1, first=3)
-    assert slot_bytes(states) == 0
+    assert device_bytes(states) == 0
     assert_same(optimizer, plain)
 
 
 def test_state_that_is_in_a_list_as_well_stays() -> None:
     optimizer, states = offloaded(ListOfState)
     train(optimizer, steps=3)
-    assert states.offloaded_bytes == 0
+    assert device_bytes(states) == sum(p.nbytes for p in states._away.chunk_of)
     optimizer.tensors = []
     optimizer.begin = lambda: None  # type: ignore[method-assign]
     train(optimizer, steps=1, first=3)
@@ -144,7 +150,10 @@ def test_a_variable_of_the_caller_stays_the_state() -> None:
 @pytest.mark.parametrize("order", ORDERS, ids=lambda o: " ".join(sorted(map(str, o.get("late", o)))) or "issued")
 @pytest.mark.parametrize("name", ["adamw foreach", "adamw fused", "muon like", "restless"])
 def test_between_steps_state_is_read_and_written_as_it_would_be(name: str, order: dict[str, Any]) -> None:
-    plain, (optimizer, _) = OPTIMIZERS[name](groups(parameters())), offloaded(OPTIMIZERS[name], backend=simulated(**order))
+    plain, (optimizer, _) = (
+        OPTIMIZERS[name](groups(parameters())),
+        offloaded(OPTIMIZERS[name], backend=simulated(**order)),
+    )
     for n in range(4):
         train(plain, optimizer, steps=1, first=n)
         for i in (0, 3, 9):
@@ -188,7 +197,9 @@ def test_a_closure_is_the_optimizers_own(make: Any) -> None:
     for attach in (False, True):
         optimizer = make(parameters()[:-2])  # LBFGS asks for gradients that are contiguous
         if attach:
-            offload_optimizer_states(optimizer, chunk_size_mb=1, backend=simulated(late=frozenset({Lane.H2D, Lane.D2H})))
+            offload_optimizer_states(
+                optimizer, chunk_size_mb=1, backend=simulated(late=frozenset({Lane.H2D, Lane.D2H}))
+            )
         calls: list[bool] = []
 
         def closure(optimizer: Any = optimizer, calls: Any = calls) -> torch.Tensor:
@@ -238,13 +249,15 @@ def test_a_subclass_with_code_of_its_own_is_not(name: str) -> None:
 
 
 def sparse_and_dense(p: torch.Tensor) -> None:
-    p.grad = p.grad.to_sparse()  # type: ignore[union-attr]
+    place = torch.tensor([[0], [0]])
+    p.grad = torch.sparse_coo_tensor(place, torch.ones(1), p.shape, check_invariants=True)
 
 
 def of_other_strides(p: torch.Tensor) -> None:
     p.grad = p.grad.t().contiguous().t()  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 @pytest.mark.parametrize("change", [sparse_and_dense, of_other_strides])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_gradients_of_two_kinds_are_for_one_call(change: Callable[[torch.Tensor], None], foreach: bool) -> None:
@@ -367,12 +380,12 @@ def test_any_walk_gives_its_own_bits(steps: list[Any], order: dict[str, Any], fr
             for i, p in enumerate(all_parameters(each)):
                 p.grad = None if i in without else torch.ones_like(p)
             each.step()
-        assert [t.tolist()[:3] for t in plain.held] == [t.tolist()[:3] for t in optimizer.held]
+        assert [t[:3].tolist() for t in plain.held] == [t[:3].tolist() for t in optimizer.held]
     assert_same(optimizer, plain)
     for each in made:
         each.held.clear()
         each.order = [(0, "use")]
         each.step()
-    assert slot_bytes(states) == 0
+    assert device_bytes(states) == 0
     states.detach()
     assert_same(optimizer, plain)

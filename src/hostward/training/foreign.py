@@ -22,7 +22,7 @@ from hostward.sizes import MIB
 from .foreign_away import AwayState
 from .foreign_calls import check_optimizer, has_a_step_of_torch, raw_step, watched_step
 from .foreign_entry import Maker, at_rest
-from .foreign_staging import SLOTS
+from .foreign_staging import CHUNKS_AT_ONCE
 from .foreign_state import bundle_bytes, bundles, cut, may_leave
 from .foreign_step import OffloadedStep, expected_bytes
 from .optimizer import AdamW
@@ -143,7 +143,7 @@ class StreamedStates:
         return (
             f"{self._kind}: {share.left_bytes:,} of {share.total_bytes:,} bytes of state on the host "
             f"({actual:.1%}, asked {self.fraction:.1%}), in {len(chunks)} chunks of at most {largest:,} bytes; "
-            f"{min(SLOTS, len(chunks))} of them on the device during a step"
+            f"at most {min(CHUNKS_AT_ONCE, len(chunks))} of them on the device during a step"
         )
 
     __repr__ = explain
@@ -226,13 +226,13 @@ class StreamedStates:
         return result
 
     def _tell_of_peak(self) -> None:
-        bound_bytes = SLOTS * max((chunk.size_bytes for chunk in self._away.chunks), default=0)
+        bound_bytes = CHUNKS_AT_ONCE * max((chunk.size_bytes for chunk in self._away.chunks), default=0)
         if not self._told and self._away.staging.peak_bytes > bound_bytes:
             self._told = True
             log.warning(
                 "%s had %s bytes of state on the device at once, where %s chunks take %s: its step reads the state of "
                 "further parameters before it lets go of the first; with foreach=False, if it has that, it may not",
-                *(self._kind, f"{self._away.staging.peak_bytes:,}", SLOTS, f"{bound_bytes:,}"),
+                *(self._kind, f"{self._away.staging.peak_bytes:,}", CHUNKS_AT_ONCE, f"{bound_bytes:,}"),
             )
 
     def _require_whole(self) -> None:

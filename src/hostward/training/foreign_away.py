@@ -17,7 +17,7 @@ from hostward.schedule import Lane
 from hostward.sizes import MIB
 
 from .foreign_entry import Entry, Maker, State, at_rest
-from .foreign_staging import Staging, put_home
+from .foreign_staging import Staging, device_tensor, put_home
 from .foreign_state import (
     HOST_OWNER,
     Bundle,
@@ -89,7 +89,7 @@ class AwayState:
             if chunk is None:
                 continue
             same = state.get(p) is self.entries[p]
-            if not same or (self.staging.given(p, chunk) is None and not chunk.holds(p, state)):
+            if not same or (not self.staging.given(p, chunk) and not chunk.holds(p, state)):
                 self.forget(p)
 
     @torch.inference_mode(False)
@@ -206,20 +206,16 @@ class AwayState:
         self.entries.pop(parameter).away = ()
         self.staging.forget(parameter, chunk)
         self.share.forget(chunk.bytes_of(parameter))
-        del chunk.places[parameter], chunk.extents[parameter]
+        del chunk.places[parameter]
         if not chunk.places:
             self._free(chunk)
 
     def clear(self) -> None:
         """Forget everything, what stays included. All lanes are empty."""
         self._leaving.clear()
-        self.staging.leave()
-        for entry in self.entries.values():
-            entry.away = ()
-        self.entries.clear()
-        for chunk in list(self.chunks):
-            self._free(chunk)
-        self.chunk_of.clear()
+        self.staging.finish()
+        for p in list(self.chunk_of):
+            self.forget(p)
         self.staying.clear()
         self.share = Share(self.share.fraction)
 
@@ -233,12 +229,13 @@ class AwayState:
         self.backend.synchronise()
         self._leaving.clear()
         self.follow(state, list(self.chunk_of))
-        for p in [p for p, chunk in self.chunk_of.items() if self.staging.given(p, chunk) is not None]:
+        for p in [p for p, chunk in self.chunk_of.items() if self.staging.given(p, chunk)]:
             self.forget(p)
-        self.staging.leave()
         for chunk in list(self.chunks):
             held = [p for p in chunk.places if chunk.holds(p, state)]
-            back = {p: {key: self._device_tensor(home) for key, home in chunk.homes(p).items()} for p in held}
+            back = {
+                p: {key: device_tensor(home, self.backend.device) for key, home in chunk.homes(p).items()} for p in held
+            }
             targets = [self.backend.adopt(span_bytes(t), HOST_OWNER) for b in back.values() for t in b.values()]
             sources = pieces(chunk.slab, [place.extent for p in held for place in chunk.places[p].values()])
             made = self.backend.mark("offload/made", Lane.COMPUTE).issue()
@@ -252,16 +249,6 @@ class AwayState:
                 state[p].update(bundle)
             for p in list(chunk.places):
                 self.forget(p)
-
-    def _device_tensor(self, home: torch.Tensor) -> torch.Tensor:
-        try:
-            return torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=self.backend.device)
-        except torch.OutOfMemoryError as error:
-            raise MemoryLimitError(
-                f"{HOST_OWNER}: {home.nbytes:,} bytes of device memory could not be allocated",
-                why=str(error).splitlines()[0],
-                fix="free device memory, and call detach() again",
-            ) from error
 
     def _free(self, chunk: Chunk) -> None:
         self.chunks.remove(chunk)

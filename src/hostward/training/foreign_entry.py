@@ -154,20 +154,15 @@ def _uses(holder: dict[Any, Any], key: Any) -> int:
     return int(dict.__getitem__(holder, key)._use_count())
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Of memory, by tensors, views and storage objects."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+def _memory_uses(holder: dict[Any, Any], key: Any) -> int:
+    """Of its memory, by tensors, views and storage objects: those without a base (`detach`, `.data`) show here only."""
+    return int(torch._C._storage_Use_Count(dict.__getitem__(holder, key).untyped_storage()._cdata))
 
 
 def alias(memory: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat uint8 tensor that owns them, as a tensor that neither keeps them nor counts as a use."""
-    address, device = memory.data_ptr(), memory.device
-    storage = torch._C._construct_storage_from_data_pointer(address, device, memory.numel())
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _memory_uses(holder: dict[Any, Any], key: Any) -> int:
-    return storage_uses(dict.__getitem__(holder, key).untyped_storage())
+    """The bytes of a flat uint8 tensor, as a tensor that neither keeps them nor counts as a use."""
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.numel())
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
 
 
 _PROBE: dict[Any, Any] = {0: torch.empty(1)}
@@ -185,11 +180,11 @@ def only_here(holder: dict[Any, Any], key: Any) -> bool:
 
 
 def had_elsewhere(entry: dict[Hashable, Any], given: dict[Hashable, torch.Tensor]) -> bool:
-    """Whether somebody has a tensor of `given`, or one that `entry` has in its place, besides these two dicts. Views of
-    what was given out are not seen here.
-    """
+    """Whether somebody has a tensor of `given`, or one that `entry` has in its place, besides these two dicts."""
     for key in given:
-        if _references(given, key) > _REFERENCES + _times(entry, given, key) or _uses(given, key) > _USES:
+        if _references(given, key) > _REFERENCES + _times(entry, given, key):
+            return True
+        if _uses(given, key) > _USES or _memory_uses(given, key) > _MEMORY_USES:
             return True
         if _replaced(entry, given, key) and not only_here(entry, key):
             return True

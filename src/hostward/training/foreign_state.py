@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +47,6 @@ class Layout:
     def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
         """The tensor over the bytes of `memory` (uint8, flat) from `offset` on."""
         return memory[offset : offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
-
-    def tensor(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        """The same as a tensor with a version of its own, which autograd does not take for a view."""
-        first = (memory.storage_offset() + offset) // self.dtype.itemsize
-        made = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return made.set_(memory.untyped_storage(), first, self.shape, self.strides)
 
 
 def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,15 +155,13 @@ class Place:
 class Chunk:
     """State of some parameters in one host slab, and what comes to the device at once.
 
-    `places` by parameter and key; `extents` is the byte range of each parameter's places, padding included. `drained`:
-    the newest copy into the slab.
+    `places` by parameter and key. `drained`: the newest copy into the slab.
     """
 
     slab: Buffer
     name: str
     drained: Event
     places: dict[torch.Tensor, dict[Hashable, Place]] = field(default_factory=dict)
-    extents: dict[torch.Tensor, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, backend: Backend, content: Mapping[torch.Tensor, Bundle], number: int) -> Chunk:
@@ -178,12 +170,12 @@ class Chunk:
         (slab,) = backend.allocate(Tier.HOST, [size], torch.uint8, HOST_OWNER, pinned=True)
         chunk, offset = cls(slab, f"{number:04d}", backend.event()), 0
         for p, bundle in content.items():
-            start, places = offset, {}
+            places = {}
             for key, tensor in bundle.items():
                 layout = Layout.of(tensor)
                 places[key] = Place(offset, layout, layout.view(slab.data, offset))
                 offset += align(layout.nbytes, ALIGNMENT_BYTES)
-            chunk.places[p], chunk.extents[p] = places, (start, offset)
+            chunk.places[p] = places
         return chunk
 
     @property
@@ -201,20 +193,6 @@ class Chunk:
 
     def homes(self, parameter: torch.Tensor) -> Bundle:
         return {key: place.home for key, place in self.places[parameter].items()}
-
-    def staged(self, parameter: torch.Tensor, slot: Buffer) -> Bundle:
-        """The parameter's state as it lies in a slot that the chunk has been copied to."""
-        return {key: place.layout.tensor(slot.data, place.offset) for key, place in self.places[parameter].items()}
-
-    def runs(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """The byte ranges of these parameters, neighbours joined: one copy each."""
-        joined: list[tuple[int, int]] = []
-        for start, stop in sorted(self.extents[p] for p in parameters):
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return joined
 
 
 def pieces(buffer: Buffer, runs: Iterable[tuple[int, int]]) -> list[Buffer]:
