@@ -97,7 +97,9 @@ class Careless(SimulatedBackend):
         return {**options, "waits": ()} if self.careless and name.startswith(self.name) else options
 
 
-@pytest.mark.parametrize("name", ["offload/h2d/state", "offload/update/0", "offload/d2h/state", "offload/retire", "nothing"])
+@pytest.mark.parametrize(
+    "name", ["offload/h2d/state", "offload/update/0", "offload/d2h/state", "offload/retire", "nothing"]
+)
 def test_a_deleted_wait_is_a_race(name: str) -> None:
     backend = Careless(name)
     optimizer, _ = offloaded(OPTIMIZERS["adamw foreach"], backend=backend)

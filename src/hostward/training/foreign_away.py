@@ -157,6 +157,8 @@ class AwayState:
             MemoryLimitError: the host has no room; what has not moved is as it was and may be taken again.
         """
         found = bundles(state, parameters, self.backend.device, loaded=loaded)
+        if not found:
+            return
         leaving = {p: bundle for p, bundle in found.items() if self.share.leaves(bundle_bytes(bundle))}
         self.staying |= found.keys() - leaving.keys()
         limit_bytes = limit_bytes or self.limit_bytes()

@@ -223,7 +223,7 @@ def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> b
     replaced = [(tensor, now[key]) for key, tensor in given.items() if now[key] is not tensor]
     same = all(may_leave(value) and Layout.of(value) == Layout.of(t) for t, value in replaced)
     more = [key for key, value in dict.items(entry) if key not in given and may_leave(value) and value.device == device]
-    if same and not any(only_here(entry, key) and _owns_its_memory(dict.__getitem__(entry, key)) for key in more):
+    if same and not any(_is_more(entry, key, given) for key in more):
         # A swap of two state tensors makes each the source of the other.
         sources = [value.clone() for _, value in replaced]
         for (tensor, _), source in zip(replaced, sources, strict=True):
@@ -233,3 +233,10 @@ def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> b
         if any(value is tensor for tensor in given.values()):
             dict.__setitem__(entry, key, value.clone())
     return False
+
+
+def _is_more(entry: dict[Hashable, Any], key: Hashable, given: Bundle) -> bool:
+    """Whether a tensor under a new key is one of `given`, or could leave as well."""
+    if any(dict.__getitem__(entry, key) is tensor for tensor in given.values()):
+        return True
+    return only_here(entry, key) and _owns_its_memory(dict.__getitem__(entry, key))
