@@ -58,6 +58,12 @@ def check_optimizer(optimizer: object) -> torch.device:
             fix="pass the optimizer itself; of a wrapper, the optimizer inside",
         )
     name = type(optimizer).__name__
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        raise ModelError(
+            f"{name} has never called torch.optim.Optimizer.__init__",
+            why="it has none of the hooks by which its state is saved and loaded",
+            fix="pass the optimizer inside, if it wraps one",
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ModelError(
             f"{name} was made with differentiable=True",
