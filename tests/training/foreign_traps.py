@@ -304,6 +304,32 @@ class WaysOfADict(Trap):
         p.sub_(sum(parts) * rate)  # type: ignore[arg-type]
 
 
+class EightBit(Trap):
+    """As bitsandbytes has it: quantised state, a map of its values that all parameters share, an attribute on tensors,
+    and settings by the place of a parameter.
+    """
+
+    def prepare(self) -> None:
+        self.name2qmap = {"dynamic": torch.linspace(-1, 1, 256)}
+        self.pid2config = {id(p): {"rate": 1 / (1 + i)} for i, p in enumerate(self.all())}
+
+    def move(self, p: torch.Tensor, rate: Any) -> None:
+        state = self.state[p]
+        if not state:
+            state["state1"] = torch.full(p.shape, 128, dtype=torch.uint8)
+            state["absmax1"] = torch.zeros(7)
+            state["paged"] = torch.zeros_like(p)
+            state["paged"].is_paged = True
+            state["qmap1"] = self.name2qmap["dynamic"]
+        assert state["qmap1"] is self.name2qmap["dynamic"]
+        assert state["paged"].is_paged
+        value = state["qmap1"][state["state1"].long()] * state["absmax1"][0]
+        value = value * 0.9 + p.grad + state["paged"].add_(0.1)
+        state["absmax1"].fill_(value.abs().max())
+        state["state1"].copy_((value / state["absmax1"][0] * 127.5 + 127.5).round().clamp(0, 255))
+        p.sub_(value * rate * self.pid2config[id(p)]["rate"])
+
+
 class Inherits(torch.optim.AdamW):
     """A step of torch's with a counter around it, which is a tensor."""
 
@@ -333,6 +359,16 @@ TRAPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     for kind in (
         *(TensorCounter, NestedCounters, CounterOfTheClass, CounterInAClosure, ListByPosition, ListOfState),
         *(ListOfEntries, DictById, ClosedOver, DrawsFromTheDefault, GroupTensorStep, GlobalNorm, GlobalOfState),
-        *(OtherGradients, OtherState, ChangesItsGroups, SharedEntry, KeepsTheLast, Collects, WaysOfADict, Inherits),
+        *(
+            OtherGradients,
+            OtherState,
+            ChangesItsGroups,
+            SharedEntry,
+            KeepsTheLast,
+            Collects,
+            WaysOfADict,
+            EightBit,
+            Inherits,
+        ),
     )
 } | {"Extends": lambda g: Extends(g, lr=1e-2, momentum=0.9)}

@@ -61,6 +61,11 @@ def with_another_state() -> torch.optim.Optimizer:
     return optimizer
 
 
+class NeverInitialised(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+
 def with_foreign_step() -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(parameters())
     optimizer.step = MuonLike.step.__get__(optimizer)  # type: ignore[method-assign]
@@ -92,6 +97,7 @@ def already() -> torch.optim.Optimizer:
         (lambda: hostward.AdamW([("w", torch.nn.Parameter(torch.zeros(3)))]), "hostward.AdamW places its own state"),
         (lambda: "adam", "str is not a torch.optim.Optimizer"),
         (lambda: torch.optim.Adam(parameters(), differentiable=True), "Adam was made with differentiable=True"),
+        (lambda: NeverInitialised(torch.optim.SGD(parameters())), "NeverInitialised has never called torch.optim"),
         (with_another_state, "the state of this SGD is a UserDict, not a dict"),
         (with_foreign_step, "the step of this SGD has been replaced by MuonLike.step"),
         (on_two_devices, "a parameter (3,) lies on meta, others on cpu"),
@@ -108,6 +114,19 @@ def test_optimizers_that_are_refused(make: Callable[[], Any], text: str) -> None
 def test_t81_a_device_without_backend_is_refused() -> None:
     with pytest.raises(ModelError, match="parameters lie on meta"):
         offload_optimizer_states(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, device="meta"))]))
+
+
+class Capturing(SimulatedBackend):
+    def capture(self) -> int:
+        return 7
+
+
+def test_a_step_in_a_capture_is_refused() -> None:
+    optimizer, _ = offloaded(OPTIMIZERS["adam"], backend=Capturing(threads=1))
+    weights = [p.detach().clone() for p in all_parameters(optimizer)]
+    with pytest.raises(ModelError, match="a step of this Adam is captured in a CUDA graph"):
+        train(optimizer, steps=1)
+    assert all(torch.equal(p, q) for p, q in zip(all_parameters(optimizer), weights, strict=True))
 
 
 def test_a_backend_of_another_device_is_refused() -> None:
