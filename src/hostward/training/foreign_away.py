@@ -28,7 +28,6 @@ from .foreign_state import (
     cut,
     may_leave,
     padded_bytes,
-    pieces,
     span_bytes,
 )
 
@@ -180,7 +179,7 @@ class AwayState:
                 *(tuple(next(iter(content)).shape), f"{chunk.size_bytes:,}", f"{limit_bytes:,}"),
             )
         sources = [backend.adopt(span_bytes(t), HOST_OWNER) for bundle in content.values() for t in bundle.values()]
-        targets = pieces(chunk.slab, [place.extent for places in chunk.places.values() for place in places.values()])
+        targets = [place.memory for places in chunk.places.values() for place in places.values()]
         made = backend.mark("offload/made", Lane.COMPUTE).issue()
         pairs = list(zip(targets, sources, strict=True))
         chunk.drained = backend.copy(Lane.D2H, pairs, name=f"offload/d2h/state/{chunk.name}", waits=[made]).issue()
@@ -239,7 +238,7 @@ class AwayState:
                 p: {key: device_tensor(home, self.backend.device) for key, home in chunk.homes(p).items()} for p in held
             }
             targets = [self.backend.adopt(span_bytes(t), HOST_OWNER) for b in back.values() for t in b.values()]
-            sources = pieces(chunk.slab, [place.extent for p in held for place in chunk.places[p].values()])
+            sources = [place.memory for p in held for place in chunk.places[p].values()]
             made = self.backend.mark("offload/made", Lane.COMPUTE).issue()
             pairs = list(zip(targets, sources, strict=True))
             if pairs:

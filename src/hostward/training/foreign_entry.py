@@ -159,10 +159,10 @@ def _memory_uses(holder: dict[Any, Any], key: Any) -> int:
     return int(torch._C._storage_Use_Count(dict.__getitem__(holder, key).untyped_storage()._cdata))
 
 
-def alias(memory: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat uint8 tensor, as a tensor that neither keeps them nor counts as a use."""
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.numel())
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
+def alias(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The first bytes of a tensor's memory, uint8 [nbytes], as a tensor that neither keeps it nor counts as a use."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 _PROBE: dict[Any, Any] = {0: torch.empty(1)}

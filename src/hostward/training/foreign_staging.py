@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,7 @@ from hostward.errors import MemoryLimitError
 from hostward.schedule import Lane
 
 from .foreign_entry import Entry, alias, had_elsewhere
-from .foreign_state import HOST_OWNER, Bundle, Chunk, may_leave, pieces, settle, span_bytes
+from .foreign_state import HOST_OWNER, Bundle, Chunk, may_leave, settle
 
 CHUNKS_AT_ONCE = 4
 """One comes, one is used, one goes; of one, an optimizer's loop may still have the last tensors. More only while
@@ -34,13 +35,15 @@ DEVICE_OWNER = f"{HOST_OWNER} on the device"
 class Staged:
     """What of a chunk is on the device.
 
-    read: copies of the state, or copies under way. arriving: those that the compute lane does not wait for yet. given:
+    read: copies of the state, or copies under way. buffers: their bytes, for copies; what a backend keeps of these does
+    not count among those who have a tensor. arriving: those that the compute lane does not wait for yet. given:
     the parameters whose entries have got their tensors, and the tensors' versions then. stream: whose memory it is.
     """
 
     chunk: Chunk
     stream: torch.Stream | None
     read: dict[torch.Tensor, Bundle] = field(default_factory=dict)
+    buffers: dict[torch.Tensor, list[Buffer]] = field(default_factory=dict)
     arriving: dict[torch.Tensor, Event] = field(default_factory=dict)
     given: dict[torch.Tensor, list[int]] = field(default_factory=dict)
 
@@ -51,6 +54,7 @@ class _Going:
 
     after: Event
     bundles: list[Bundle]
+    buffers: list[Buffer]
     stream: torch.Stream | None
 
 
@@ -104,7 +108,7 @@ class Staging:
         if parameter not in staged.read:
             self._read(staged, [parameter])
         if staged.arriving:
-            came = [buffer for p in staged.arriving for buffer in self._buffers(staged.read[p])]
+            came = [buffer for p in staged.arriving for buffer in staged.buffers[p]]
             waits = list(staged.arriving.values())
             self._backend.mark(f"offload/update/{chunk.name}", Lane.COMPUTE, writes=came, waits=waits).issue()
             staged.arriving.clear()
@@ -156,23 +160,26 @@ class Staging:
 
     def _read(self, staged: Staged, parameters: Sequence[torch.Tensor]) -> None:
         chunk, backend = staged.chunk, self._backend
-        made = {p: {k: device_tensor(h, backend.device) for k, h in chunk.homes(p).items()} for p in parameters}
-        targets = [buffer for bundle in made.values() for buffer in self._buffers(bundle)]
-        sources = pieces(chunk.slab, [place.extent for p in parameters for place in chunk.places[p].values()])
-        for buffer in targets:
-            backend.ledger.add(buffer)
-            self._held_bytes += buffer.nbytes
+        targets: list[Buffer] = []
+        for p in parameters:
+            places = chunk.places[p]
+            bundle = staged.read[p] = {k: device_tensor(place.home, backend.device) for k, place in places.items()}
+            sizes = (place.layout.nbytes for place in places.values())
+            memory = (alias(t, nbytes) for t, nbytes in zip(bundle.values(), sizes, strict=True))
+            staged.buffers[p] = [Buffer(Tier.DEVICE, data, DEVICE_OWNER) for data in memory]
+            targets += staged.buffers[p]
+        self._count(targets, 1)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        acquired = backend.mark("offload/acquire", Lane.COMPUTE, writes=targets).issue()
+        sources = [place.memory for p in parameters for place in chunk.places[p].values()]
+        acquired = backend.mark("offload/acquire", Lane.COMPUTE).issue()
         pairs, name = list(zip(targets, sources, strict=True)), f"offload/h2d/state/{chunk.name}"
         arrived = backend.copy(Lane.H2D, pairs, name=name, waits=[acquired, chunk.drained]).issue()
         staged.arriving.update(dict.fromkeys(parameters, arrived))
-        staged.read.update(made)
 
-    @staticmethod
-    def _buffers(bundle: Bundle) -> list[Buffer]:
-        """The bundle for copies. What a backend keeps of these does not count among those who have a tensor."""
-        return [Buffer(Tier.DEVICE, alias(span_bytes(t)), DEVICE_OWNER) for t in bundle.values()]
+    def _count(self, buffers: Sequence[Buffer], sign: int) -> None:
+        for buffer in buffers:
+            self._backend.ledger.add(buffer, sign)
+            self._held_bytes += sign * buffer.nbytes
 
     # ---------------------------------------------------------------- going
 
@@ -193,6 +200,7 @@ class Staging:
             return
         chunk, backend = staged.chunk, self._backend
         bundles = {p: staged.read.pop(p) for p in parameters}
+        buffers = {p: staged.buffers.pop(p) for p in parameters}
         with torch.no_grad():
             settled = {p: settle(self._entries[p], bundle, backend.device) for p, bundle in bundles.items()}
         for p, bundle in bundles.items():
@@ -204,11 +212,11 @@ class Staging:
         after = backend.mark(f"offload/updated/{chunk.name}", Lane.COMPUTE).issue()
         returning = [p for p in settled if settled[p]]
         if returning:
-            sources = [buffer for p in returning for buffer in self._buffers(bundles[p])]
-            targets = pieces(chunk.slab, [place.extent for p in returning for place in chunk.places[p].values()])
+            sources = [buffer for p in returning for buffer in buffers[p]]
+            targets = [place.memory for p in returning for place in chunk.places[p].values()]
             pairs, name = list(zip(targets, sources, strict=True)), f"offload/d2h/state/{chunk.name}"
             after = chunk.drained = backend.copy(Lane.D2H, pairs, name=name, waits=[after]).issue()
-        self._going.append(_Going(after, list(bundles.values()), staged.stream))
+        self._going.append(_Going(after, list(bundles.values()), list(chain(*buffers.values())), staged.stream))
 
     def _drop_unused(self, staged: Staged) -> None:
         """Let go of what was read and not asked for, and of the chunk if nothing else of it is here."""
@@ -216,7 +224,8 @@ class Staging:
         if unused:
             waits = list({id(event): event for event in staged.arriving.values()}.values())
             arrived = self._backend.mark("offload/unused", Lane.H2D, waits=waits).issue()
-            self._going.append(_Going(arrived, [staged.read.pop(p) for p in unused], staged.stream))
+            buffers = [buffer for p in unused for buffer in staged.buffers.pop(p)]
+            self._going.append(_Going(arrived, [staged.read.pop(p) for p in unused], buffers, staged.stream))
             staged.arriving.clear()
         if not staged.read:
             del self._staged[staged.chunk]
@@ -227,17 +236,11 @@ class Staging:
         """
         while len(self._going) > keep:
             going = self._going.popleft()
-            buffers = [buffer for bundle in going.bundles for buffer in self._buffers(bundle)]
-            self._backend.retire(buffers, Lane.COMPUTE, waits=[going.after]).issue()
+            self._backend.retire(going.buffers, Lane.COMPUTE, waits=[going.after]).issue()
             self._backend.mark("offload/release", Lane.COMPUTE).issue()
-            for buffer in buffers:
-                self._uncount(buffer)
+            self._count(going.buffers, -1)
             going.bundles.clear()
             self._backend.let_overwrite("state", [going.stream])
-
-    def _uncount(self, buffer: Buffer) -> None:
-        self._backend.ledger.add(buffer, -1)
-        self._held_bytes -= buffer.nbytes
 
     # ---------------------------------------------------------------- without copies
 
@@ -246,8 +249,8 @@ class Staging:
         staged = self._staged.get(chunk)
         if staged is not None and parameter in staged.given:
             del staged.given[parameter]
-            for buffer in self._buffers(staged.read.pop(parameter)):
-                self._uncount(buffer)
+            del staged.read[parameter]
+            self._count(staged.buffers.pop(parameter), -1)
             if not staged.read:
                 del self._staged[chunk]
 

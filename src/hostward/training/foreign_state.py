@@ -140,15 +140,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a state tensor lies in its chunk, in bytes, and the view of it on the host."""
+    """Where a state tensor lies in its chunk, in bytes; the view of it on the host, and its bytes there for copies."""
 
     offset: int
     layout: Layout
     home: torch.Tensor
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        return self.offset, self.offset + self.layout.nbytes
+    memory: Buffer
 
 
 @dataclass(eq=False, slots=True)
@@ -173,7 +170,8 @@ class Chunk:
             places = {}
             for key, tensor in bundle.items():
                 layout = Layout.of(tensor)
-                places[key] = Place(offset, layout, layout.view(slab.data, offset))
+                (memory,) = pieces(slab, [(offset, offset + layout.nbytes)])
+                places[key] = Place(offset, layout, layout.view(slab.data, offset), memory)
                 offset += align(layout.nbytes, ALIGNMENT_BYTES)
             chunk.places[p] = places
         return chunk
