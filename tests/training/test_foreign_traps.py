@@ -179,6 +179,70 @@ def test_copies_and_pickles_have_plain_state() -> None:
     assert_same(optimizer, plain)
 
 
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda e: e["momentum"],
+    "get": lambda e: e.get("momentum"),
+    "setdefault": lambda e: e.setdefault("momentum", None),
+    "pop": lambda e: e.pop("momentum"),
+    "popitem": lambda e: e.popitem()[1],
+    "values": lambda e: next(iter(e.values())),
+    "items": lambda e: next(iter(e.items()))[1],
+    "list": lambda e: [value for _, value in e.items()][0],  # noqa: RUF015
+    "dict": lambda e: dict(e)["momentum"],
+    "stars": lambda e: {**e}["momentum"],
+    "call": lambda e: (lambda **values: values)(**e)["momentum"],
+    "update": lambda e: (d := {}, d.update(e))[0]["momentum"],
+    "or": lambda e: (e | {})["momentum"],
+    "reverse or": lambda e: ({} | e)["momentum"],
+    "copy": lambda e: e.copy()["momentum"],
+    "shallow": lambda e: copy.copy(e)["momentum"],
+    "deep": lambda e: copy.deepcopy(e)["momentum"],
+    "pickle": lambda e: pickle.loads(pickle.dumps(e))["momentum"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_to_a_value_goes_past_the_copy(way: str) -> None:
+    """The host tensor is not complete before the copies are over, and is on another device than its parameter."""
+    plain, (optimizer, states) = Trap(groups(parameters())), offloaded(Trap)
+    train(plain, optimizer, steps=2)
+    entry, theirs = (each.state[all_parameters(each)[5]] for each in (optimizer, plain))
+    home = dict.__getitem__(entry, "momentum")
+    found = WAYS[way](entry)
+    assert found.data_ptr() != home.data_ptr()
+    assert same_bits(found, theirs["momentum"])
+    assert entry == {} or same_bits(entry["momentum"], theirs["momentum"])
+    assert states.offloaded_bytes > 0
+
+
+def test_questions_without_a_tensor_move_nothing() -> None:
+    optimizer, states = offloaded(Trap)
+    train(optimizer, steps=2)
+    entry = optimizer.state[all_parameters(optimizer)[5]]
+    assert (len(entry), list(entry), list(entry.keys()), "momentum" in entry, bool(entry)) == (
+        *(1, ["momentum"], ["momentum"], True, True),
+    )
+    assert device_bytes(states) == 0
+
+
+def test_the_next_chunk_is_read_ahead() -> None:
+    """Once a step is known, no chunk but the first is asked for before its copy has been issued."""
+    waited = []
+
+    class Watched(Trap):
+        def move(self, p: torch.Tensor, rate: Any) -> None:
+            staging = states._away.staging if states else None
+            chunk = states._away.chunk_of.get(p) if states else None
+            if chunk is not None and chunk not in staging._staged:
+                waited.append(p)
+            super().move(p, rate)
+
+    states: Any = None
+    optimizer, states = of_many(Watched)
+    train(optimizer, steps=4)
+    assert not waited
+
+
 class Closure(torch.optim.SGD):
     """Evaluates its closure twice, as methods that look ahead do."""
 

@@ -106,9 +106,6 @@ class Entry(dict[Hashable, Any]):
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
-    def __ror__(self, other: Any) -> Any:
-        return other | dict(self)
-
     def __ior__(self, other: Any) -> Any:
         self.update(other)
         return self
