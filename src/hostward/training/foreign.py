@@ -20,9 +20,11 @@ from hostward.planner import checked_fraction
 from hostward.sizes import MIB
 
 from .foreign_away import AwayState
-from .foreign_calls import check_optimizer, check_state_keys, raw_step, watched_step
+from .foreign_calls import check_optimizer, has_a_step_of_torch, raw_step, watched_step
+from .foreign_entry import Maker, at_rest
+from .foreign_staging import CHUNKS_AT_ONCE
 from .foreign_state import bundle_bytes, bundles, cut, may_leave
-from .foreign_step import SLOTS, ChunkedStep, expected_bytes
+from .foreign_step import OffloadedStep, expected_bytes
 from .optimizer import AdamW
 from .options import named_options
 
@@ -37,31 +39,38 @@ def offload_optimizer_states(
     chunk_size_mb: int = 0,
     backend: Backend | None = None,
 ) -> StreamedStates:
-    """Keep the state tensors of any torch optimizer in page-locked host memory between its steps.
+    """Keep the state tensors of any torch optimizer in pinned host memory between its steps.
 
-    The optimizer stays the caller's object; its `step` is replaced on it. A step brings the state to the device chunk
-    by chunk, calls the optimizer's own step for the parameters of each chunk, and takes the state back. The result has
-    the bits that the optimizer gives without offloading, if it steps each parameter by itself.
+    The optimizer stays the caller's object; its `step` is replaced on it. Weights, state and groups are bitwise those
+    of training without offloading, whatever the step depends on: attributes, counters, the position of a parameter,
+    random numbers, norms over all parameters, a closure. Its own step is called once, and a state tensor is copied to
+    the device when `optimizer.state[p]` is asked for it. When nothing but `optimizer.state` refers to it any more, it
+    is copied back. The same holds between steps: `optimizer.state[p][key]` is a device tensor, as without offloading.
 
-    State moves as it is: dtype, shape and strides come back. On the device stay numbers, tensors of one element (step
-    counts), and tensors that share memory with others or are no plain dense tensors. State that the first step makes
-    leaves during that step.
+    Optimizers of torch.optim step each parameter by itself and read all state first. Their step, and that of subclasses
+    that do not change it, is called for the parameters of one chunk at a time, which gives the same bits.
+
+    Tensors keep dtype, shape and strides. On the device stay numbers, tensors of one element (step counts), tensors in
+    lists, tensors with attributes of their own, tensors that share memory with others, and those that somebody else
+    refers to (an attribute, a variable of the caller), for as long as he does. State that the first step makes leaves
+    during that step.
 
     Args:
-        optimizer: any torch.optim.Optimizer whose step does not need a closure; its parameters are plain tensors on one
-            device. Not `hostward.AdamW`, which has options of its own.
+        optimizer: any torch.optim.Optimizer; its parameters are plain tensors on one device. Not `hostward.AdamW`,
+            which has options of its own.
         fraction: share of the state's bytes that leaves, to within one parameter's state. 0: nothing is changed.
         chunk_size_mb: largest chunk, in MiB of state; a parameter is never divided. 0: a 64th of all state, at least 16
-            MiB. During a step three chunks are on the device.
+            MiB. During a step at most four chunks are on the device, if the step lets go of one parameter's state
+            before it reads that of the next chunks. Other steps (foreach and fused ones of other classes than torch's)
+            have all state on the device until they end; a warning says so once.
         backend: where copies run; by default the parameters' CUDA device, or a simulated one for CPU parameters.
 
-    Cannot be noticed, and gives other results than without offloading: an optimizer whose update of one parameter
-    depends on others without leaving a trace in its groups or attributes (a norm over all parameters taken inside the
-    step), that keeps tensors of several parameters outside `optimizer.state`, or that communicates for parameters in a
-    fixed order. One that draws random numbers draws them in another order.
+    A step that uses state on CUDA streams of its own must let the current stream wait for them before it drops its
+    references; torch's own rule for memory (`record_stream`) asks for the same.
 
     Raises:
-        ConfigError: `fraction` or `chunk_size_mb` out of range. ModelError: the optimizer cannot be stepped in parts.
+        ConfigError: `fraction` or `chunk_size_mb` out of range. ModelError: the optimizer's step or state cannot be
+            followed (differentiable=True, a replaced step, a state that is no dict).
         MemoryLimitError: its present state does not fit the host; everything is as before.
     """
     fraction = checked_fraction(fraction, "fraction")
@@ -98,12 +107,11 @@ def _checked_mebibytes(value: object) -> int:
 class StreamedStates:
     """State of one optimizer that lives on the host; made by `offload_optimizer_states`.
 
-    `optimizer.state` has host tensors between steps; they are complete after `wait()`. `state_dict()` waits and returns
-    copies on the CPU, `load_state_dict()` puts state on the host again.
+    Reading `optimizer.state[p][key]` brings the tensor to the device, in a step and between steps. `state_dict()`
+    waits and returns copies on the CPU, `load_state_dict()` puts state on the host again.
 
-    An error of the optimizer comes through as it is, with empty lanes. Before anything was written it leaves all as it
-    was. Later, weights and state do not belong together: step() and state_dict() raise ModelError until a state is
-    loaded.
+    An error of the optimizer comes through as it is, with empty lanes. If something had been written by then, weights
+    and state do not belong together: step() and state_dict() raise ModelError until a state is loaded.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, fraction: float, chunk_bytes: int, backend: Backend) -> None:
@@ -115,6 +123,7 @@ class StreamedStates:
         self._away = AwayState(backend, fraction, chunk_bytes)
         self._torn = ""
         """What has failed half way."""
+        self._told = False
         self._loading: list[tuple[torch.Tensor, object, dict[Any, Any]]] = []
         self._saved_groups: list[dict[str, Any]] = []
         self._handles: list[RemovableHandle] = []
@@ -140,13 +149,13 @@ class StreamedStates:
         return (
             f"{self._kind}: {share.left_bytes:,} of {share.total_bytes:,} bytes of state on the host "
             f"({actual:.1%}, asked {self.fraction:.1%}), in {len(chunks)} chunks of at most {largest:,} bytes; "
-            f"{min(SLOTS, len(chunks))} of them on the device during a step"
+            f"at most {min(CHUNKS_AT_ONCE, len(chunks))} of them on the device during a step"
         )
 
     __repr__ = explain
 
     def wait(self) -> None:
-        """Return when all state has arrived on the host. Raises what a lane reported."""
+        """Return when all copies are over. Raises what one of them reported."""
         self.backend.synchronise()
 
     @torch.inference_mode(False)
@@ -163,6 +172,8 @@ class StreamedStates:
             self.attached = False
             return
         self._away.bring_back(optimizer.state)
+        if isinstance(getattr(optimizer.state, "default_factory", None), Maker):
+            optimizer.state.default_factory = dict
         if self._torn:
             log.warning("%s: %s failed half way; weights and state do not belong together", self._kind, self._torn)
         for handle in self._handles:
@@ -180,14 +191,13 @@ class StreamedStates:
     @torch.no_grad()
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = bundles(optimizer.state, parameters, self.backend.device)
-        expected = sum(bundle_bytes(found[p]) if p in found else expected_bytes(p) for p in parameters)
+        present = {p: bundle_bytes(b) for p, b in bundles(optimizer.state, parameters, self.backend.device).items()}
+        expected = sum(present[p] if p in present else expected_bytes(p) for p in parameters)
         try:
-            self._away.take(optimizer.state, list(found), self._away.limit_bytes(expected))
+            self._away.take(optimizer.state, list(present), limit_bytes=self._away.limit_bytes(expected))
         except MemoryLimitError:
             self._away.bring_back(optimizer.state)
             raise
-        del found
         self._away.release()
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._before_save, prepend=True),
@@ -203,25 +213,39 @@ class StreamedStates:
 
     # ---------------------------------------------------------------- the step
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> object:
         """One step of `optimizer`: `call` steps whatever its groups hold. Returns what the last call returned.
 
         Raises:
-            ModelError: the optimizer mixes parameters, or an earlier step failed half way.
+            ModelError: an earlier step failed half way, or this one is captured in a CUDA graph.
             MemoryLimitError: state that this step has made does not fit the host; the step itself is whole.
         """
         self._require_whole()
-        check_state_keys(optimizer)
-        step = ChunkedStep(optimizer, self._away, call)
+        if self.backend.capturing():
+            raise ModelError(
+                f"a step of this {self._kind} is captured in a CUDA graph",
+                why="a graph has fixed addresses, and state that comes and goes has not",
+                fix="capture forward and backward without the step, or detach() first",
+            )
+        step = OffloadedStep(optimizer, self._away, call)
         try:
             result = step.run()
         finally:
             self._torn = "an earlier step" if step.torn else ""
+        self._tell_of_peak()
         if step.refused is not None:
             raise step.refused
         return result
+
+    def _tell_of_peak(self) -> None:
+        bound_bytes = CHUNKS_AT_ONCE * max((chunk.size_bytes for chunk in self._away.chunks), default=0)
+        if not self._told and self._away.staging.peak_bytes > bound_bytes:
+            self._told = True
+            log.warning(
+                "%s had %s bytes of state on the device at once, where %s chunks take %s: its step reads the state of "
+                "further parameters before it lets go of the first; with foreach=False, if it has that, it may not",
+                *(self._kind, f"{self._away.staging.peak_bytes:,}", CHUNKS_AT_ONCE, f"{bound_bytes:,}"),
+            )
 
     def _require_whole(self) -> None:
         if self._torn:
@@ -244,7 +268,7 @@ class StreamedStates:
         def copied(entry: object) -> object:
             if not isinstance(entry, dict):
                 return entry
-            return {key: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
+            return {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in at_rest(entry).items()}
 
         return {**state_dict, "state": {i: copied(entry) for i, entry in state_dict["state"].items()}}
 
@@ -276,7 +300,7 @@ class StreamedStates:
         for run in cut(sizes, limit_bytes):
             for p in run:
                 optimizer.state[p] = self._loaded(optimizer, p, *entries[p])
-            self._away.take(optimizer.state, run, limit_bytes)
+            self._away.take(optimizer.state, run, limit_bytes=limit_bytes, loaded=True)
             self._away.release()
         self._torn = ""
 
@@ -306,10 +330,13 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
             vars(own)["_opt_called"] = True
         if not states.attached:
             return raw(own, *args, **kwargs)
+        if not has_a_step_of_torch(own):
+            return states._step(own, lambda: raw(own, *args, **kwargs))
         bound = signature.bind(own, *args, **kwargs)
         closure = bound.arguments.get("closure")
         if closure is None:
             return states._step(own, lambda: raw(*bound.args, **bound.kwargs))
+        # Before anything else, as torch's own steps do: its gradients say what may be stepped in parts.
         with torch.enable_grad():
             loss = closure()
         bound.arguments["closure"] = None

@@ -1,11 +1,11 @@
-"""One step of an optimizer in several calls of its own step, and which optimizers allow that."""
+"""Which optimizers have their state offloaded, whose step may be made of several calls, and how one is narrowed."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,35 @@ import torch
 
 from hostward.errors import ModelError
 
+from .foreign_entry import Entry
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_EACH_ALONE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        torch.optim.Adafactor,
+        torch.optim.SparseAdam,
+        torch.optim.Muon,
+    }
+)
+"""torch's classes whose step uses nothing but one parameter, its gradient and state, and constants of its group."""
+
+_HARMLESS = {
+    *("__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__parameters__", "__orig_bases__"),
+    *("__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "__annotate__", "__repr__"),
+}
+"""What a subclass may have of its own and still step as its parent does."""
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -30,12 +58,11 @@ def check_optimizer(optimizer: object) -> torch.device:
             fix="pass the optimizer itself; of a wrapper, the optimizer inside",
         )
     name = type(optimizer).__name__
-    closure = inspect.signature(raw_step(optimizer)).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
         raise ModelError(
-            f"{name} cannot be stepped in parts",
-            why="its step needs a closure and looks at all parameters at once",
-            fix="keep its state on the device",
+            f"{name} has never called torch.optim.Optimizer.__init__",
+            why="it has none of the hooks by which its state is saved and loaded",
+            fix="pass the optimizer inside, if it wraps one",
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ModelError(
@@ -44,7 +71,12 @@ def check_optimizer(optimizer: object) -> torch.device:
             fix="differentiable=False",
         )
     _check_step(optimizer, name)
-    check_state_keys(optimizer)
+    if not isinstance(optimizer.state, dict):
+        raise ModelError(
+            f"the state of this {name} is a {type(optimizer.state).__name__}, not a dict",
+            why="what it does when state is read is not known",
+            fix="keep its state on the device",
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise ModelError(f"{name} has no parameter", fix="add parameters before its state is offloaded")
@@ -72,17 +104,6 @@ def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
         )
 
 
-def check_state_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ModelError for state that belongs to no parameter."""
-    for key in optimizer.state:
-        if not isinstance(key, torch.Tensor):
-            raise ModelError(
-                f"{type(optimizer).__name__} has state under {key!r}, which is no parameter",
-                why="state that all parameters share would be updated once for each part of a step",
-                fix="keep its state on the device",
-            )
-
-
 def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
     """Raises ModelError unless it is a plain tensor on `device`."""
     problem = None
@@ -98,131 +119,93 @@ def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
         )
 
 
-class PartCalls:
-    """One step, made of calls of the optimizer's own step over some of its parameters each.
+@functools.cache
+def _names_of_torch(kind: Any) -> frozenset[str] | None:
+    """The names of the class of torch's whose step `kind` has, unchanged, if that steps each parameter by itself."""
+    base = next((c for c in kind.__mro__ if c in _EACH_ALONE), None)
+    if base is None:
+        return None
+    names = frozenset(dir(base))
+    own = {name for c in kind.__mro__[: kind.__mro__.index(base)] for name in vars(c)}
+    return names if own & names <= _HARMLESS else None
 
-    Plain values of the optimizer and of its groups (counters, say) are set back before each call, so that each starts
-    from what the step began with. Each call must leave the same values: an optimizer for which it does not computes
-    them from all parameters together.
+
+def has_a_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is stepped by torch's own code, of a class that steps each parameter by itself."""
+    kind: Any = type(optimizer)
+    names = _names_of_torch(kind)
+    return names is not None and vars(optimizer).keys() & names <= {"step"}
+
+
+def may_be_stepped_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this step, made of calls for some parameters each, gives the bits of one call for all.
+
+    torch's own steps treat each parameter alone, but choose between kernels by all that a call is given: gradients of
+    which some only are sparse, or lie otherwise in memory than their parameters, are for one call.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, call: Callable[[], object], parts: int) -> None:
-        self._optimizer = optimizer
-        self._call = call
-        self._parts = parts
-        self._groups = [(group, group["params"]) for group in optimizer.param_groups]
-        self._contexts: list[MutableMapping[str, Any]] = [vars(optimizer), *optimizer.param_groups]
-        self._before = [_plain_values(context) for context in self._contexts]
-        self._after: dict[int, dict[str, object]] = {}
-        self._tensors = [(t, t._version) for g in optimizer.param_groups for t in g.values() if torch.is_tensor(t)]
-        self._stepped = False  # whether a call that had a gradient is over
-        self._begun: Sequence[torch.Tensor] = ()
-        self._found: list[object] = []
-        self.result: object = None
-        """What the last call returned."""
-
-    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Before each call, with the state as it lies between steps."""
-        if not self._stepped:
-            self._begun = parameters
-            self._found = _fingerprint(self._optimizer, parameters)
-
-    def call(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step exactly these parameters.
-
-        Raises:
-            ModelError: the optimizer mixes parameters, as far as that shows.
-        """
-        for context, before in zip(self._contexts, self._before, strict=True):
-            _set(context, before)
-        with self._narrowed(parameters) as active:
-            self.result = self._call()
-        for i, context in enumerate(self._contexts):
-            if active[i]:
-                self._compare(i, _plain_values(context))
-        if self._parts > 1 and any(t._version != version for t, version in self._tensors):
-            raise self._mixes("changes a tensor of its group in place")
-        self._stepped = self._stepped or any(active[1:])
-
-    def finish(self) -> None:
-        """All calls are made: the values that they agree on hold."""
-        for i, after in self._after.items():
-            _set(self._contexts[i], after)
-
-    def undo(self) -> bool:
-        """After an error: whether the step has changed nothing. Plain values are then as before."""
-        if self._stepped or not _same(self._found, _fingerprint(self._optimizer, self._begun)):
+    if not has_a_step_of_torch(optimizer):
+        return False
+    for group in optimizer.param_groups:
+        gradients = [(p, p.grad) for p in group["params"] if p.grad is not None]
+        if any(g.layout is not torch.strided for _, g in gradients):
+            if any(g.layout is torch.strided for _, g in gradients):
+                return False
+        elif not all(p.stride() == g.stride() and p.dtype is g.dtype and _is_dense(p) for p, g in gradients):
             return False
-        for context, before in zip(self._contexts, self._before, strict=True):
-            _set(context, before)
+    return True
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each once, in some order of its dimensions."""
+    if tensor.is_contiguous():
         return True
-
-    @contextmanager
-    def _narrowed(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
-        """The optimizer has only these parameters and no step hooks inside the block; groups keep their place.
-
-        Yields for the optimizer and for each group whether it has a gradient to step with.
-        """
-        optimizer, members = self._optimizer, set(parameters)
-        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        active = [True]
-        for group, everything in self._groups:
-            group["params"] = [p for p in everything if p in members]
-            active.append(any(p.grad is not None for p in group["params"]))
-        try:
-            yield active
-        finally:
-            for group, everything in self._groups:
-                group["params"] = everything
-            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-
-    def _compare(self, i: int, now: dict[str, object]) -> None:
-        known = self._after.setdefault(i, now)
-        if known != now:
-            keys = sorted(str(key) for key in known.keys() | now.keys() if known.get(key) != now.get(key))
-            raise self._mixes(f"leaves another {keys[0]!r} for each part of its parameters")
-
-    def _mixes(self, what: str) -> ModelError:
-        return ModelError(
-            f"{type(self._optimizer).__name__} {what}",
-            why="it computes from all parameters together, and a step in parts would give other results",
-            fix="keep its state on the device (detach), and load the last checkpoint",
-        )
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
-def _plain(value: object) -> bool:
-    if type(value) in (list, tuple, set, frozenset):
-        return all(map(_plain, value))  # type: ignore[call-overload]
-    if type(value) is dict:
-        return all(_plain(key) and _plain(v) for key, v in value.items())
-    return type(value) in _PLAIN
+@contextmanager
+def narrowed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The optimizer has only these parameters inside the block; groups keep their place."""
+    members, everything = set(parameters), [(group, group["params"]) for group in optimizer.param_groups]
+    for group, params in everything:
+        group["params"] = [p for p in params if p in members]
+    try:
+        yield
+    finally:
+        for group, params in everything:
+            group["params"] = params
 
 
-def _plain_values(context: MutableMapping[str, Any]) -> dict[str, object]:
-    return {key: _copied(value) for key, value in context.items() if key != "params" and _plain(value)}
+@contextmanager
+def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The step hooks have run already; a step that calls its parent's would run them again."""
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
-def _copied(value: object) -> object:
-    return value if type(value) in _PLAIN else copy.deepcopy(value)
-
-
-def _set(context: MutableMapping[str, Any], values: dict[str, object]) -> None:
-    for key in [key for key, value in context.items() if key != "params" and key not in values and _plain(value)]:
-        del context[key]
-    context.update({key: _copied(value) for key, value in values.items()})
-
-
-def _fingerprint(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[object]:
-    """Changes when a weight or a value of the state is written or replaced."""
+def fingerprint(optimizer: torch.optim.Optimizer) -> list[object]:
+    """Changes when a weight, or a value of the state on the device, is written or replaced. Keeps no tensor."""
     found: list[object] = []
-    for p in parameters:
-        found.append(p._version)
-        entry = optimizer.state.get(p)
-        if isinstance(entry, dict):
-            found += [part for key, v in entry.items() for part in (key, v, v._version if torch.is_tensor(v) else 0)]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            found.append(p._version)
+            entry = optimizer.state.get(p)
+            if isinstance(entry, dict):
+                away = entry.away if isinstance(entry, Entry) else ()  # copies write these
+                for key, value in dict.items(entry):
+                    tensor = isinstance(value, torch.Tensor)
+                    found += (key, id(value) if tensor else value, value._version if tensor and key not in away else 0)
     return found
 
 
-def _same(a: Sequence[object], b: Sequence[object]) -> bool:
+def same_fingerprint(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether nothing has changed between the two."""
     return len(a) == len(b) and all(x is y or (type(x) in _PLAIN and x == y) for x, y in zip(a, b, strict=True))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hostward.engine.backend import Backend, Buffer, Tier
+from hostward.engine.backend import Backend, Buffer, Event, Tier
 from hostward.inventory import align
+
+from .foreign_entry import Entry, only_here
 
 ALIGNMENT_BYTES = 256
 """As torch's own device allocator at least: kernels that look at alignment choose as they would without hostward."""
@@ -53,35 +55,48 @@ def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def may_leave(value: object) -> bool:
-    """Whether a state entry is a plain tensor of more than one element."""
+    """Whether a state entry is a plain tensor of more than one element, without attributes that its user has set."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
         and value.numel() > 1
-        and not (value.requires_grad or value.is_conj() or value.is_neg())
+        and not (value.requires_grad or value.is_conj() or value.is_neg() or value.__dict__)
     )
 
 
 def bundles(
-    state: Mapping[torch.Tensor, Any], parameters: Iterable[torch.Tensor], device: torch.device
+    state: Mapping[torch.Tensor, Any], parameters: Iterable[torch.Tensor], device: torch.device, *, loaded: bool = False
 ) -> dict[torch.Tensor, Bundle]:
     """The tensors that can move, of each parameter that has some.
 
-    Left out are tensors on another device and those that share memory with another tensor (a view of a larger buffer,
-    the weight or the gradient itself): moving them would free nothing, or tear the two apart.
+    Left out are tensors on another device, those that share memory with another tensor (a view of a larger buffer, the
+    weight or the gradient itself): moving them would free nothing, or tear the two apart; and those that somebody has
+    besides `state`, who would go on with the old one. `loaded`: the tensors are those of a file, whoever has them.
     """
-    found: dict[torch.Tensor, Bundle] = {}
-    shared: Counter[int] = Counter()
+    keys: dict[torch.Tensor, list[Hashable]] = {}
     for p in parameters:
-        entry = state.get(p)
+        if isinstance(state, dict) and p in state and _is_ours(state, p):
+            entry = state[p]
+            keys[p] = [key for key, value in dict.items(entry) if may_leave(value) and value.device == device]
+    keys = {p: candidates for p, candidates in keys.items() if candidates}
+    shared: Counter[int] = Counter()
+    for p, candidates in keys.items():
         shared.update(_address(t) for t in (p, p.grad) if t is not None and t.layout is torch.strided)
-        if isinstance(entry, dict):
-            bundle = {key: value for key, value in entry.items() if may_leave(value) and value.device == device}
-            shared.update(map(_address, bundle.values()))
+        shared.update(_address(dict.__getitem__(state[p], key)) for key in candidates)
+    found: dict[torch.Tensor, Bundle] = {}
+    for p, candidates in keys.items():
+        free = [key for key in candidates if loaded or only_here(state[p], key)]
+        bundle = {key: dict.__getitem__(state[p], key) for key in free}
+        bundle = {key: t for key, t in bundle.items() if shared[_address(t)] == 1 and _owns_its_memory(t)}
+        if bundle:
             found[p] = bundle
-    for p, bundle in found.items():
-        found[p] = {key: t for key, t in bundle.items() if shared[_address(t)] == 1 and _owns_its_memory(t)}
-    return {p: bundle for p, bundle in found.items() if bundle}
+    return found
+
+
+def _is_ours(state: dict[torch.Tensor, Any], parameter: torch.Tensor) -> bool:
+    """Whether what a parameter has is a dict that may be replaced: nobody else goes on with the old one."""
+    kind = type(dict.__getitem__(state, parameter))
+    return kind is Entry or (issubclass(kind, dict) and only_here(state, parameter))
 
 
 def bundle_bytes(bundle: Bundle) -> int:
@@ -125,42 +140,40 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a state tensor lies in its chunk, in bytes, and the view of it on the host."""
+    """Where a state tensor lies in its chunk, in bytes; the view of it on the host, and its bytes there for copies."""
 
     offset: int
     layout: Layout
     home: torch.Tensor
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        return self.offset, self.offset + self.layout.nbytes
+    memory: Buffer
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
     """State of some parameters in one host slab, and what comes to the device at once.
 
-    `places` by parameter and key; `extents` is the byte range of each parameter's places, padding included.
+    `places` by parameter and key. `drained`: the newest copy into the slab.
     """
 
     slab: Buffer
     name: str
+    drained: Event
     places: dict[torch.Tensor, dict[Hashable, Place]] = field(default_factory=dict)
-    extents: dict[torch.Tensor, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, backend: Backend, content: Mapping[torch.Tensor, Bundle], number: int) -> Chunk:
         """A chunk with room for these bundles, all zero. Raises MemoryLimitError."""
         size = sum(map(padded_bytes, content.values()))
         (slab,) = backend.allocate(Tier.HOST, [size], torch.uint8, HOST_OWNER, pinned=True)
-        chunk, offset = cls(slab, f"{number:04d}"), 0
+        chunk, offset = cls(slab, f"{number:04d}", backend.event()), 0
         for p, bundle in content.items():
-            start, places = offset, {}
+            places = {}
             for key, tensor in bundle.items():
                 layout = Layout.of(tensor)
-                places[key] = Place(offset, layout, layout.view(slab.data, offset))
+                (memory,) = pieces(slab, [(offset, offset + layout.nbytes)])
+                places[key] = Place(offset, layout, layout.view(slab.data, offset), memory)
                 offset += align(layout.nbytes, ALIGNMENT_BYTES)
-            chunk.places[p], chunk.extents[p] = places, (start, offset)
+            chunk.places[p] = places
         return chunk
 
     @property
@@ -174,24 +187,10 @@ class Chunk:
         """Whether the optimizer's state still is what lies here: nobody has put other tensors in its place."""
         entry = state.get(parameter)
         places = self.places[parameter]
-        return isinstance(entry, dict) and all(entry.get(key) is place.home for key, place in places.items())
+        return isinstance(entry, dict) and all(dict.get(entry, key) is place.home for key, place in places.items())
 
     def homes(self, parameter: torch.Tensor) -> Bundle:
         return {key: place.home for key, place in self.places[parameter].items()}
-
-    def staged(self, parameter: torch.Tensor, slot: Buffer) -> Bundle:
-        """The parameter's state as it lies in a slot that the chunk has been copied to."""
-        return {key: place.layout.view(slot.data, place.offset) for key, place in self.places[parameter].items()}
-
-    def runs(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """The byte ranges of these parameters, neighbours joined: one copy each."""
-        joined: list[tuple[int, int]] = []
-        for start, stop in sorted(self.extents[p] for p in parameters):
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return joined
 
 
 def pieces(buffer: Buffer, runs: Iterable[tuple[int, int]]) -> list[Buffer]:
@@ -212,32 +211,30 @@ def cut(sizes: Iterable[tuple[torch.Tensor, int]], limit_bytes: int) -> list[lis
     return runs
 
 
-def settle(state: Mapping[torch.Tensor, Any], parameter: torch.Tensor, staged: Bundle, device: torch.device) -> bool:
-    """After a step: bring what the optimizer has put in a staged tensor's place into it.
+def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> bool:
+    """After its use: bring what the optimizer has put in place of a tensor that it was given into that one's memory.
 
     Returns False where that cannot be done, because the parameter's state has other tensors than before: then they
     are all made independent of the slot.
     """
-    entry = state.get(parameter)
-    if not isinstance(entry, dict):
-        return False
-    replaced = [(tensor, entry.get(key)) for key, tensor in staged.items() if entry.get(key) is not tensor]
-    same = all(isinstance(now, torch.Tensor) and Layout.of(now) == Layout.of(t) for t, now in replaced)
-    if same and not _has_more(state, parameter, staged, device):
+    now: dict[Hashable, Any] = {key: dict.get(entry, key) for key in given}
+    replaced = [(tensor, now[key]) for key, tensor in given.items() if now[key] is not tensor]
+    same = all(may_leave(value) and Layout.of(value) == Layout.of(t) for t, value in replaced)
+    more = [key for key, value in dict.items(entry) if key not in given and may_leave(value) and value.device == device]
+    if same and not any(_is_more(entry, key, given) for key in more):
         # A swap of two state tensors makes each the source of the other.
-        sources = [now.clone() for _, now in replaced if isinstance(now, torch.Tensor)]
+        sources = [value.clone() for _, value in replaced]
         for (tensor, _), source in zip(replaced, sources, strict=True):
             tensor.copy_(source)
         return True
-    for key, now in entry.items():
-        if any(now is tensor for tensor in staged.values()):
-            entry[key] = now.clone()
+    for key, value in list(dict.items(entry)):
+        if any(value is tensor for tensor in given.values()):
+            dict.__setitem__(entry, key, value.clone())
     return False
 
 
-def _has_more(state: Mapping[torch.Tensor, Any], parameter: torch.Tensor, staged: Bundle, device: torch.device) -> bool:
-    """Whether tensors have come that could leave too."""
-    if all(key in staged or not may_leave(value) for key, value in state[parameter].items()):
-        return False
-    others = {parameter: {key: value for key, value in state[parameter].items() if key not in staged}}
-    return bool(bundles(others, [parameter], device))
+def _is_more(entry: dict[Hashable, Any], key: Hashable, given: Bundle) -> bool:
+    """Whether a tensor under a new key is one of `given`, or could leave as well."""
+    if any(dict.__getitem__(entry, key) is tensor for tensor in given.values()):
+        return True
+    return only_here(entry, key) and _owns_its_memory(dict.__getitem__(entry, key))

@@ -1,32 +1,30 @@
-"""One step of an optimizer whose state is away: chunk by chunk through a few device slots.
+"""One step of an optimizer whose state is away.
 
-    compute      acquire  step of what stays  step/0  step/1  ...          free
-    h2d          read/0  read/1  read/2               read/3 (slot of 0)
-    d2h                                       drain/0  drain/1  ...
-
-Each chunk of state comes into a slot, the optimizer steps exactly its parameters, and the chunk goes back. Slots exist
-only during the step. When it ends, the compute lane waits for the last drain, so that whatever comes later, the next
-step's reads included, comes after it.
+One call of the optimizer's own step, in which state comes when it is read and goes when nobody has it any more
+(foreign_staging.py): nothing can tell it from a step without offloading. Steps of torch's own classes read all state
+before they use any. Where it is known that each parameter is stepped by itself, such a step is made of calls for the
+parameters of one chunk each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from hostward.engine.backend import Buffer, Event, Tier
 from hostward.errors import MemoryLimitError
-from hostward.schedule import Lane
 
 from .foreign_away import AwayState
-from .foreign_calls import PartCalls, check_parameter
-from .foreign_state import HOST_OWNER, Chunk, cut, pieces, settle
-
-SLOTS = 3
-"""One chunk comes, one is stepped, one goes."""
+from .foreign_calls import (
+    check_parameter,
+    fingerprint,
+    may_be_stepped_in_parts,
+    narrowed,
+    same_fingerprint,
+    without_hooks,
+)
+from .foreign_state import Chunk, cut
 
 
 @dataclass(slots=True)
@@ -42,144 +40,76 @@ class _Parts:
     away: dict[Chunk, list[torch.Tensor]] = field(default_factory=dict)
 
 
-class ChunkedStep:
+class OffloadedStep:
     """One step of `optimizer`, in which `call` steps whatever its groups hold."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, away: AwayState, call: Callable[[], object]) -> None:
         """Raises ModelError for a parameter that cannot be followed."""
         self._optimizer = optimizer
         self._away = away
-        self._backend = away.backend
-        parts = self._sorted()
-        self._rest = parts.rest
-        self._turns = list(parts.away.items())
-        self._limit_bytes = away.limit_bytes(sum(map(expected_bytes, parts.fresh)))
-        self._fresh = cut([(p, expected_bytes(p)) for p in parts.fresh], self._limit_bytes)
-        self._calls = PartCalls(optimizer, call, bool(parts.rest) + len(self._fresh) + len(self._turns))
+        self._call = call
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        away.follow(optimizer.state, self._parameters)
+        for p in self._parameters:
+            if p not in away.chunk_of:
+                check_parameter(p, away.backend.device)
         self.refused: MemoryLimitError | None = None
         """What kept new state on the device. The step is whole all the same."""
         self.torn = False
-        """After an error: whether some parameters have been stepped and others have not."""
+        """After an error: whether something has been written."""
 
     def run(self) -> object:
         """Issue all of it; returns what the last call returned. Raises what the optimizer raises, with empty lanes."""
-        backend = self._backend
-        backend.begin_turn()
-        slots: list[Buffer] = []
-        drains: list[Event] = []
+        away, state = self._away, self._optimizer.state
+        parts = self._parts() if may_be_stepped_in_parts(self._optimizer) else None
+        before = fingerprint(self._optimizer)
         whole = False
+        away.backend.begin_turn()
         try:
-            slots = self._acquire([chunk for chunk, _ in self._turns])
-            acquired = backend.mark("offload/acquire", Lane.COMPUTE).issue()
-            reads = [self._read(k, slot, acquired) for k, slot in enumerate(slots)]
-            self._step_unmoved()
-            for k in range(len(self._turns)):
-                slot = slots[k % SLOTS]
-                drains.append(self._step_chunk(k, slot, reads[k]))
-                if k + SLOTS < len(self._turns):
-                    reads.append(self._read(k + SLOTS, slot, drains[k]))
-            self._calls.finish()
+            away.begin(state, self._parameters, None if parts is None else list(parts.away))
+            with without_hooks(self._optimizer):
+                result = self._call() if parts is None else self._call_in(parts)
+            away.finish(self._optimizer.state, self._all())
             whole = True
         finally:
             if not whole:
-                backend.drain()
-                self.torn = not self._calls.undo()
-            backend.free(slots, after=drains[-SLOTS:] if whole else ())
-            self._away.release()
-            backend.end_turn()
-        return self._calls.result
+                away.abort(self._optimizer.state)
+                self.torn = away.staging.wrote or not same_fingerprint(before, fingerprint(self._optimizer))
+            away.backend.end_turn()
+        self.refused = away.refused
+        return result
 
-    def _sorted(self) -> _Parts:
-        optimizer, parts, away = self._optimizer, _Parts(), self._away
-        for p in dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]):
+    def _all(self) -> list[torch.Tensor]:
+        """What the groups hold now: a step may have changed them."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _parts(self) -> _Parts:
+        parts, away, state = _Parts(), self._away, self._optimizer.state
+        for p in dict.fromkeys(self._parameters):
             chunk = away.chunk_of.get(p)
-            if chunk is not None and not chunk.holds(p, optimizer.state):
-                away.forget(p)
-                chunk = None
-            if p.grad is None or p in away.staying or p in away.stateless:
+            if p.grad is None or p in away.staying or (chunk is None and p in state):
                 parts.rest.append(p)
             elif chunk is not None:
                 parts.away.setdefault(chunk, []).append(p)
             else:
-                check_parameter(p, self._backend.device)
                 parts.fresh.append(p)
         return parts
 
-    def _acquire(self, chunks: Sequence[Chunk]) -> list[Buffer]:
-        """Device slots, each as large as the largest chunk that will use it. The compute lane makes them."""
-        sizes = [max(c.size_bytes for c in chunks[k::SLOTS]) for k in range(min(SLOTS, len(chunks)))]
-        if not sizes:
-            return []
-        return self._backend.allocate(Tier.DEVICE, sizes, torch.uint8, f"{HOST_OWNER} slots", zero=False)
-
-    def _read(self, k: int, slot: Buffer, after: Event) -> Event:
-        chunk, active = self._turns[k]
-        runs, name = chunk.runs(active), f"offload/h2d/state/{chunk.name}"
-        pairs = list(zip(pieces(slot, runs), pieces(chunk.slab, runs), strict=True))
-        return self._backend.copy(Lane.H2D, pairs, name=name, waits=[after]).issue()
-
-    def _step_chunk(self, k: int, slot: Buffer, read: Event) -> Event:
-        """Step the parameters of one chunk, with their state in `slot`, and send it back."""
-        (chunk, active), state, device = self._turns[k], self._optimizer.state, self._backend.device
-        changed: list[torch.Tensor] = []
-
-        def run() -> None:
-            staged = {p: chunk.staged(p, slot) for p in active}
-            for p, bundle in staged.items():
-                state[p].update(bundle)
-            returning = active
-            try:
-                self._calls.call(active)
-                settled = {p: settle(state, p, staged[p], device) for p in active}
-                changed.extend(p for p in active if not settled[p])
-                returning = [p for p in active if settled[p]]
-            finally:
-                for p in returning:
-                    state[p].update(chunk.homes(p))
-
-        stepped = self._launch(active, f"offload/update/{chunk.name}", run, [slot], [read])
-        runs, name = chunk.runs(active), f"offload/d2h/state/{chunk.name}"
-        pairs = list(zip(pieces(chunk.slab, runs), pieces(slot, runs), strict=True))
-        drained = self._backend.copy(Lane.D2H, pairs, name=name, waits=[stepped]).issue()
-        for p in changed:
-            self._away.forget(p)
-        self._take(changed)
-        return drained
-
-    def _step_unmoved(self) -> None:
-        """Step what has its state on the device, or none yet, and take away what has come."""
-        if self._rest:
-            self._launch(self._rest, "offload/update/rest", partial(self._calls.call, self._rest))
-            self._take([p for p in self._rest if p in self._away.stateless])
-        for part in self._fresh:
-            self._away.release(keep=1)
-            self._launch(part, "offload/update/new", partial(self._calls.call, part))
-            self._take(part)
-
-    def _launch(
-        self,
-        parameters: list[torch.Tensor],
-        name: str,
-        run: Callable[[], None],
-        writes: Sequence[Buffer] = (),
-        waits: Sequence[Event] = (),
-    ) -> Event:
-        """Run it on the compute lane. What it does to Python objects is done when this returns."""
-        self._calls.begin(parameters)
-        self._backend.launch(name, run, reads=(), writes=writes, waits=waits).issue()
-        return self._backend.mark("offload/updated", Lane.COMPUTE).issue()
-
-    def _take(self, parameters: list[torch.Tensor]) -> None:
-        """Move the state that a step has made, if it shall leave."""
-        if not parameters:
-            return
-        try:
-            self._away.take(self._optimizer.state, parameters, self._limit_bytes)
-        except MemoryLimitError as error:
-            self.refused = error
-        else:
-            known = self._away.chunk_of.keys() | self._away.staying
-            self._away.stateless.update(p for p in parameters if p not in known)
+    def _call_in(self, parts: _Parts) -> object:
+        """One call for what does not move, and one for each chunk; returns what the last returned."""
+        away, result = self._away, None
+        limit_bytes = away.limit_bytes(sum(map(expected_bytes, parts.fresh)))
+        fresh = cut([(p, expected_bytes(p)) for p in parts.fresh], limit_bytes)
+        for part in ([parts.rest] if parts.rest else []) + fresh:
+            with narrowed(self._optimizer, part):
+                result = self._call()
+            away.release(keep=1)
+            away.take_new(self._optimizer.state, part)
+        for part in parts.away.values():
+            with narrowed(self._optimizer, part):
+                result = self._call()
+            away.staging.send_home()
+        return result
 
 
 def expected_bytes(parameter: torch.Tensor) -> int:
