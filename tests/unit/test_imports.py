@@ -72,7 +72,6 @@ FACE_LEVEL = LEVELS["training"]
 """`hostward` itself: it leads to hostward.AdamW."""
 
 MAX_FUNCTION_LINES = 80
-MAX_FILE_LINES = 400
 
 HEAVY = ("torch", "transformers", "omegaconf", "pyarrow", "triton", "typer", "rich", "safetensors")
 
@@ -158,9 +157,8 @@ def test_an_unknown_attribute_of_the_package_is_named() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path: Path) -> None:
+def test_functions_stay_small(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     lengths = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
