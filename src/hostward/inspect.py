@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -143,6 +144,11 @@ class Places:
         inner = plain.removeprefix(self._prefix)
         return inner if plain not in paths and inner in paths else plain
 
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The path of a parameter in the plain module; the first one of a tied parameter, None of somebody else's."""
+        paths = self._paths.get(id(parameter))
+        return paths[0] if paths else None
+
     def by_use(self, tracked: Sequence[Tracked]) -> list[Tracked]:
         """In order of use in forward, if they are given in order of their modules: FSDP2 reads what a module gathers
         when that is entered. What the root owns, be it a last norm alone, is needed before its first layer.
@@ -204,11 +210,78 @@ def paths_of(module: torch.nn.Module | None) -> dict[str, torch.nn.Parameter]:
     return {path: parameter for path, _, _, parameter in _slots(module)}
 
 
+def with_module(params: object, module: torch.nn.Module | None) -> tuple[object, torch.nn.Module | None]:
+    """Parameters as `named_groups` takes them, and the module that holds them: the one that is given, or that of
+    parameters without names, if there is one and no other. Raises ModelError.
+    """
+    if isinstance(params, torch.nn.Module):
+        return params, params
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise ModelError(f"cannot take parameters from {type(params).__name__}", fix="pass the module")
+    _require_order(params)
+    given = [_listed(item) for item in params]
+    bare = [p for item in given for p in (item.get("params", ()) if isinstance(item, Mapping) else [item])]
+    bare = [p for p in bare if isinstance(p, torch.Tensor)]
+    return given, module if module is not None or not bare else _owner(bare)
+
+
+def _listed(item: Any) -> Any:
+    """A group whose parameters can be gone through twice; anything else as it is."""
+    if not isinstance(item, Mapping) or "params" not in item:
+        return item
+    held = item["params"]
+    if isinstance(held, (torch.Tensor, str)) or not isinstance(held, Iterable):
+        held = [held]
+    _require_order(held)
+    return {**item, "params": list(held)}
+
+
+def _require_order(params: object) -> None:
+    if isinstance(params, (set, frozenset)):
+        raise ModelError(
+            "parameters in a set",
+            why="their order, which state is placed by, would be another in each process",
+            fix="pass a list",
+        )
+
+
+def _owner(parameters: Sequence[torch.Tensor]) -> torch.nn.Module:
+    """The outermost module that holds all of these, among all modules that are alive. Raises ModelError."""
+    if len(_outermost(parameters)) > 1:
+        gc.collect()  # a module that nobody uses any more may wait for this
+    found = _outermost(parameters)
+    if len(found) == 1:
+        return found[0]
+    why = "no module that is alive holds all of them, by which they could be named"
+    if found:
+        kinds = ", ".join(sorted(type(module).__name__ for module in found))
+        why = f"{len(found)} modules hold all of them, and none of these holds the others: {kinds}"
+    raise _nameless(why)
+
+
+def _outermost(parameters: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
+    """Modules within no other module that hold all of these; what wraps one and the same module counts once."""
+    # Not isinstance(), which asks proxies of other libraries for a class.
+    alive = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
+    inner = {id(part) for module in alive for part in module.__dict__.get("_modules", {}).values()}
+    wanted = {id(p) for p in parameters}
+    found = {}
+    for module in alive:
+        made = "_parameters" in module.__dict__  # another thread may be in the midst of making it
+        if made and id(module) not in inner and wanted <= {id(p) for p in module.parameters()}:
+            plain, _ = _plain_root(module)
+            found[id(plain)] = module
+    return list(found.values())
+
+
 def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
     """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, in plain names.
 
-    `params` is a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
-    "params" is such an iterable. Raises ModelError for parameters without names.
+    `params` is a module (its trainable parameters), an iterable of (name, Parameter) or of parameters of the module of
+    `places`, or a list of group dicts whose "params" is such an iterable. Raises ModelError for parameters without
+    names.
     """
     if isinstance(params, torch.nn.Module):
         trainable = places.trainable()
@@ -220,29 +293,41 @@ def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
     given = list(params)
     if given and all(isinstance(item, Mapping) for item in given):
         groups = []
-        for group in given:
+        for group in map(_listed, given):
             if "params" not in group:
                 raise ModelError("a parameter group without 'params'", fix='{"params": [(name, parameter), ...], ...}')
-            groups.append({**group, "params": _pairs(group["params"], places)})
-        return groups
-    return [{"params": _pairs(given, places)}]
+            # torch asks for names in every group, and finds none in one without parameters.
+            groups.append({**group, "params": _pairs(group["params"], places), "param_names": []})
+    else:
+        groups = [{"params": _pairs(given, places)}]
+    if not any(group["params"] for group in groups):
+        raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
+    return groups
 
 
 def _pairs(params: Iterable[Any], places: Places) -> list[tuple[str, torch.nn.Parameter]]:
-    if isinstance(params, (torch.Tensor, str)) or not isinstance(params, Iterable):
-        params = [params]
     pairs = []
     for item in params:
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-            raise ModelError(
-                "parameters without names",
-                why="state is kept and saved by parameter name, never by position",
-                fix="hostward.AdamW(model, ...) or hostward.AdamW(model.named_parameters(), ...)",
-            )
-        pairs.append((places.name(*item), item[1]))
-    if not pairs:
-        raise ModelError("no parameters to optimize", fix="pass a module with trainable parameters")
+        if isinstance(item, torch.Tensor):
+            name = places.name_of(item)
+            if name is None:
+                known = "the module that is given does not hold them" if places.module is not None else ""
+                raise _nameless(known or "state is kept and saved by parameter name, never by position")
+            pairs.append((name, cast("torch.nn.Parameter", item)))
+        elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            pairs.append((places.name(*item), item[1]))
+        else:
+            raise _nameless("state is kept and saved by parameter name, never by position")
     return pairs
+
+
+def _nameless(why: str) -> ModelError:
+    return ModelError(
+        "parameters without names",
+        why=why,
+        fix="hostward.AdamW(model, ...), hostward.AdamW(model.named_parameters(), ...) or "
+        "hostward.AdamW(model.parameters(), module=model, ...)",
+    )
 
 
 def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) -> None:
@@ -255,6 +340,10 @@ def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) ->
         problem = f"is a {type(parameter).__name__}, a tensor subclass"
     elif getattr(parameter, "_fsdp_flattened", False):
         problem = "belongs to FSDP, which shards it"
+    elif parameter.is_inference():
+        problem = "was made in torch.inference_mode(), and can never be trained"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        problem = "is a tensor of a functional transform, which stands for others"
     elif parameter.layout is not torch.strided:
         problem = f"has layout {parameter.layout}"
     elif parameter.dtype not in DTYPES:

@@ -93,7 +93,8 @@ def test_t48_t51_t56_saved_at_one_fraction_goes_on_at_another(
 def test_what_a_state_dict_holds(dtype: torch.dtype) -> None:
     model, optimizer = trained(dtype, 0.5)
     state = optimizer.state_dict()
-    assert list(state) == ["format", "state", "param_groups"]
+    assert list(state) == ["format", "optimizer", "state", "param_groups"]
+    assert state["optimizer"] == "hostward.AdamW"
     assert list(state["state"]) == list(SHAPES)
     roles = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype is not torch.float32 else set())
     for name, entry in state["state"].items():
@@ -105,7 +106,7 @@ def test_what_a_state_dict_holds(dtype: torch.dtype) -> None:
             assert entry[role].shape == SHAPES[name]
             assert entry[role].is_contiguous()
     (group,) = state["param_groups"]
-    assert group["params"] == list(SHAPES)
+    assert group["params"] == group["param_names"] == list(SHAPES)
     assert group["betas"] == [0.9, 0.95]
     assert model.head.weight.dtype is dtype
 
@@ -200,6 +201,11 @@ def _edit(name: str, role: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no format": (_without("format"), "not an optimizer state of hostward"),
+    "another optimizer": (lambda s: s.update(optimizer="other.Muon"), r"a state of other\.Muon, not of hostward"),
+    "a parameter too many": (
+        lambda s: s["state"].update({"x": dict(s["state"]["head.weight"])}),
+        "holds 1 parameters that this optimizer does not have: x",
+    ),
     "other format": (lambda s: s.update(format=2), "not an optimizer state of hostward"),
     "no state": (_without("state"), "incomplete"),
     "no groups": (_without("param_groups"), "incomplete"),

@@ -46,6 +46,8 @@ class Control(torch.optim.Optimizer):
     _overlap: bool
     _memory: Memory
     _tracked: Sequence[Tracked]
+    _scaled: bool
+    """A gradient scaler has looked at the gradients of the last step."""
 
     @property
     def backend(self) -> Backend:
@@ -147,6 +149,22 @@ class Control(torch.optim.Optimizer):
         the host's part of the step.
         """
         return bool(self.step_scalars().skipped.item())
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """What accelerate asks of an optimizer that it does not wrap, one that has `_is_accelerate_prepared = True`:
+        whether a gradient scaler took part in the last step and it was skipped. Waits for nothing without a scaler.
+        """
+        return self._scaled and self.last_step_skipped
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, for accelerate, which looks for what it believes to have wrapped. It exists only where
+        `_is_accelerate_prepared` is set: others unwrap for as long as there is an `optimizer`.
+        """
+        if not vars(self).get("_is_accelerate_prepared", False):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'optimizer'")
+        return self
 
     def step_scalars(self) -> StepScalars:
         """Norm and skip flag of the last step, on the device: for logs that do not wait. The next step overwrites both;

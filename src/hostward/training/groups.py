@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -11,13 +11,24 @@ from typing import Any
 import torch
 
 from hostward.engine.backend import DTYPES, Backend
-from hostward.errors import CheckpointError, ConfigError, ModelError
+from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
 from hostward.inspect import Tracked
+from hostward.option_fields import alike
 from hostward.planner import checked_fraction
 
 from .mix import AUTO, ShareOf
 
-_NOT_SUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+_NAMES = ("params", "param_names")
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_NOT_SUPPORTED: Mapping[str, str] = {
+    "amsgrad": "no maximum of the second moment is kept",
+    "maximize": "the step minimises",
+    "foreach": "each bucket is one kernel already, on the device and on the host",
+    "fused": "each bucket is one kernel already, on the device and on the host",
+    "capturable": "a step waits for the step before, which no CUDA graph can hold",
+    "differentiable": "the step is made outside of autograd",
+}
+"""Options of torch.optim.AdamW that are taken at their defaults, and why they are not at another value."""
 
 
 def described(optimizer: Any) -> str:
@@ -25,7 +36,7 @@ def described(optimizer: Any) -> str:
     lines = [f"{type(optimizer).__name__} ("]
     for number, group in enumerate(optimizer.param_groups):
         numel = sum(parameter.numel() for parameter in group["params"])
-        settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in ("params", "param_names"))
+        settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in _NAMES)
         lines.append(f"  group {number}: {len(group['params'])} tensors, {numel:,} parameters; {settings}")
     if optimizer.max_grad_norm:
         lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
@@ -34,12 +45,14 @@ def described(optimizer: Any) -> str:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raises ConfigError for hyper-parameters of another kind, or outside their range."""
-    missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+    missing = [key for key in _HYPERPARAMETERS if key not in group]
     if missing:
         raise ConfigError(f"a parameter group has no {missing[0]!r}", fix="change values of a group, not the group")
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ConfigError(f"betas must be two numbers in [0.0, 1.0), got {betas!r}")
+    if isinstance(betas[0], torch.Tensor) is not isinstance(betas[1], torch.Tensor):
+        raise ConfigError("betas must be two numbers or two tensors, not one of each", why="as in torch.optim.AdamW")
     checks = (
         ("lr", group["lr"], math.inf),
         ("eps", group["eps"], math.inf),
@@ -51,9 +64,45 @@ def check_group(group: Mapping[str, Any]) -> None:
         number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         if not is_number(number) or not 0.0 <= number < high:
             raise ConfigError(f"{name} must be a number in [0.0, {high}), got {value!r}")
-    for key in _NOT_SUPPORTED:
-        if group.get(key):
-            raise ConfigError(f"{key}=True is not supported", fix=f"leave {key} out")
+    check_variants(group)
+
+
+def check_variants(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option of torch.optim.AdamW that asks for another step than this one."""
+    for key, why in _NOT_SUPPORTED.items():
+        value = options.get(key)
+        if value is not None and value is not False:
+            raise ConfigError(f"{key}={value!r} is not supported", why=why, fix=f"leave {key} out")
+    if not options.get("decoupled_weight_decay", True):
+        raise ConfigError(
+            "decoupled_weight_decay=False is not supported",
+            why="weight decay through the gradient is another optimizer, torch.optim.Adam",
+            fix="leave decoupled_weight_decay out",
+        )
+
+
+def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raises ConfigError for a key of a new group that looks like an option and has no effect there. Other keys are the
+    user's own, or a scheduler's; they are kept and saved.
+
+    Args:
+        options: names of what the optimizer as a whole takes.
+    """
+    known = (*_HYPERPARAMETERS, *_NOT_SUPPORTED, "decoupled_weight_decay")
+    for key in group:
+        if key in _NAMES or key in known:
+            continue
+        if key in options:
+            raise ConfigError(
+                f"a parameter group has {key!r}",
+                why="it holds for all groups together",
+                fix=f"hostward.AdamW(groups, {key}=...)",
+            )
+        closest = alike(key, known, 0.8)
+        if closest and abs(len(closest) - len(key)) <= 1:
+            raise UnknownNameError(
+                f"a parameter group has {key!r}", why="it has no effect", fix=f"did you mean {closest}?"
+            )
 
 
 def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> None:
@@ -85,8 +134,7 @@ def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> bo
     params = [list(group.get("params", ())) for group in groups]
     names = [name for group in groups for name in group.get("param_names", ())]
     return (
-        all(params)
-        and [i for i, held in enumerate(params) for _ in held] == [t.group for t in tracked]
+        [i for i, held in enumerate(params) for _ in held] == [t.group for t in tracked]
         and names == [t.name for t in tracked]
         and all(map(is_, chain.from_iterable(params), [t.parameter for t in tracked]))
     )
@@ -183,23 +231,36 @@ def plain(key: str, value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, tuple):
-        return list(value)
+        return [item.item() if isinstance(item, torch.Tensor) else item for item in value]
     if value is None or isinstance(value, (bool, int, float, str, list)):
         return value
     raise ModelError(f"parameter group key {key!r} holds a {type(value).__name__}", fix="keep plain values in groups")
 
 
+def shown(names: Sequence[str]) -> str:
+    """The first of them, for a log."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
 def saved_parts(
-    state_dict: Mapping[str, Any], state_format: int
+    state_dict: Mapping[str, Any], state_format: int, owner: str
 ) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
     """(state, groups) of a saved state. Raises CheckpointError for anything that is not one."""
+    theirs = state_dict.get("optimizer", owner)
+    if theirs != owner:
+        raise CheckpointError(
+            f"a state of {theirs}, not of {owner}", fix="load what state_dict() of this kind of optimizer returned"
+        )
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    numbered = None if "format" in state_dict else _by_name(state, groups)
+    if numbered is not None:
+        return numbered
     if state_dict.get("format") != state_format:
         raise CheckpointError(
             "not an optimizer state of hostward",
             why=f"its format is {state_dict.get('format')!r}, expected {state_format}",
             fix="convert a torch.optim.AdamW state with hostward.convert.from_torch_adamw",
         )
-    state, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not _is_whole(state, groups):
         raise CheckpointError(
             "the optimizer state is incomplete",
@@ -207,6 +268,38 @@ def saved_parts(
             fix="load what AdamW.state_dict() returned",
         )
     return state or {}, list(groups or ())
+
+
+def _by_name(state: Any, groups: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]] | None:
+    """What `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` made of a state of hostward: keys are
+    numbers then, maybe as texts, and the format is left out. None for anything else; torch's own counts are floats.
+    """
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return None
+    names: dict[str, str] = {}
+    for group in groups:
+        numbers, given = map(group.get, _NAMES) if isinstance(group, Mapping) else (None, None)
+        if not isinstance(numbers, list) or not isinstance(given, list) or len(numbers) != len(given):
+            return None
+        if not all(isinstance(number, int) for number in numbers):
+            return None
+        names |= zip(map(str, numbers), given, strict=True)
+    steps = [entry.get("step") if isinstance(entry, Mapping) else None for entry in state.values()]
+    if not steps or not all(isinstance(step, torch.Tensor) and step.dtype is torch.int64 for step in steps):
+        return None
+    renamed = {names.get(str(number), str(number)): entry for number, entry in state.items()}
+    return renamed, [{**group, "params": list(group["param_names"])} for group in groups]
+
+
+def require_known(state: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises CheckpointError for a saved state that holds more than the parameters of this optimizer."""
+    extra = [name for name in state if name not in known]
+    if extra:
+        raise CheckpointError(
+            f"the saved state holds {len(extra)} parameters that this optimizer does not have: {shown(extra)}",
+            why="it is of another model, or of an optimizer over more of it",
+            fix="make the optimizer over the same parameters, or take these entries out of the state",
+        )
 
 
 def _is_whole(state: object, groups: object) -> bool:
@@ -219,7 +312,7 @@ def _is_whole(state: object, groups: object) -> bool:
 
 def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
     """What a saved group sets in `mine`. Raises CheckpointError for hyper-parameters that no step can be made with."""
-    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key != "params"}
+    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in _NAMES}
     try:
         check_group({**mine, **settings})
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +14,7 @@ from torch._compile import _disable_dynamo
 from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
 from hostward.errors import HostwardError, ModelError
-from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups
+from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups, with_module
 from hostward.inventory import Inventory
 from hostward.plan import PlacedBucket, Plan
 from hostward.schedule import Schedule
@@ -26,7 +27,9 @@ from .groups import (
     check_count,
     check_grad_dtype,
     check_group,
+    check_keys,
     check_members,
+    check_variants,
     checked_backend,
     checked_norm,
     checked_streamed,
@@ -64,11 +67,13 @@ class AdamW(Saving):
     frameworks that move state about find nothing to move.
 
     Args:
-        params: a module (its trainable parameters), an iterable of (name, Parameter), or a list of group dicts whose
-            "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device. A model may be sharded
-            by FSDP2, before the optimizer is made.
+        params: a module (its trainable parameters), an iterable of (name, Parameter) or of parameters, or a list of
+            group dicts whose "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device. A
+            model may be sharded by FSDP2, before the optimizer is made. Parameters without names are named by `module`;
+            without it by the outermost module that holds all of them, which is then used as if it had been given.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every
             step.
+        amsgrad, maximize, foreach, capturable, differentiable, fused: of torch.optim.AdamW, at their defaults only.
         max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
             the step: do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
         offload_fraction: share of the optimizer state's bytes that lives on the host. "auto": the least that keeps
@@ -90,8 +95,9 @@ class AdamW(Saving):
             what backward frees, and two buckets besides.
         host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
         plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
-        module: the module that holds the parameters, where `params` is not itself the module: its `load_state_dict`
-            is then watched, so that loading equal weights leaves the masters as they are.
+        module: the module that holds the parameters, where `params` is not itself the module: its layers then wait
+            for their own weights alone, and its `load_state_dict` is watched, so that loading equal weights leaves the
+            masters as they are.
         stages: of a pipeline: the processes that hold the other stages of the model beside this one's, this one among
             them. The norm is over all of them, and all skip together. None: there are no stages.
         tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
@@ -118,7 +124,13 @@ class AdamW(Saving):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         max_grad_norm: float | None = None,
         offload_fraction: float | str = 0.0,
         device_memory: int | str | None = None,
@@ -137,6 +149,16 @@ class AdamW(Saving):
         tied: Mapping[str, dist.ProcessGroup] | None = None,
         backend: Backend | None = None,
     ) -> None:
+        check_variants(
+            {
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+            }
+        )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.max_grad_norm = checked_norm(max_grad_norm)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
@@ -162,6 +184,7 @@ class AdamW(Saving):
         """Those whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch = WeightWatch([])
         self._readers = Readers()
+        self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
         self._arrivals: Arrivals | None = None
         self._handover: Handover
@@ -169,7 +192,8 @@ class AdamW(Saving):
         self._empty_parts: EmptyParts | None = None
         self._issuer: StepIssuer
         self._building = True
-        self._places = Places(params if isinstance(params, torch.nn.Module) else module)
+        params, module = with_module(params, module)
+        self._places = Places(module)
         super().__init__(named_groups(params, self._places), defaults)
         self._building = False
         self._build()
@@ -191,6 +215,7 @@ class AdamW(Saving):
             self._readers.wait()
             self.wait()
             self._follow_weights()
+        check_keys(param_group, OPTIONS)
         super().add_param_group(param_group)
         try:
             self._take_group(self.param_groups[-1])
@@ -256,7 +281,8 @@ class AdamW(Saving):
         with explained(backend, asked):
             self._connect(backend)
         backend.synchronise()
-        log.info("%s", self.plan.explain())
+        nothing = plan.asked_fraction > 0 and self.plan.state_bytes and not self.plan.offloaded_bytes
+        log.log(logging.WARNING if nothing else logging.INFO, "%s", self.plan.explain())
 
     def _connect(self, backend: Backend) -> None:
         """Schedule, hooks and watches over all buckets that there are now."""
@@ -333,6 +359,7 @@ class AdamW(Saving):
         """
         self._issuer.require_whole()
         require_one_scale(self, self._stages)
+        self._scaled = self._scaling()[1] is not None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -371,6 +398,7 @@ class AdamW(Saving):
     def _issue(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
         stays = not self._overlap or self._handover.captured
+        self._unchanged = False
         try:
             if stays:
                 self._issuer.take_all(gradients)
@@ -395,3 +423,7 @@ class AdamW(Saving):
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
     __repr__ = described
+
+
+OPTIONS = frozenset(inspect.signature(AdamW).parameters)
+"""Names of what the optimizer takes as a whole."""

@@ -226,8 +226,8 @@ class Sorter:
             return Why.WEIGHT
         if kind is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return Why.KIND
-        if tensor.is_conj() or tensor.is_neg():
-            return Why.KIND  # a bit of the tensor, not of its bytes
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return Why.KIND  # a bit of the tensor, not of its bytes; a tangent that is zero has none
         storage = tensor.untyped_storage()._cdata
         if storage in self._weights or _is_cast_weight(tensor):
             return Why.WEIGHT

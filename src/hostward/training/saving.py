@@ -14,7 +14,8 @@ from hostward.errors import ModelError
 from hostward.names import matched
 
 from .control import Control
-from .groups import check_members, check_same_names, checked_settings, plain, saved_parts
+from .groups import check_members, check_same_names, checked_settings, plain, require_known, saved_parts, shown
+from .prepared import Unmoved, is_being_wrapped
 from .sources import Describer, Readers, StateSources
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hostward")
 
 STATE_FORMAT = 1
+OWNER = "hostward.AdamW"
+"""Whose a state dict is."""
 
 
 class Saving(Control):
@@ -37,6 +40,9 @@ class Saving(Control):
     _watch: WeightWatch
     _tracked: Sequence[Tracked]
     _readers: Readers
+    _unchanged: bool
+    """No step was made and no state loaded: moments and counts are 0, masters are the weights."""
+    _told_of_writes: bool
 
     def reseed(self, names: Iterable[str] | None = None) -> None:
         """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
@@ -63,14 +69,23 @@ class Saving(Control):
             self._places.sharding.reshard()
         changed = self._watch.changed()
         if changed:
-            names = [t.name for t in changed]
-            log.warning(
-                "%d weights were changed outside the optimizer; their masters are taken anew from them: %s%s",
-                len(names),
-                ", ".join(names[:5]),
-                ", ..." if len(names) > 5 else "",
-            )
-            self.reseed(names)
+            self._tell_changed(changed)
+            self.reseed([t.name for t in changed])
+
+    def _tell_changed(self, changed: Sequence[Tracked]) -> None:
+        """Loads, and whatever comes before the first step (DDP's broadcast, initialisation), are in order. Another
+        write may be a mistake, and is warned of once.
+        """
+        written = [] if self._unchanged else [t for t in changed if not self._watch.was_loaded(t)]
+        level = logging.INFO if self._told_of_writes or not written else logging.WARNING
+        self._told_of_writes |= bool(written)
+        log.log(
+            level,
+            "%d weights were %s; their masters are taken anew from them: %s",
+            len(changed),
+            "changed outside the optimizer" if written else "loaded or initialised",
+            shown([t.name for t in changed]),
+        )
 
     @_disable_dynamo
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
@@ -89,9 +104,10 @@ class Saving(Control):
         `register_state_dict_post_hook` on the result, which they may change or replace.
 
         Returns:
-            {"format": 1, "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq": float32 [shape], "master":
-            float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names], "lr", "betas", "eps",
-            "weight_decay", ...}]}
+            {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
+            float32 [shape], "master": float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names],
+            "param_names": [names], "lr", "betas", "eps", "weight_decay", ...}]}. accelerate, which would move the state
+            to the device and load it back where it wraps an optimizer, is given a token for the state that is there.
 
         Raises:
             ModelError: a step was cut short, or module or groups are not as they were. MemoryLimitError: the host has
@@ -107,10 +123,15 @@ class Saving(Control):
 
     def _state(self, copy: bool) -> dict[str, Any]:
         self._settle()
-        if copy:
-            require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
-        state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
-        return {"format": STATE_FORMAT, "state": state, "param_groups": self._settings()}
+        # Hooks of others expect tensors.
+        if not self._optimizer_state_dict_post_hooks and is_being_wrapped(self):
+            state: object = Unmoved(self)
+        else:
+            if copy:
+                require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+            state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
+        groups = [{**group, "param_names": list(group["params"])} for group in self._settings()]
+        return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups}
 
     def _settle(self) -> None:
         """The state is that of the last step, whole, and lanes are empty."""
@@ -169,7 +190,7 @@ class Saving(Control):
         `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
 
         Raises:
-            CheckpointError: names, shapes or groups that differ.
+            CheckpointError: the state of another optimizer; names, shapes or groups that differ.
         """
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -182,15 +203,16 @@ class Saving(Control):
     @torch.no_grad()
     def _load(self, given: Mapping[str, Any]) -> None:
         check_members(self.param_groups, self._tracked)
+        state = given.get("state")
+        if isinstance(state, Unmoved) and state.is_of(self):
+            self._set_groups(self._checked({**given, "state": {}})[1])
+            return
         self._readers.wait()
         if not self._issuer.torn:
             self._issuer.use_all()
         self.backend.drain()
-        state, groups = self._in_my_names(*saved_parts(given, STATE_FORMAT))
-        check_same_names(
-            "parameter group", [g["params"] for g in groups], [g["param_names"] for g in self.param_groups]
-        )
-        settings = [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
+        state, settings = self._checked(given)
+        require_known(state, self._by_name)
         self._access.check(state)
         if self._issuer.torn:
             # What was taken for the step that was cut short must not be stepped with.
@@ -198,19 +220,31 @@ class Saving(Control):
             self._handover.forget()
         self._issuer.torn = True  # until all of it is written
         set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
-        for mine, theirs in zip(self.param_groups, settings, strict=True):
-            mine.update(theirs)
+        self._set_groups(settings)
         if set_from_master:
             log.warning(
                 "%d weights were set from the masters of the loaded state: %s",
                 len(set_from_master),
-                ", ".join(set_from_master[:5]) + (", ..." if len(set_from_master) > 5 else ""),
+                shown(set_from_master),
             )
         self._issuer.forget_step_bound()
         self._issuer.state_changed()
         self._watch.remember(self._tracked)
+        self._watch.expect_broadcast()
+        self._unchanged = False
         self._issuer.torn = False
         self.backend.synchronise()
+
+    def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
+        """The state by the names of this optimizer, and what the groups set. Raises CheckpointError."""
+        state, groups = self._in_my_names(*saved_parts(given, STATE_FORMAT, OWNER))
+        names = [g["param_names"] for g in self.param_groups]
+        check_same_names("parameter group", [g["params"] for g in groups], names)
+        return state, [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
+
+    def _set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        for mine, theirs in zip(self.param_groups, settings, strict=True):
+            mine.update(theirs)
 
     def _in_my_names(
         self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
@@ -148,6 +149,8 @@ class Visits:
 
     def _open(self, layer: int, inputs: object) -> None:
         """A visit begins."""
+        if layer < self._hooked and torch._C._functorch.maybe_current_level() is not None:
+            raise self._refused(layer, "what a functional transform computes with has no memory of its own")
         capture = self._movement.enter() if self._offloaded else 0
         if layer == 0 or self._last is None:
             self._begin(capture)
@@ -160,16 +163,19 @@ class Visits:
             try:
                 _autograd._push_saved_tensors_default_hooks(*self._pair)
             except RuntimeError as error:
-                raise ModelError(
-                    f"layer {self._names[layer]} cannot be offloaded here",
-                    why=str(error),
-                    fix="detach() before functorch transforms, or call the layers without them",
-                ) from error
+                raise self._refused(layer, str(error)) from error
             visit.installed, visit.stream = True, self._movement.stream()
         self._stack.visits.append((layer, visit))
         self._stack.marks.clear()
         while self._unreleased and self._unreleased[0].number <= visit.number - self._window:
             self._release(self._unreleased.popleft())
+
+    def _refused(self, layer: int, why: str) -> ModelError:
+        return ModelError(
+            f"layer {self._names[layer]} cannot be offloaded here",
+            why=why,
+            fix="detach() before functorch transforms, or call the layers without them",
+        )
 
     def _begin(self, capture: int) -> None:
         """A forward begins."""
@@ -267,6 +273,8 @@ class Visits:
 
     # ---------------------------------------------------------------- what autograd saves
 
+    # Compiled modules inside a layer save tensors too: without this the compiler would take these two for their code.
+    @_disable_dynamo
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept | WeightHandle:
         if self._weights is not None and (weight := self._weights.pack(tensor)) is not None:
             return weight
@@ -284,6 +292,8 @@ class Visits:
         why = sorter.why_kept(tensor, visit.shared, visit.layer)
         if why is not None:
             return sorter.keep(tensor, why)
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            raise self._refused(visit.layer, "make_fx writes down what is done to the tensors that leave")
         first, last = bytes_of(tensor)
         key = tensor.untyped_storage()._cdata
         entries = self._active.get(key, ())
@@ -307,6 +317,7 @@ class Visits:
             self._forget(span)
         self._movement.let_go(group)
 
+    @_disable_dynamo
     def _unpack(self, saved: Handle | Kept | WeightHandle) -> torch.Tensor:
         if not isinstance(saved, Handle):
             return saved.unpack()

@@ -34,6 +34,7 @@ class WeightWatch:
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
         self._known: dict[str, tuple[int, ...]] = {}
         self._before_load: dict[str, int] = {}
+        self._loaded: set[str] = set()
         self._moving: Collection[str] = ()
         self._sharded = frozenset(t.name for t in self._tracked if t.sharded)
         self._unlike_others: Collection[str] = self._sharded
@@ -83,6 +84,8 @@ class WeightWatch:
             known[t.name] = self._seen(t) if t.name in unlike else (parameter._version, parameter.data_ptr())
             if self._before_load:
                 self._before_load.pop(t.name, None)
+            if self._loaded:
+                self._loaded.discard(t.name)
 
     def before_load(self, t: Tracked) -> None:
         """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
@@ -90,6 +93,19 @@ class WeightWatch:
             self._arrive()
         if self.knows(t):
             with self._present(t.name):
+                self._before_load[t.name] = bit_sum(t.local.data)
+        self._loaded.add(t.name)
+
+    def was_loaded(self, t: Tracked) -> bool:
+        """Whether a module's `load_state_dict` has written it since it was last remembered."""
+        return t.name in self._loaded
+
+    def expect_broadcast(self) -> None:
+        """Weights that come from a checkpoint are broadcast next where a model is wrapped for data parallelism: equal
+        bits afterwards change nothing. Those that come and go are left out: their bytes are elsewhere.
+        """
+        for t in self._tracked:
+            if t.name not in self._moving:
                 self._before_load[t.name] = bit_sum(t.local.data)
 
     def changed(self) -> list[Tracked]:
