@@ -10,6 +10,7 @@ import torch
 
 from hostward.checkpoint_plan import Value
 from hostward.errors import CheckpointError
+from hostward.fence import plain_type
 from hostward.inspect import local_of
 from hostward.names import by_plain_name
 from hostward.training.sources import Source
@@ -46,7 +47,7 @@ def _check_value(name: str, value: object, ranks: int) -> None:
     if local.is_meta or local.layout != torch.strided:
         raise CheckpointError(f"cannot save {name!r}", why="only dense tensors that hold data can be saved")
     # Offloaded weights keep their tensor while the storage is empty; reading one would end the process.
-    plain_kind = type(local) in (torch.Tensor, torch.nn.Parameter)
+    plain_kind = plain_type(local) in (torch.Tensor, torch.nn.Parameter)
     if plain_kind and local.numel() and not local.untyped_storage().nbytes():
         raise CheckpointError(
             f"cannot save {name!r}", why="its storage is empty: the weight is offloaded", fix="save its host copy"

@@ -14,6 +14,7 @@ import torch
 from . import inventory
 from .engine.backend import DTYPES
 from .errors import ModelError
+from .fence import plain_type
 from .names import DATA_PARALLEL, plain_name
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Tracked:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor of torch's own, or a parameter over one."""
-    return type(tensor) in (torch.nn.Parameter, torch.Tensor)
+    return plain_type(tensor) in (torch.nn.Parameter, torch.Tensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import hostward
 from hostward.engine import simulated
 from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.errors import CheckpointError, ModelError, NativeError
+from hostward.errors import ModelError, NativeError
 from hostward.training.state import same_bits
 
 
@@ -96,5 +96,7 @@ def test_h61_dcp_state_functions_run_no_hidden_step() -> None:
     optimizer.zero_grad()
     exported = get_optimizer_state_dict(model, optimizer)
     assert all(int(entry["step"]) == 1 for entry in optimizer.state_dict()["state"].values())
-    with pytest.raises(CheckpointError, match="not an optimizer state of hostward"):
-        set_optimizer_state_dict(model, optimizer, exported)
+    before = optimizer.state_dict()["state"]
+    set_optimizer_state_dict(model, optimizer, exported)
+    after = optimizer.state_dict()["state"]
+    assert all(same_bits(before[n][r], after[n][r]) for n in before for r in before[n])

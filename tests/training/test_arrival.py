@@ -220,6 +220,7 @@ def test_the_module_may_be_given_apart_from_the_parameters(mix: str, wrapped: bo
         module=whole,
         **MIXES[mix],
         max_grad_norm=0.5,
+        fence=False,
         backend=SimulatedBackend(threads=1, order=LATEST),
     )
     loss_of(whole, 0).backward()
@@ -371,7 +372,7 @@ def test_t22_modules_of_any_shape_train_alike(mix: str, shape: str) -> None:
 @pytest.mark.parametrize("layer", ["blocks.0", "blocks.1"])
 def test_h1_a_gradient_of_a_layer_whose_use_nobody_reported(mix: str, layer: str) -> None:
     """The last layer's gradients come first, and with them all weights arrive: that is too late for the others."""
-    model, optimizer, _ = stepped(mix)
+    model, optimizer, _ = stepped(mix, fence=False)
     optimizer.zero_grad()
     module = model.get_submodule(layer)
     hooks, before = module._forward_pre_hooks, dict(module._forward_pre_hooks)

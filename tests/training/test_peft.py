@@ -5,6 +5,7 @@ Seen red: wrappers in whose modules nobody looks for layers; a report without it
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -143,3 +144,28 @@ def test_the_report_says_when_little_leaves() -> None:
     with hostward.offload_activations(model, min_bytes=64, backend=backend) as run:
         loss_of(model, 0).backward()
         assert "little" not in run.report().explain()
+
+
+@pytest.mark.parametrize("how", ["merge_adapter", "merge and unmerge", "merge_and_unload"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_adapters_merge_into_weights_that_are_away(how: str, kept: bool) -> None:
+    """As PEFT writes it, `base_layer.weight.data += ...`. Seen red: the write lost when its layer went."""
+    ends = []
+    for away in (False, True):
+        model = adapted(torch.bfloat16, None).eval()
+        backend = SimulatedBackend(threads=1, order=FEW[1])
+        optimizer = hostward.AdamW(model, lr=1e-2, offload_fraction=1.0, streamed_fraction=0.0, backend=backend)
+        run = hostward.attach(model, optimizer, weights=hostward.Weights(min_elements=0)) if away else None
+        with nullcontext() if run is None or not kept else run.weights_here():
+            if how == "merge_and_unload":
+                model = model.merge_and_unload()
+            else:
+                model.merge_adapter()
+            if how == "merge and unmerge":
+                model.unmerge_adapter()
+        with torch.no_grad():
+            found = [loss_of(model, 0)]
+        if run is not None:
+            run.detach()
+        ends.append([*found, *[p.detach().clone() for p in model.parameters()]])
+    assert same(ends[1], ends[0])

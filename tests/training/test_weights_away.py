@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from activation_cases import FEW, loss_of, same
-from weight_cases import ALL, ON_HOST, SAVED, expected, frozen, network, train
+from weight_cases import ALL, ON_HOST, SAVED, expected, frozen, nbytes_here, network, train
 
 import hostward
 from hostward.engine.backend import Tier
@@ -47,13 +47,13 @@ def test_weights_have_no_bytes_until_a_layer_runs() -> None:
     model = moved("Llama")
     waiting = [p for p in model.parameters() if is_away(p)]
     assert len(waiting) > 8
-    assert all(p.untyped_storage().nbytes() == 0 for p in waiting)
+    assert all(nbytes_here(p) == 0 for p in waiting)
     values = {p: value_of(p) for p in waiting}
     optimizer = made(model)
     assert not [p for p in waiting if value_of(p) is values[p]], "the host's copies have them now"
     run = hostward.attach(model, optimizer, weights=ALL)
     assert not any(is_away(p) for p in waiting)
-    assert all(p.untyped_storage().nbytes() == 0 for p in waiting)
+    assert all(nbytes_here(p) == 0 for p in waiting)
     here = optimizer.backend.ledger.held_bytes[Tier.DEVICE, "weights"]
     assert here == sum(p.nbytes for p in model.parameters() if p not in set(waiting))
     loss_of(model, 0).backward()

@@ -23,6 +23,7 @@ from weight_cases import (
     frozen,
     gradients,
     layers_here,
+    nbytes_here,
     network,
     train,
 )
@@ -276,4 +277,4 @@ def test_not_between_backward_and_step() -> None:
     with pytest.raises(ModelError, match="between backward and step"):
         hostward.attach(model, optimizer, weights=ALL)
     optimizer.step()
-    assert all(p.untyped_storage().nbytes() for p in model.parameters())
+    assert all(nbytes_here(p) for p in model.parameters())

@@ -13,6 +13,7 @@ from activation_cases import NETWORKS, loss_of
 import hostward
 from hostward.engine.backend import Tier
 from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.fence import without_functions
 
 ON_HOST = {"offload_fraction": 1.0, "streamed_fraction": 0.0}
 ALL = hostward.Weights(min_elements=0)
@@ -111,10 +112,16 @@ def away(
 
 def bytes_here(model: torch.nn.Module) -> int:
     """Of all weights' storages."""
-    return sum({p: p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    return sum({p: nbytes_here(p) for p in model.parameters()}.values())
+
+
+def nbytes_here(parameter: torch.Tensor) -> int:
+    """Of one weight's storage, without the fence, which would bring it."""
+    with without_functions():
+        return parameter.untyped_storage().nbytes()
 
 
 def layers_here(model: torch.nn.Module) -> list[int]:
     """Numbers of the layers that have a weight with bytes."""
     layers: Any = model.model.layers  # type: ignore[union-attr]
-    return [i for i, layer in enumerate(layers) if any(p.untyped_storage().nbytes() for p in layer.parameters())]
+    return [i for i, layer in enumerate(layers) if any(map(nbytes_here, layer.parameters()))]

@@ -247,17 +247,14 @@ def test_one_flipped_bit_of_an_activation_fails(verify: Cli, monkeypatch: pytest
     assert {"losses equal", "final weights equal"} <= broken_claims(outcome)
 
 
-def test_weights_of_layers_are_compared_and_what_is_left_out_is_told(verify: Cli) -> None:
-    """Between steps they have no bytes that a loop of one's own could read."""
+def test_weights_of_layers_are_compared(verify: Cli) -> None:
+    """A custom loop reads and writes them between steps as any others."""
     words = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0", *LEAVING]
     outcome = verify(*words, "model.cpu_offloading_weights=True", "model.cpu_offloading_activations=False")
     assert outcome.code == 0, outcome.out + outcome.err
     details = details_of(outcome)
     assert "weights of layers were offloaded" in details
-    assert not AFTER_STEP & details.keys()
-    (comparison,) = outcome.report["comparisons"]
-    assert comparison["left_out"] == "weights of layers have no bytes between steps"
-    assert "weights used after each step" in " ".join(outcome.out.replace("│", " ").split())
+    assert details.keys() >= AFTER_STEP
 
 
 def test_weights_of_layers_alone_are_refused_with_what_they_need(verify: Cli) -> None:

@@ -23,6 +23,7 @@ from hostward import recipes
 from hostward.choice import Choice, Keep
 from hostward.config import Config
 from hostward.errors import MemoryLimitError
+from hostward.fence import unfenced
 from hostward.hardware import Rates
 from hostward.hardware_profile import profile
 from hostward.memory_model import LOAD, required
@@ -66,6 +67,7 @@ def before_optimizer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     found: list[dict[str, int]] = []
     real = loop.make_optimizer
 
+    @unfenced
     def looked(held: Held, *rest: Any) -> Any:
         model = held.model
         found.append({name: p.untyped_storage().nbytes() for name, p in model.named_parameters()})

@@ -1,4 +1,4 @@
-"""The shape of the source tree: imports go one way, nothing heavy is loaded early, functions and files stay small."""
+"""The shape of the source tree: imports go one way, nothing heavy is loaded early, functions stay small."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYERS = (
     ("schedule", "ordering", "lowering", "gradient_model", "step_model", "memory_model"),
     ("planning",),
     ("engine", "host", "kernels"),
-    ("inspect", "adapters.announced", "adapters.fsdp2", "adapters.layout"),
+    ("fence", "inspect", "adapters.announced", "adapters.ddp", "adapters.fsdp2", "adapters.layout"),
     ("training",),
     (
         "checkpoint",

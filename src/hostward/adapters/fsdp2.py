@@ -11,6 +11,7 @@ Glossary:
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -29,6 +30,11 @@ from hostward.errors import CheckpointError, ConfigError, ModelError
 from .announced import Told, announce
 from .layout import Layout, Split
 
+_LOCAL: Any = DTensor._local_tensor
+"""The slot in which a DTensor has this rank's part."""
+
+_FSDP2 = "torch.distributed.fsdp."
+
 KNOWN_VERSIONS = "2.11 to 2.13"
 _USED_OF_GROUPS = (
     "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
@@ -45,7 +51,44 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a sharded tensor that this rank has: the very tensor, with its version counter."""
-    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+    # By the slot itself, so that a fence that stands before the tensor is not asked.
+    return _LOCAL.__get__(tensor)  # type: ignore[no-any-return]
+
+
+def fenced_class(
+    plain: type,
+    function: Any,
+    hand_out: Callable[[torch.Tensor], None],
+    as_plain: Callable[..., Any],
+) -> type:
+    """The class that a DTensor has while a fence stands before it: `hostward.fence` gives what its uses do."""
+
+    class FencedDTensor(plain):  # type: ignore[misc]
+        __slots__ = ()
+        __torch_function__ = function
+
+        # DTensor's own methods (`to_local`, `full_tensor`) take the part without asking `__torch_function__`.
+        @property
+        def _local_tensor(self) -> torch.Tensor:
+            if not sys._getframe(1).f_globals["__name__"].startswith(_FSDP2):  # it tells before it reads: `listen`
+                hand_out(self)
+            return part_of(self)
+
+        @_local_tensor.setter
+        def _local_tensor(self, part: torch.Tensor) -> None:
+            _LOCAL.__set__(self, part)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return as_plain(self, "__deepcopy__", memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return as_plain(self, "__reduce_ex__", protocol)
+
+        def __repr__(self) -> str:
+            text: str = as_plain(self, "__repr__")
+            return text
+
+    return FencedDTensor
 
 
 def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -338,6 +338,17 @@ class Backend(ABC):
         """Tells the caller's current compute stream from others."""
         return 0
 
+    def at_compute(self) -> bool:
+        """Whether the caller's current stream is the compute lane as it is."""
+        return True
+
+    def on_compute(self) -> AbstractContextManager[None]:
+        """Inside, the compute lane's stream is the current one."""
+        return contextlib.nullcontext()
+
+    def wait_for(self, stream: torch.Stream) -> None:  # noqa: B027
+        """The compute lane waits for all that a stream of somebody else has been given so far."""
+
     def follow_compute(self) -> int:
         """Make the caller's current stream the compute lane, behind the one that was; returns `compute_key`."""
         return self.compute_key()

@@ -354,6 +354,18 @@ class CudaBackend(Backend):
 
     # ---------------------------------------------------------------- for works
 
+    def at_compute(self) -> bool:
+        return self._compute.is_at(self.compute_key())
+
+    @contextlib.contextmanager
+    def on_compute(self) -> Iterator[None]:
+        stream: torch.cuda.Stream = torch.cuda.ExternalStream(self._compute.now, self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
+
+    def wait_for(self, stream: torch.Stream) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
     def follow_compute(self) -> int:
         handle: int = torch._C._cuda_getCurrentRawStream(self._ordinal)
         if not self._compute.is_at(handle):

@@ -22,14 +22,16 @@ class ComputeLane:
         # Streams are looked up when a list is issued, so these serve every change.
         self._record = CommandList([Command(Verb.RECORD, index, turned)], driver)
         self._wait = CommandList([Command(Verb.WAIT, index, turned)], driver)
-        self._outside = self._now = handle
+        self._outside = handle
+        self.now = handle
+        """The lane's stream."""
         streams.set(index, handle)
 
     def is_at(self, handle: int) -> bool:
         """Whether there is nothing to do for this stream. In the capture of a stream that was current before there is
         not, either.
         """
-        return handle == self._now == self._outside
+        return handle == self.now == self._outside
 
     def go_to(self, handle: int, *, capturing: bool) -> None:
         """`handle` is current now. Raises DeviceError."""
@@ -42,5 +44,5 @@ class ComputeLane:
         self._set(handle)
 
     def _set(self, handle: int) -> None:
-        self._now = handle
+        self.now = handle
         self._streams.set(self._index, handle)

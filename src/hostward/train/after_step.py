@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from hostward.inspect import local_of
 from hostward.training.weights import bit_sum
 
 from .claims import Claim
@@ -42,11 +41,12 @@ class AfterStep:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._weights = {name: local_of(p) for name, p in model.named_parameters()}
-        matrices = [name for name, weight in self._weights.items() if weight.dim() > 1 and weight.numel() > 1]
-        self._limits = {name: CLAMPED_AT * self._weights[name].detach().float().std().item() for name in matrices}
-        self._average = {name: weight.detach().to("cpu", copy=True) for name, weight in self._weights.items()}
-        self._second = {name: weight.detach().to("cpu", copy=True) for name, weight in self._weights.items()}
+        self._parameters = dict(model.named_parameters())
+        weights = {name: _here(p).detach() for name, p in self._parameters.items()}
+        matrices = [name for name, weight in weights.items() if weight.dim() > 1 and weight.numel() > 1]
+        self._limits = {name: CLAMPED_AT * weights[name].float().std().item() for name in matrices}
+        self._average = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
+        self._second = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
         self._actions: dict[str, Callable[[], Bits]] = {
             "hand-made averages equal": self._average_by_hand,
             "norms of weights equal": self._norm,
@@ -80,22 +80,22 @@ class AfterStep:
 
     def _average_by_hand(self) -> Bits:
         for name, average in self._average.items():
-            average.mul_(DECAY).add_(self._weights[name].to("cpu"), alpha=1 - DECAY)
+            average.mul_(DECAY).add_(_here(self._parameters[name]).to("cpu"), alpha=1 - DECAY)
         return _bits(self._average)
 
     def _norm(self) -> Bits:
-        norm = torch.nn.utils.get_total_norm(list(self._weights.values()))
-        return {"norm": bit_sum(norm.float())}
+        norm = torch.nn.utils.get_total_norm([_here(p) for p in self._parameters.values()])
+        return {"norm": int(bit_sum(norm.float()))}
 
     def _clamp(self, names: Sequence[str], *, through_data: bool) -> Bits:
         for name in names:
-            weight, limit = self._weights[name], self._limits[name]
+            weight, limit = _here(self._parameters[name]), self._limits[name]
             (weight.data if through_data else weight).clamp_(-limit, limit)
-        return _bits({name: self._weights[name] for name in names})
+        return _bits({name: _here(self._parameters[name]) for name in names})
 
     def _copy_to_second(self) -> Bits:
         for name, copied in self._second.items():
-            copied.data.copy_(self._weights[name].data)
+            copied.data.copy_(_here(self._parameters[name]).data)
         return _bits(self._second)
 
 
@@ -114,12 +114,18 @@ def _equal(name: str, mine: Sequence[Bits], theirs: Sequence[Bits]) -> Claim:
     return Claim(name, True, f"after each of {len(mine)} steps, {len(mine[0])} values")
 
 
+def _here(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The weight, or of one that is sharded this rank's part, asked for as a user would: anew at each use."""
+    part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
+
+
 def _bits(tensors: dict[str, torch.Tensor]) -> Bits:
-    return {name: bit_sum(tensor) for name, tensor in tensors.items()}
+    return {name: int(bit_sum(tensor)) for name, tensor in tensors.items()}
 
 
 def _bits_of(model: torch.nn.Module) -> Bits:
-    return _bits({name: local_of(p) for name, p in model.named_parameters()})
+    return _bits({name: _here(p) for name, p in model.named_parameters()})
 
 
 def _is_fsdp2(model: Any) -> bool:

@@ -85,11 +85,6 @@ class Case:
         what = f"{100 * self.fraction:g}%" if self.fraction else " and ".join(offloaded_by_layers(self.config))
         return f"{what} {how}, {count}"
 
-    @property
-    def not_after_step(self) -> str:
-        """Why nothing can use the weights after each step; "" where it can."""
-        return "weights of layers have no bytes between steps" if WEIGHTS in offloaded_by_layers(self.config) else ""
-
     def require_placed(self, plan: Plan) -> None:
         """Raises ConfigError for a plan that would prove nothing about this case. What layers offload instead of state
         is known when they have run.

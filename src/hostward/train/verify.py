@@ -57,8 +57,6 @@ class Comparison:
     clipped: int
     """Iterations in which the gradients were clipped."""
     claims: list[Claim]
-    left_out: str = ""
-    """Why no run read and wrote the weights after each step; "" where one did."""
 
     @property
     def passed(self) -> bool:
@@ -149,14 +147,12 @@ class _Pair:
 
     base: Outcome
     other: Outcome
-    after_base: AfterStep | None
-    after_other: AfterStep | None
+    after_base: AfterStep
+    after_other: AfterStep
 
 
 def _comparison(case: Case, pair: _Pair, ranks: Ranks, kernels: dict[Placement, str | None]) -> Comparison:
-    found = claims(pair.base, pair.other, kernels)
-    if pair.after_base is not None and pair.after_other is not None:
-        found += claims_after_steps(pair.after_base, pair.after_other)
+    found = claims(pair.base, pair.other, kernels) + claims_after_steps(pair.after_base, pair.after_other)
     return Comparison(
         case.name,
         case.fraction,
@@ -166,7 +162,6 @@ def _comparison(case: Case, pair: _Pair, ranks: Ranks, kernels: dict[Placement, 
         case.microbatches,
         clipped(case.config.optimizer.clip_grad, pair.base.grad_norms),
         of_all(ranks.gather((ranks.name, found))),
-        case.not_after_step,
     )
 
 
@@ -183,8 +178,6 @@ def render(verdict: Verdict) -> list[Table]:
         facts = c.name, f"{c.placed_fraction:.4f}", f"{c.clipped} of {verdict.iterations}"
         for claim in c.claims:
             table.add_row(*facts, claim.name, "yes" if claim.held else "NO", claim.detail)
-        if c.left_out:
-            table.add_row(*facts, "weights used after each step", "–", c.left_out)
         table.add_section()
     settings = Table(title="settings of all runs")
     settings.add_column("setting")
@@ -203,12 +196,9 @@ def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[_Pair]:
         count, without = case.microbatches, without_offloading(case.config)
         if count not in bases:
             bases[count] = _train(recipe, without, None)
-        other, after_other = _train(recipe, case.config, case), None
-        if not case.not_after_step:
-            if count not in after_bases:
-                after_bases[count] = _own_loop(recipe, without, None)
-            after_other = _own_loop(recipe, case.config, case)
-        pairs.append(_Pair(bases[count], other, after_bases.get(count), after_other))
+            after_bases[count] = _own_loop(recipe, without, None)
+        other = _train(recipe, case.config, case)
+        pairs.append(_Pair(bases[count], other, after_bases[count], _own_loop(recipe, case.config, case)))
     return pairs
 
 
@@ -310,8 +300,6 @@ def _runs_on_same_gradients(recipe: str, case: Case) -> _Pair:
     del reference
     base = _with_device_bytes(outcomes[0], one - _device_bytes_now())
     other = _with_device_bytes(outcomes[1], both - one)
-    if case.not_after_step:
-        return _Pair(base, other, None, None)
     reference, candidate = _two_runs(recipe, case)
     after = AfterStep(reference.model), AfterStep(candidate.model)
     with _quiet():
@@ -355,7 +343,7 @@ def _with_device_bytes(outcome: Outcome, freed_bytes: int) -> Outcome:
 
 
 def _bit_sums(run: loop.Run) -> list[int]:
-    return [bit_sum(weight) for weight in _weights(run).values()]
+    return [int(bit_sum(weight)) for weight in _weights(run).values()]
 
 
 def _weights(run: loop.Run) -> dict[str, torch.Tensor]:

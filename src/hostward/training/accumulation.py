@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch._compile import _disable_dynamo
 
 from hostward.errors import HostwardError, ModelError
+from hostward.fence import unfenced
 
 if TYPE_CHECKING:
     from .gradients import Handover
@@ -26,6 +27,7 @@ class Accumulation:
         self._last = last
 
     @_disable_dynamo
+    @unfenced
     def __enter__(self) -> None:
         if self._handover.inside:
             raise ModelError(
@@ -33,8 +35,10 @@ class Accumulation:
             )
         self._handover.drop_cleared()
         self._handover.armed, self._handover.inside = self._last, True
+        self._handover.reduced_later = False
 
     @_disable_dynamo
+    @unfenced
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         handover = self._handover
         handover.armed = handover.inside = False

@@ -16,6 +16,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
+from hostward.adapters import ddp
 from hostward.inspect import Tracked
 from hostward.names import plain_name
 
@@ -33,6 +34,8 @@ class Arrivals:
         tracked: the parameters.
         use: is told the layer.
         use_all: is told that all weights are about to be read.
+        leave: is told that forward of the module is over.
+        in_ddp: is told that it runs within DistributedDataParallel.
     """
 
     def __init__(
@@ -42,8 +45,12 @@ class Arrivals:
         tracked: Sequence[Tracked],
         use: Use,
         use_all: Callable[[], None],
+        leave: Callable[[], None] | None = None,
+        in_ddp: Callable[[], None] | None = None,
     ) -> None:
         forget_compiled()
+        self._leave = leave
+        self._in_ddp = in_ddp
         self._use = use
         self._use_all = use_all
         self._handles: list[RemovableHandle] = []
@@ -71,7 +78,16 @@ class Arrivals:
         if module not in by_module:
             self._handles.append(module.register_state_dict_pre_hook(_StateHook(this)))  # type: ignore[no-untyped-call]
 
+        if leave is not None:
+            self._handles.append(module.register_forward_hook(_LeaveHook(this)))
+
+    def leave(self) -> None:
+        if self._leave is not None:
+            self._leave()
+
     def use(self, layers: Sequence[str]) -> None:
+        if ddp.in_forward() and self._in_ddp is not None:
+            self._in_ddp()
         for layer in layers:
             self._use(layer)
 
@@ -106,6 +122,22 @@ class _UseHook:
 
     def __reduce__(self) -> tuple[type[_UseHook], tuple[()]]:
         return _UseHook, ()
+
+
+class _LeaveHook:
+    """Forward hook."""
+
+    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None) -> None:
+        self._arrivals = arrivals
+
+    @_disable_dynamo
+    def __call__(self, *_: object) -> None:
+        arrivals = None if self._arrivals is None else self._arrivals()
+        if arrivals is not None:
+            arrivals.leave()
+
+    def __reduce__(self) -> tuple[type[_LeaveHook], tuple[()]]:
+        return _LeaveHook, ()
 
 
 class _StateHook:

@@ -13,6 +13,7 @@ import torch
 from hostward.engine.backend import Backend
 from hostward.engine.choose import backend_for
 from hostward.errors import ConfigError
+from hostward.fence import unfenced
 from hostward.inspect import groups_of
 from hostward.planning.plan_file import PlanFile
 
@@ -36,6 +37,7 @@ log = logging.getLogger("hostward")
 
 
 @named_options
+@unfenced
 def attach(
     model: torch.nn.Module,
     optimizer: AdamW | None = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,6 +222,17 @@ class Attachment:
         """
         if self._weights is not None:
             self._weights.expect(run, backward=backward)
+
+    def weights_here(self) -> AbstractContextManager[None]:
+        """A context in which all offloaded weights are on the device, and stay there. They are read and written as any
+        others: an average, a norm, PEFT's merge. What was written within is kept.
+
+        Without it a weight that is read comes by itself, and goes with the next one that is.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for all of them.
+        """
+        return contextlib.nullcontext() if self._weights is None else self._weights.all_here()
 
     def report(self) -> ActivationReport:
         """What has been offloaded so far."""

@@ -6,13 +6,14 @@ Such a weight is a parameter on the device whose storage has no bytes; its value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ConfigError, DeviceError, ModelError
+from hostward.fence import Fence, unfenced, up
 from hostward.inspect import local_of
 
 from .layers import find_layers
@@ -22,6 +23,7 @@ from .weight_offload import Weights, weights_of
 from .weight_values import WAITING, is_away, waits
 
 
+@unfenced
 def move(
     model: torch.nn.Module,
     device: torch.device | str,
@@ -116,15 +118,16 @@ class _Waiting:
                 self._handles.append(module.register_state_dict_pre_hook(refused))
                 self._handles.append(module.register_load_state_dict_pre_hook(refused))
                 self._undo.append(guarded(module, "_apply", refused))
-                for parameter in held.values():
-                    self._undo.append(guarded(parameter, "__deepcopy__", refused))
-                    self._undo.append(guarded(parameter, "__reduce_ex__", refused))
         for parameter in leaving:
             value = parameter.data
             empty = torch.empty(value.shape, dtype=value.dtype, device=device)
             empty.untyped_storage().resize_(0)
             parameter.data = empty
             setattr(parameter, WAITING, (value, self._taken))
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._fence = Fence(leaving, _Refusing(names), weak=True)
+        up(self._fence.entries())
+        self._undo.append(self._fence.close)
 
     def _taken(self) -> None:
         self._left -= 1
@@ -133,6 +136,19 @@ class _Waiting:
                 handle.remove()
             for undo in self._undo:
                 undo()
+
+
+class _Refusing:
+    """The reader of `Fence` that lets nobody read."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> NoReturn:
+        raise waits(self._names[id(parameters[0])])
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        """Nobody gets so far."""
 
 
 class _Refused:

@@ -8,6 +8,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hostward.errors import ModelError
+from hostward.fence import unfenced, without_functions
 from hostward.schedule import Lane
 
 from .accumulation import Accumulation
@@ -69,6 +70,9 @@ class Control(torch.optim.Optimizer):
         Without this context gradients are taken at `step`, with the same result. Those that are added up on the host
         (`gradients="host"`) leave in every backward, within this context or not.
 
+        Under DistributedDataParallel, which reduces gradients when backward is over, they are taken at the end of the
+        block.
+
         Rounds add up until `step`, whichever of them was called the last one. `step` uses gradients up: the next round
         starts anew, with `zero_grad` in between or without it. With `overlap=False` `.grad` stays as it is, and what
         `zero_grad` does not clear is added to, as with torch.optim.
@@ -79,6 +83,7 @@ class Control(torch.optim.Optimizer):
         return Accumulation(self._handover, self._issuer, self._abandon, last=last and self._overlap)
 
     @_disable_dynamo
+    @unfenced
     @torch.no_grad()
     def add_up_tied(self) -> None:
         """Add up the gradients of `tied` weights over the processes that have them. All of these call it when the
@@ -87,11 +92,13 @@ class Control(torch.optim.Optimizer):
         """
         self._handover.add_up_tied()
 
+    @unfenced
     def _abandon(self) -> None:
         """Backward was cut short: what was taken is lost."""
         self._issuer.discard()
         self._handover.mark(Where.LOST)
 
+    @unfenced
     def discard_gradients(self) -> None:
         """Forget what has been taken of gradients; `zero_grad` does this as well."""
         self._issuer.discard()
@@ -101,7 +108,8 @@ class Control(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, taken ones included."""
         self.discard_gradients()
-        super().zero_grad(set_to_none)
+        with without_functions():
+            super().zero_grad(set_to_none)
 
     def replayed(self) -> None:
         """Say that a CUDA graph has written the gradients in `.grad`: they stay there, whatever ran before the replay.
@@ -127,12 +135,13 @@ class Control(torch.optim.Optimizer):
         self._issuer.synchronise()
 
     def arrive(self) -> None:
-        """Make the current stream wait for every new weight, without waiting on the host.
+        """Make the current stream wait for every new weight, without waiting on the host, and bring offloaded weights
+        to the device until their layers have run.
 
-        Hooks do this by layer where the optimizer knows the module. Call it before reading weights in another way:
-        before deepcopy, an average of weights kept by hand, or the replay of a CUDA graph on another stream.
+        Hooks do this by layer, and the fence for whatever else reads a weight. Call it before the replay of a CUDA
+        graph on another stream, before weights are read by their addresses, and with `fence=False` before any read.
         """
-        self._issuer.use_all()
+        self._issuer.arrive()
         if not self.backend.capturing():
             self.backend.follow_compute()  # what has arrived before was waited for on another stream, maybe
 

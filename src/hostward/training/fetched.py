@@ -10,11 +10,12 @@ import torch
 
 from hostward.engine.backend import Backend, Event
 from hostward.errors import ModelError
+from hostward.fence import unfenced
 from hostward.lowering.optimizer import StepShape, later_uploads, upload_point
 from hostward.plan import Placement
 
 from .binding import Bindings
-from .points import PointIssuer
+from .points import PointIssuer, serialised
 from .state import BucketState, require_arrived
 from .targets import Targets
 from .totals import Totals
@@ -53,6 +54,7 @@ class FetchedWeights(PointIssuer):
     @abstractmethod
     def _lower(self) -> None: ...
 
+    @serialised
     def offload_weights(self, names: Collection[str], residency: Residency | None) -> None:
         """From now on these weights, all of host buckets, and no others are fetched by `residency`.
 
@@ -71,6 +73,7 @@ class FetchedWeights(PointIssuer):
         self._targets.leave_out(self.fetched)
         self._lower()
 
+    @serialised
     def hold(self, layer: str, stream: torch.Stream) -> None:
         """Another stream is about to read a layer's weights: it waits for them, and for nothing else. The use point may
         have come, and then only the compute lane has waited, or comes later.
@@ -85,6 +88,14 @@ class FetchedWeights(PointIssuer):
             held = [b for b, name in enumerate(self._layers) if name == layer]
             names = [f"{makers[self._states[b].placement]}/{b}" for b in held if self._states[b].placement in makers]
             self._backend.hold(stream, [self._bindings.events[name] for name in names])
+
+    @serialised
+    @unfenced
+    def arrive(self) -> None:
+        """All weights arrive, and those that are fetched come."""
+        self.use_all()
+        if self._residency is not None:
+            self._residency.bring_all()
 
     def stepped(self, b: int) -> Event:
         """Of the host step of a bucket."""

@@ -7,7 +7,7 @@ A gradient that has been taken leaves a placeholder in `.grad`. Any use of it ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import DTYPES, Clipping
 from hostward.errors import ModelError
+from hostward.fence import without_functions
 from hostward.inspect import Tracked, is_plain, local_of, placed_alike
 
 from .placeholder import Fate, MovedGradient, Where, raise_lost
@@ -101,6 +102,7 @@ class Handover:
         taker: is given each gradient that has become final, and those of `summed` in every microbatch.
         summed: names of parameters whose gradients are added up on the host.
         tied: those that wait until `add_up_tied`, for another stage has the other part.
+        leave: is told each parameter of which backward has made a gradient.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class Handover:
         taker: Taker,
         summed: Set[str] = frozenset(),
         tied: Tied | None = None,
+        leave: Callable[[str], None] | None = None,
     ) -> None:
         self._tracked = list(tracked)
         self._by_name = {t.name: t for t in tracked}
         self._taker = taker
         self.summed = summed
         self.tied = Tied({}) if tied is None else tied
+        self._leave = leave
         self._placeholders: dict[str, MovedGradient] = {}
         self._fate = Fate()
         """Of what is taken now."""
@@ -125,6 +129,8 @@ class Handover:
         """No further microbatch adds to what backward makes now: it is final."""
         self.inside = False
         """Within `accumulate`."""
+        self.reduced_later = False
+        """DistributedDataParallel ran the forward of this microbatch: no gradient is final before backward ends."""
         self.captured = False
         """The last backward was captured in a CUDA graph: its gradients stay where the graph writes them."""
         self._handles: list[RemovableHandle] = []
@@ -187,12 +193,29 @@ class Handover:
         t = self._by_name[name]
         self.captured = _capturing(t.parameter)
         self._taker.require_used(t.name)
+        if self._leave is not None:
+            self._leave(name)
         if self.captured or not t.parameter.numel():
             return
-        if (self.armed and name not in self.tied) or name in self.summed:
+        taken_now = self.armed and not self.reduced_later and name not in self.tied
+        if taken_now or name in self.summed:
             self.hand_over(t, last=self.armed)
         else:
             self._taker.made()
+
+    def in_ddp(self) -> None:
+        """DistributedDataParallel runs the forward. It reduces gradients in `.grad`, at the end of backward.
+
+        Raises:
+            ModelError: gradients are added up on the host, where it cannot reach them.
+        """
+        if self.summed:
+            raise ModelError(
+                'gradients="host" of a model that is wrapped in DistributedDataParallel',
+                why="it reduces gradients in .grad when backward is over, and they would be on the host by then",
+                fix='gradients="device"; or shard the model with fully_shard, which reduces before they leave',
+            )
+        self.reduced_later = True
 
     def add_up_tied(self) -> None:
         """All backward passes of a step are over. Where others have left, what is whole now leaves, too."""
@@ -330,7 +353,8 @@ class _Before:
     def __call__(self, _: torch.Tensor) -> None:
         handover = self._handover()
         if handover is not None:
-            handover.before(self._name)
+            with without_functions():
+                handover.before(self._name)
 
 
 class _After:
@@ -345,4 +369,5 @@ class _After:
     def __call__(self, _: torch.Tensor) -> None:
         handover = self._handover()
         if handover is not None:
-            handover.after(self._name)
+            with without_functions():
+                handover.after(self._name)

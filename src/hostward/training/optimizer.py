@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch._compile import _disable_dynamo
 from hostward.engine.backend import Backend, Tier
 from hostward.engine.choose import backend_for
 from hostward.errors import HostwardError, ModelError
+from hostward.fence import unfenced
 from hostward.inspect import Places, Tracked, check_no_overlap, check_trackable, named_groups, with_module
 from hostward.inventory import Inventory
 from hostward.plan import PlacedBucket, Plan
@@ -50,10 +52,12 @@ from .state_memory import Asked, explained, take_states
 from .step import StepIssuer
 from .tied import checked_tied
 from .totals import Totals
+from .weight_fence import WeightFence
 from .weight_values import is_away, waits
 from .weights import WeightWatch
 
 if TYPE_CHECKING:
+    from hostward.adapters.fsdp2 import Groups
     from hostward.engine.cuda import CudaBackend
 
 log = logging.getLogger("hostward")
@@ -102,6 +106,9 @@ class AdamW(Saving):
             them. The norm is over all of them, and all skip together. None: there are no stages.
         tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
             `add_up_tied` before `step`.
+        fence: let whatever reads or writes a weight after `step()` wait for its new value by itself, and notice writes
+            through `.data`. False: only the module's own forward and state dicts wait; other readers call `arrive()`
+            first, and writes through `.data` need `reseed()`. `find_unfenced_reads` then says what is missed.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
             parameters.
 
@@ -147,18 +154,11 @@ class AdamW(Saving):
         module: torch.nn.Module | None = None,
         stages: dist.ProcessGroup | None = None,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
+        fence: bool = True,
         backend: Backend | None = None,
     ) -> None:
-        check_variants(
-            {
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-            }
-        )
+        variants = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "fused": fused}
+        check_variants(variants | {"capturable": capturable, "differentiable": differentiable})
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.max_grad_norm = checked_norm(max_grad_norm)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
@@ -187,6 +187,8 @@ class AdamW(Saving):
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
         self._arrivals: Arrivals | None = None
+        self._fenced = fence
+        self._fence: WeightFence | None = None
         self._handover: Handover
         self._sharded: Sharded | None = None
         self._empty_parts: EmptyParts | None = None
@@ -239,6 +241,7 @@ class AdamW(Saving):
             taken.add(name)
             self._pending.append(self._places.tracked(name, parameter, len(self.param_groups) - 1))
 
+    @unfenced
     @torch.inference_mode(False)
     @torch.no_grad()
     def _build(self) -> None:
@@ -303,6 +306,7 @@ class AdamW(Saving):
             slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
             totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
             together=made_together(groups, self._tracked),
+            holders=functools.partial(_holders, groups) if self._fenced else None,
             overlap=self._overlap,
             use_torch_optimizer=self._use_torch_optimizer,
         )
@@ -312,9 +316,13 @@ class AdamW(Saving):
             self._handover.close()
         if self._arrivals is not None:
             self._arrivals.close()
+        if self._fence is not None:
+            self._fence.close()
         self._watch = WeightWatch(self._tracked, self._issuer.use_all, self._places.root)
+        self._fence = WeightFence(self._issuer, self._watch, self._tracked, layers) if self._fenced else None
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
-        self._handover = Handover(self._tracked, self._issuer, summed, self.tied)
+        leave = None if self._fence is None else self._fence.leave
+        self._handover = Handover(self._tracked, self._issuer, summed, self.tied, leave)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
@@ -323,9 +331,12 @@ class AdamW(Saving):
         if groups is not None:
             self._sharded = Sharded(groups, self._tracked, layers, self._issuer, self._handover)
         self._arrivals = None
-        root = self._places.root
-        if root is not None and self._overlap:
-            self._arrivals = Arrivals(root, layers, self._tracked, self._issuer.use, self._issuer.use_all)
+        root, fence = self._places.root, self._fence
+        if root is not None and (self._overlap or fence is not None):
+            use = self._issuer.use if fence is None else fence.enter
+            leave_root = None if fence is None else fence.raise_all
+            in_ddp = self._handover.in_ddp
+            self._arrivals = Arrivals(root, layers, self._tracked, use, self._issuer.use_all, leave_root, in_ddp)
 
     # ---------------------------------------------------------------- facts
 
@@ -364,6 +375,11 @@ class AdamW(Saving):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @unfenced
+    def _step(self) -> None:
         check_members(self.param_groups, self._tracked)
         self._waiting = [t for t in self._waiting if is_away(t.parameter)]
         if self._waiting:
@@ -393,7 +409,6 @@ class AdamW(Saving):
             # grad_norm and last_step_skipped speak of this step, not of the one before.
             self._memory.device_scalars.norm.data.zero_()
             self._memory.device_scalars.skip.data.zero_()
-        return loss
 
     def _issue(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
@@ -416,7 +431,10 @@ class AdamW(Saving):
             self.backend.drain()
             raise
         self._watch.remember(self._tracked)
+        self._watch.compare([self._by_name[name] for name in self._issuer.shared])
         self._issuer.torn = False
+        if self._fence is not None:
+            self._fence.raise_all()
 
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What a gradient scaler says, if it looked at the gradients."""
@@ -427,3 +445,8 @@ class AdamW(Saving):
 
 OPTIONS = frozenset(inspect.signature(AdamW).parameters)
 """Names of what the optimizer takes as a whole."""
+
+
+def _holders(groups: Groups | None, t: Tracked) -> int:
+    """Tensors that always lie in the memory of a parameter's part here: itself, and what FSDP2 has."""
+    return groups.holders(t.parameter) if t.sharded and groups is not None else 1

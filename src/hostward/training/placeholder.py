@@ -29,7 +29,7 @@ _TOLD = {
 }
 _FIXES = {
     Where.TAKEN: "clip by max_grad_norm of the optimizer and read optimizer.grad_norm; to look at gradients, leave "
-    "optimizer.accumulate(last=True) out",
+    "optimizer.accumulate(last=True) out (of a model in DistributedDataParallel: give the optimizer module=model)",
     Where.USED: "read gradients before step(), or make the optimizer with overlap=False",
     Where.LOST: "call optimizer.zero_grad() and run the microbatches again",
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +19,21 @@ from .choices import Choice, Which
 from .state import BucketState, allocate_gradients
 from .totals import Totals
 
+_Given = ParamSpec("_Given")
+_Self = TypeVar("_Self", bound="PointIssuer")
+_Result = TypeVar("_Result")
+
+
+def serialised(method: Callable[Concatenate[_Self, _Given], _Result]) -> Callable[Concatenate[_Self, _Given], _Result]:
+    """One thread at a time: another one may read a weight while the training loop issues operations."""
+
+    @functools.wraps(method)
+    def alone(self: _Self, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return alone
+
 
 class PointIssuer:
     """Issues the operations of one point at a time. Which ranges of each bucket have a gradient is kept here."""
@@ -27,6 +45,7 @@ class PointIssuer:
         bindings: Bindings,
         totals: Totals,
     ) -> None:
+        self.lock = threading.RLock()
         self._backend = backend
         self._states = states
         self._bindings = bindings

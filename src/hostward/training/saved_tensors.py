@@ -18,6 +18,7 @@ import torch
 from hostward.engine.backend import Event
 from hostward.engine.host_arena import Block, HostArena
 from hostward.errors import ModelError
+from hostward.fence import plain_type, unfenced
 from hostward.inspect import local_of
 
 if TYPE_CHECKING:
@@ -187,9 +188,10 @@ class Sorter:
         self._buffers: set[int] = set()
         self.kept_bytes: Counter[Why] = Counter()
 
+    @unfenced
     def know(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         """Whose weights and buffers stay, and its layers. Those that come later are known by their type."""
-        self._parameters = [p for p in module.parameters() if type(p) is torch.nn.Parameter]
+        self._parameters = [p for p in module.parameters() if plain_type(p) is torch.nn.Parameter]
         self._divided = [
             [
                 (owner, name)
@@ -201,6 +203,7 @@ class Sorter:
         ]
         self._module_buffers = [b for b in module.buffers() if type(b) is torch.Tensor]
 
+    @unfenced
     def refresh(self, module: torch.nn.Module) -> None:
         """Look up the storages of weights and buffers; they may have changed since the last forward. Raises ModelError
         for a model that lies elsewhere now.
@@ -221,8 +224,8 @@ class Sorter:
 
     def why_kept(self, tensor: torch.Tensor, shared: Mapping[int, Why], layer: int) -> Why | None:
         """`shared`: storages, by address of their object, that the layer was given and that stay."""
-        kind = type(tensor)
-        if kind is torch.nn.Parameter or type(tensor._base) is torch.nn.Parameter:
+        kind = plain_type(tensor)
+        if kind is torch.nn.Parameter or isinstance(tensor._base, torch.nn.Parameter):
             return Why.WEIGHT
         if kind is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return Why.KIND
@@ -240,6 +243,7 @@ class Sorter:
             return Why.SMALL
         return Why.WEIGHT if self._is_of_divided(storage, layer) else None
 
+    @unfenced
     def _is_of_divided(self, storage: int, layer: int) -> bool:
         """Whether it is that of a rank's experts or of a router, which compute with plain tensors of what is divided.
         FSDP2 has put what it gathers into the modules by now, and may take the bytes away when the layer has run.
@@ -278,4 +282,4 @@ def _is_cast_weight(tensor: torch.Tensor) -> bool:
     if made_by is None or made_by.name() != "ToCopyBackward0":
         return False
     leaf = made_by.next_functions[0][0]
-    return leaf is not None and type(getattr(leaf, "variable", None)) is torch.nn.Parameter
+    return leaf is not None and isinstance(getattr(leaf, "variable", None), torch.nn.Parameter)

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from hostward.engine.pools import require_host_memory
 from hostward.errors import ModelError
+from hostward.fence import unfenced
 from hostward.names import matched
 
 from .control import Control
@@ -44,8 +45,10 @@ class Saving(Control):
     """No step was made and no state loaded: moments and counts are 0, masters are the weights."""
     _told_of_writes: bool
 
+    @unfenced
     def reseed(self, names: Iterable[str] | None = None) -> None:
-        """Take the master anew from the weight: needed after writes through `.data`, which nothing else can see.
+        """Take the master anew from the weight: needed with `fence=False` after writes through `.data`, which nothing
+        else sees then.
 
         Args:
             names: parameters to take; None for all. Moments and step counts stay.
@@ -121,6 +124,7 @@ class Saving(Control):
             saved = saved if changed is None else changed
         return saved
 
+    @unfenced
     def _state(self, copy: bool) -> dict[str, Any]:
         self._settle()
         # Hooks of others expect tensors.
@@ -148,6 +152,7 @@ class Saving(Control):
         return groups
 
     @_disable_dynamo
+    @unfenced
     def sources(self) -> StateSources:
         """State and weights as they lie, by parameter name, to be read from other threads; nothing is copied.
 
@@ -200,6 +205,7 @@ class Saving(Control):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @unfenced
     @torch.no_grad()
     def _load(self, given: Mapping[str, Any]) -> None:
         check_members(self.param_groups, self._tracked)

@@ -203,11 +203,16 @@ def require_no_capture(backend: Backend) -> None:
 def require_arrived(backend: Backend, layer: str) -> None:
     """Raises ModelError while a CUDA graph is captured: `layer` has weights on their way."""
     if backend.capturing():
-        raise ModelError(
-            f"weights of layer {layer!r} are still to arrive, and a CUDA graph is captured",
-            why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
-            fix="call optimizer.arrive() before the capture",
-        )
+        raise pending_in_capture(f"weights of layer {layer!r} are")
+
+
+def pending_in_capture(what: str) -> ModelError:
+    """The error for a use of weights ("weights of layer 'x' are") that nothing in a capture can wait for."""
+    return ModelError(
+        f"{what} still to arrive, and a CUDA graph is captured",
+        why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
+        fix="call optimizer.arrive() before the capture",
+    )
 
 
 def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:

@@ -6,9 +6,10 @@ points.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from hostward.plan import Placement
 from hostward.schedule import Schedule
 
 from .binding import Bindings, Memory, mixed_gradients
+from .points import serialised
 from .schedules import Schedules
 from .slots import Slots
-from .state import BucketState, pieces, require_arrived, require_no_capture
+from .state import BucketState, pending_in_capture, pieces, require_arrived, require_no_capture
 from .taking import TOGETHER, TakenGradients
 from .targets import Targets
 from .totals import Totals
+
+log = logging.getLogger("hostward")
 
 
 class StepIssuer(TakenGradients):
@@ -44,6 +48,8 @@ class StepIssuer(TakenGradients):
         slots: device staging of streamed buckets.
         totals: of the host buckets whose gradients are added up on the host.
         together: names of parameters whose gradients are made in one memory, for each such memory.
+        holders: how many tensors always lie in the memory of a parameter's part here, itself among them. None: weights
+            of which there are more do not arrive at once.
         overlap: False: everything happens within `step`.
     """
 
@@ -58,6 +64,7 @@ class StepIssuer(TakenGradients):
         slots: Slots,
         totals: Totals,
         together: Iterable[Sequence[str]],
+        holders: Callable[[Tracked], int] | None,
         overlap: bool,
         use_torch_optimizer: bool,
     ) -> None:
@@ -81,7 +88,10 @@ class StepIssuer(TakenGradients):
             name: {layers[index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
             for name, held in held_by.items()
         }
-        self._targets = Targets(backend, states, tracked)
+        self._read_with = {name: {layers[index[s]] for s, _, _ in held} for name, held in held_by.items()}
+        """By parameter: the layers whose use points everything that its bytes hold comes before."""
+        self._holders_count = holders is not None
+        self._targets = Targets(backend, states, tracked, holders or (lambda _: 1))
         bindings = Bindings(backend, states, memory, slots, totals, self._targets, by_torch=use_torch_optimizer)
         super().__init__(backend, states, bindings, totals)
         self._uses = dict.fromkeys(layers)
@@ -95,6 +105,10 @@ class StepIssuer(TakenGradients):
         """Those that backward found so: their weights have arrived then, but no use of them was ever reported."""
         self._waited: dict[str, set[int]] = {}
         """By layer: the streams that have waited for its weights since the last step."""
+        self.read_by_graph = False
+        """Weights were read while a CUDA graph was captured: its replay reads them again, and nothing tells of that."""
+        self.shared: frozenset[str] = frozenset()
+        """Names of weights that others held memory of when the last step ended: they arrived at once."""
         self._lower()
         self._reset()
         # What is pending writes to memory that this object holds.
@@ -160,6 +174,7 @@ class StepIssuer(TakenGradients):
                 "torch.compiler.reset() after making the optimizer",
             )
 
+    @serialised
     def discard(self) -> None:
         """No step will be made with what was taken; its memory goes back."""
         if not self.turning:
@@ -220,6 +235,7 @@ class StepIssuer(TakenGradients):
             if len(found) > 1:
                 raise mixed_gradients(state, sorted(map(str, found)))
 
+    @serialised
     def step(self, groups: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
         """Step every range whose gradient was taken. `clipping` is this step's."""
         if not self.turning:
@@ -262,7 +278,8 @@ class StepIssuer(TakenGradients):
         self.pending = set(self._uses)
         self._unreported.clear()
         self._after_step()
-        if not self._shape.overlap or scattered:
+        self._use_shared()
+        if not self._shape.overlap or scattered or self.read_by_graph:
             self.use_all()
         if scattered:
             self._targets.scatter()
@@ -270,9 +287,52 @@ class StepIssuer(TakenGradients):
             self.use_all()
             self._lower()
 
+    def _use_shared(self) -> None:
+        """A view that was kept, or `.data`, is read without the weight: what others hold memory of arrives at once."""
+        if self._holders_count:
+            shared = self._targets.shared().union(() if self._residency is None else self._residency.use_held())
+        else:
+            shared = frozenset()
+        if shared != self.shared and shared:
+            log.info(
+                "%d weights arrive at the end of step(), because others hold their memory (views, .data): %s%s",
+                len(shared), ", ".join(sorted(shared)[:5]), ", ..." if len(shared) > 5 else "",
+            )  # fmt: skip
+        self.shared = shared
+        wanted = {layer for name in shared for layer in self._read_with[name]}
+        for layer in [layer for layer in self._uses if layer in wanted]:
+            self.use(layer)
+
+    @serialised
+    def read(self, names: Sequence[str]) -> None:
+        """The caller is about to read or write these weights, outside of their layers' forward or before it: the
+        stream that is current waits for them.
+
+        Raises:
+            ModelError: they are on their way while a CUDA graph is captured.
+        """
+        if self.issuing:
+            return  # by the step's own operations, which somebody's dispatch mode looks at
+        backend = self._backend
+        if backend.capturing():
+            for name in names:
+                if not self.pending.isdisjoint(self._layers_of[name]):
+                    raise pending_in_capture(f"weight {name!r} is")
+                self.read_by_graph = self.read_by_graph or bool(self._layers_of[name])
+            return
+        stream = None if backend.at_compute() else backend.caller_stream()
+        for layer in dict.fromkeys(layer for name in names for layer in self._read_with[name]):
+            if stream is None:
+                self.use(layer)
+            else:  # the compute lane need not wait for what this stream does besides
+                self.hold(layer, stream)
+
+    @serialised
     def use(self, layer: str) -> None:
         """The caller is about to use a layer's weights: its stream waits for them, and for nothing else."""
         self._unreported.discard(layer)
+        if not self.read_by_graph and self._backend.capturing():
+            self.read_by_graph = True
         if layer in self.pending:
             self._use([layer])
         elif (key := self._backend.compute_key()) not in self._waited.get(layer, (key,)):
@@ -287,6 +347,7 @@ class StepIssuer(TakenGradients):
         """
         self._slots.stream = self._backend.caller_stream()
 
+    @serialised
     def use_all(self) -> None:
         """The same for all layers."""
         self._unreported.clear()
@@ -333,6 +394,7 @@ class StepIssuer(TakenGradients):
         """State on the host was written between empty lanes: what has been staged of it is read again."""
         self._staged = 0
 
+    @serialised
     def abort(self) -> None:
         """Forget the turn that was cut short. All lanes are empty, and the state is about to be replaced."""
         self.pending.clear()

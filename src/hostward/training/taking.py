@@ -17,6 +17,7 @@ from hostward.schedule import Lane
 
 from .binding import Bindings
 from .fetched import FetchedWeights
+from .points import serialised
 from .slots import Slots
 from .state import BucketState
 from .totals import Totals
@@ -68,6 +69,7 @@ class TakenGradients(FetchedWeights):
     @abstractmethod
     def _stage(self, slots: int) -> None: ...
 
+    @serialised
     def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
         """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient point has come.
 
@@ -131,6 +133,7 @@ class TakenGradients(FetchedWeights):
             if len(fresh if b in summed else chosen) == len(gradients):
                 self._gradient_point(b, last=last)
 
+    @serialised
     def take_all(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """`take` for each of these, which are all final: the points of buckets whose gradients are all among them come
         together.
@@ -166,6 +169,7 @@ class TakenGradients(FetchedWeights):
                 self._note_streams(b for b, *_ in parts)
                 self._take_parts(gradient, parts, last=True)
 
+    @serialised
     def flush(self, name: str | None = None, *, last: bool = False) -> None:
         """Let gradients that wait for others of their bucket be added to the totals: that of one parameter, because it
         is about to get another one, or all.
@@ -177,6 +181,7 @@ class TakenGradients(FetchedWeights):
         for b in sorted(waiting, reverse=True):
             self._gradient_point(b, last=last)
 
+    @serialised
     def give_back(self, name: str) -> torch.Tensor:
         """Return a taken gradient because more will be added to it; `take` will be called for it again."""
         parameter, parts = self._tracked[name].local, self._parts[name]

@@ -19,15 +19,28 @@ class Targets:
     copy, and scattered back once that has arrived.
     """
 
-    def __init__(self, backend: Backend, states: Sequence[BucketState], tracked: Mapping[str, Tracked]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        states: Sequence[BucketState],
+        tracked: Mapping[str, Tracked],
+        holders: Callable[[Tracked], int],
+    ) -> None:
+        """`holders`: how many tensors always lie in the memory of a parameter's part here, itself among them."""
         self._backend = backend
         self._tracked = tracked
+        self._always = holders
         self.weights: list[list[Buffer]] = [[empty_buffer("weights") for _ in s.bucket.ranges] for s in states]
         self._pieces: dict[str, list[tuple[Buffer, slice]]] = {}
         for state, buffers in zip(states, self.weights, strict=True):
             for r, buffer in zip(state.bucket.ranges, buffers, strict=True):
                 self._pieces.setdefault(r.name, []).append((buffer, slice(r.start, r.stop)))
         self._addresses: dict[str, int] = {}
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._holders: dict[int, int] = {}
+        """By address of a weight's storage object: the tensors of ours, and of the parameters, that lie in it, and the
+        object's own hold.
+        """
         self._flat: dict[str, torch.Tensor] = {}
         self._elsewhere: Collection[str] = frozenset(n for n in self._pieces if is_away(tracked[n].parameter))
         for name in self._pieces:
@@ -38,10 +51,25 @@ class Targets:
         """These weights, and only these, come and go: they are fetched when they are used, and no step writes them."""
         back, self._elsewhere = set(self._elsewhere) - set(names), frozenset(names)
         for name in names:
+            self._storages.pop(name, None)
             for buffer, _ in self._pieces[name]:
                 buffer.data = torch.empty(0, dtype=buffer.data.dtype, device=buffer.data.device)
         for name in back:
             self._bind(name)
+
+    def shared(self) -> frozenset[str]:
+        """Names of weights whose memory is held by tensors besides the parameter and ours: by views, `.data`."""
+        if not self._holders:
+            self._count_holders()
+        count, holders = torch._C._storage_Use_Count, self._holders
+        return frozenset(n for n, s in self._storages.items() if count(s._cdata) > holders[s._cdata])
+
+    def _count_holders(self) -> None:
+        for name, storage in self._storages.items():
+            at = storage._cdata
+            views = [b.data for b, _ in self._pieces[name] if b.data.untyped_storage()._cdata == at]
+            ours = len({t._cdata for v in views for t in (v, v._base) if t is not None})
+            self._holders[at] = self._holders.get(at, 1) + ours + self._always(self._tracked[name])
 
     def refresh(self, names: Iterable[str]) -> bool:
         """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
@@ -70,6 +98,8 @@ class Targets:
         if not data.is_contiguous():
             self._flat[name] = flat
         self._addresses[name] = data.data_ptr()
+        self._storages[name] = data.untyped_storage()
+        self._holders.clear()
         for buffer, span in self._pieces[name]:
             self._backend.refill(buffer, flat[span])
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostward.errors import OrderingError
+from hostward.fence import plain_type, unfenced
 from hostward.inspect import Tracked
 
 from .step import StepIssuer
@@ -37,6 +38,7 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._look(func, issuer.pending, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    @unfenced
     def _look(self, func: Any, pending: set[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         issuer = self._issuer()
         fetched = frozenset[str]() if issuer is None else issuer.fetched  # they wait by themselves
@@ -71,4 +73,4 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     # Wrapper subclasses have no storage of their own.
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
+    return tensor.untyped_storage().data_ptr() if plain_type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0

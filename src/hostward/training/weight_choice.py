@@ -12,6 +12,7 @@ import torch
 
 from hostward.engine.backend import Backend, Buffer, Event, Tier
 from hostward.errors import ConfigError, HostwardError, ModelError
+from hostward.fence import plain_type
 from hostward.inspect import local_of
 from hostward.plan import Placement
 from hostward.schedule import Lane
@@ -217,7 +218,7 @@ def count_sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             local = None if tensor is None else local_of(tensor)
-            if local is not None and local.layout is torch.strided and type(local) in _PLAIN:
+            if local is not None and local.layout is torch.strided and plain_type(local) in _PLAIN:
                 found[local.untyped_storage()._cdata] += max(1, layers_with[module])
     return found
 
@@ -245,15 +246,15 @@ def why_stays(
                 why="a part of a weight arrives before FSDP2 gathers it, and nobody tells when others read one",
                 fix="fully_shard the model first, or leave weights= out",
             )
-    elif type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+    elif (kind := plain_type(parameter)) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
         raise ModelError(
-            f"weight {name!r} is a {type(parameter.data).__name__}",
+            f"weight {name!r} is a {(type(parameter.data) if kind is torch.nn.Parameter else kind).__name__}",
             why="weights are moved as plain bytes of plain tensors",
             fix="offload the weights of a model that is not quantised, or leave weights= out",
         )
     elif gathers is not None:
         return Stays.WHOLE
-    if type(local) not in _PLAIN:
+    if plain_type(local) not in _PLAIN:
         raise ModelError(
             f"this rank's part of weight {name!r} is a {type(local).__name__}",
             why="weights are moved as plain bytes of plain tensors",

@@ -1,5 +1,5 @@
-"""What reads or replaces weights besides forward and backward: copies, pickles, state dicts, moves. A weight without
-bytes would be read as nothing (`torch.save` writes 0 bytes) or crash the process.
+"""What replaces weights, or reads them as a whole: state dicts, loads, moves. Other readers meet a fence
+(`hostward.fence`).
 
 A module that is copied or pickled takes hooks and guards along; they do nothing there.
 """
@@ -42,24 +42,6 @@ class _Guard:
         return nullcontext() if self._offloaded is None else self._offloaded.all_present(self._numbers)
 
 
-class DeepCopy(_Guard):
-    """`copy.deepcopy` of a weight: a plain Parameter with its value."""
-
-    def __call__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        parameter: torch.nn.Parameter = self._about
-        with self._present(), torch.no_grad():
-            return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad)
-
-
-class Reduce(_Guard):
-    """Pickling of a weight, as of a plain Parameter with its value."""
-
-    def __call__(self, protocol: Any) -> Any:
-        parameter: torch.nn.Parameter = self._about
-        with self._present(), torch.no_grad():
-            return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
 class Apply(_Guard):
     """`to`, `half`, `cuda` and the like, on the model or a layer: they read weights; to move them is refused."""
 
@@ -90,12 +72,20 @@ class Apply(_Guard):
 
 
 class StateHook(_Guard):
-    """After `state_dict()` of a module: copies from the host in place of weights without bytes. `about`: by name."""
+    """Before and after `state_dict()` of a module: copies from the host in place of weights without bytes. `about`: by
+    name.
+    """
 
-    def __call__(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
+    def __call__(self, module: torch.nn.Module, *given: Any) -> None:
         weights: Mapping[str, Weight] = self._about or {}
         if self._offloaded is None:
             return
+        if len(given) == 2:  # (prefix, keep_vars): before
+            self._offloaded.name_only(weights.values())
+            return
+        self._offloaded.named(weights.values())
+        state_dict: dict[str, Any] = given[0]
+        prefix: str = given[1]
         for name, weight in weights.items():
             if isinstance(state_dict.get(prefix + name), torch.nn.Parameter):
                 raise ModelError(

@@ -6,6 +6,7 @@ is saved in its place; and that it goes only when nobody needs it, on `Weight.he
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.engine.backend import Backend
 from hostward.errors import ConfigError, HostwardError
+from hostward.fence import Fence, down, plain_type, unfenced, up, without_functions
 from hostward.inspect import groups_of, local_of
 from hostward.lowering.weights import WeightsShape, lower_weights
 from hostward.schedule import Schedule
@@ -28,8 +30,9 @@ from .saved_tensors import raise_modified
 from .visit_hooks import Enter, Leave, Mark
 from .weight_choice import choose
 from .weight_gathers import GatheredLayers, Gathers
-from .weight_guards import Apply, DeepCopy, LoadHook, Reduce, StateHook, guarded
+from .weight_guards import Apply, LoadHook, StateHook, guarded
 from .weight_residency import Residency, Weight
+from .weights import witness_of
 
 if TYPE_CHECKING:
     from .optimizer import AdamW
@@ -103,6 +106,7 @@ class WeightHandle:
         self._dtype, self._sizes, self._strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
         self._offset = int(tensor.storage_offset())
 
+    @unfenced
     def unpack(self) -> torch.Tensor:
         """The tensor as it was saved. Raises ModelError if it was written since."""
         weight, witness = self._weight, self._witness
@@ -151,6 +155,14 @@ class OffloadedWeights:
         """The backward that calls `_end` when it ends."""
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
+        self._lock = threading.RLock() if optimizer is None else optimizer._issuer.lock
+        self._fence = Fence(self.parameters(), _Reads(self))
+        held_by: dict[int, list[torch.nn.Parameter]] = {}
+        for i, weight in self._of_storage.values():
+            held_by.setdefault(i, []).append(weight.parameter)
+        self._entries = {i: self._fence.entries(held) for i, held in held_by.items()}
+        self._down: set[int] = set()
+        """Layers whose operations run now: their weights are here, and plain ones."""
         if optimizer is not None and chosen.stepped:
             try:
                 optimizer._issuer.offload_weights(chosen.stepped, self._residency)
@@ -164,6 +176,7 @@ class OffloadedWeights:
             self._follow_layers([layer for _, layer in layers])
         self._guard(model, [layer for _, layer in layers[:count]])
         self._residency.sweep()
+        up(self._fence.entries())
 
     def _follow_layers(self, layers: Sequence[torch.nn.Module]) -> None:
         for i, layer in enumerate(layers):
@@ -186,10 +199,6 @@ class OffloadedWeights:
                 continue
             all_here = self._numbers(weights.values())
             self._guarded.append(guarded(layer, "_apply", Apply(self, all_here, layer)))
-            for parameter, weight in weights.items():
-                numbers = self._numbers([weight])
-                self._guarded.append(guarded(parameter, "__deepcopy__", DeepCopy(self, numbers, parameter)))
-                self._guarded.append(guarded(parameter, "__reduce_ex__", Reduce(self, numbers, parameter)))
             for owner in layer.modules():
                 names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
                 numbers = self._numbers(names.values())
@@ -198,7 +207,9 @@ class OffloadedWeights:
                     loaded = LoadHook(self, all_here if owner is layer else (), names)
                     self._handles.append(owner.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
                 if names:
-                    self._handles.append(owner.register_state_dict_post_hook(StateHook(self, numbers, names)))  # type: ignore[no-untyped-call]
+                    state = StateHook(self, numbers, names)
+                    self._handles.append(owner.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
+                    self._handles.append(owner.register_state_dict_post_hook(state))  # type: ignore[no-untyped-call]
                     self._handles.append(owner.register_load_state_dict_pre_hook(LoadHook(self, numbers)))  # type: ignore[no-untyped-call]
 
     def _numbers(self, weights: Iterable[Weight]) -> tuple[int, ...]:
@@ -206,6 +217,7 @@ class OffloadedWeights:
 
     # ---------------------------------------------------------------- forward and backward
 
+    @unfenced
     def enter(self, number: int, _: object) -> None:
         """A layer is about to run."""
         residency = self._residency
@@ -219,6 +231,7 @@ class OffloadedWeights:
         residency.sweep((*self._stack, number + 1))
         residency.prefetch(self._beside(number, 1))
 
+    @unfenced
     def leave(self, number: int, output: object) -> None:
         """A layer has run, or failed."""
         if number in self._stack:
@@ -229,28 +242,34 @@ class OffloadedWeights:
                 node.register_prehook(back)
         if torch._C._current_graph_task_id() != -1:
             return  # it was recomputed for a backward that comes now
+        self._raise((number,))
         if number < self.count:
             self._residency.empty(number)
         elif number == self._layers - 1 and not torch.is_grad_enabled():
             self._residency.prefetch(0)
 
+    @unfenced
     def mark(self, _: object, number: int) -> None:
         """A module within a layer is about to run, perhaps on its own."""
         self.use(number)
 
+    @unfenced
     def back(self, number: int) -> None:
         """Backward has reached the output of a layer."""
         residency, task = self._residency, torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._raise(self._down - {*self._stack, number})
         self.use(number)
         residency.sweep((*self._stack, number, number - 1))
         residency.prefetch(self._beside(number, -1))
 
+    @unfenced
     def _end(self) -> None:
         """A backward has ended: perhaps one inside another, so what was fetched ahead stays."""
         self._task = -1
+        self._raise(self._down - {*self._stack})
         expected = self._residency.expected
         self._residency.sweep(self._stack if expected is None else (*self._stack, expected))
 
@@ -265,6 +284,7 @@ class OffloadedWeights:
         else:
             self._gathers.in_runs(lengths)
 
+    @unfenced
     def expect(self, run: int, *, backward: bool) -> None:
         """As `Attachment.expect`."""
         if self._gathers is not None:
@@ -278,10 +298,20 @@ class OffloadedWeights:
         """The compute lane may read a layer's weights from here on."""
         if number < self.count:
             self._residency.ensure(number)
+            if number in self._entries and number not in self._down:
+                self._down.add(number)
+                down(self._entries[number])
 
+    def _raise(self, numbers: Iterable[int]) -> None:
+        """Operations of these layers are over."""
+        for number in [n for n in numbers if n in self._down]:
+            self._down.discard(number)
+            up(self._entries[number])
+
+    @unfenced
     def pack(self, tensor: torch.Tensor) -> WeightHandle | None:
         """What to save for backward in place of a weight or its view; None: it is neither."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        if plain_type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None
         found = self._of_storage.get(tensor.untyped_storage()._cdata)
         if found is None or tensor.is_conj() or tensor.is_neg():
@@ -289,6 +319,51 @@ class OffloadedWeights:
         return WeightHandle(self, *found, tensor)
 
     # ---------------------------------------------------------------- other readers
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Somebody reads or writes these weights: they are on the device, until the next of them, or forward, comes."""
+        with self._lock, without_functions():
+            self._residency.read(self._numbers(self._of_parameter(p) for p in parameters))
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        """As `Reader.exposed`."""
+        weight = self._of_parameter(parameter)
+        if weight.changed is None and alias is None:
+            weight.exposed = True
+        elif weight.changed is None and alias is not None:
+            weight.handed.append((witness_of(alias), alias._version))
+
+    def _of_parameter(self, parameter: torch.Tensor) -> Weight:
+        with without_functions():
+            return self._of_storage[local_of(parameter).untyped_storage()._cdata][1]
+
+    @contextmanager
+    def all_here(self) -> Iterator[None]:
+        """All weights are on the device within."""
+        residency, before = self._residency, self._residency.pinned
+        residency.pinned = True
+        try:
+            with self._lock, without_functions():
+                self.bring_all()
+            yield
+        finally:
+            residency.pinned = before
+            with self._lock, without_functions():
+                residency.sweep(self._stack)
+
+    def name_only(self, weights: Iterable[Weight]) -> None:
+        """A module's `state_dict()` is about to name these: what it takes of them is replaced by `value`."""
+        down(self._fence.entries(weight.parameter for weight in weights))
+
+    def named(self, weights: Iterable[Weight]) -> None:
+        """It has."""
+        layers = {self._of_storage[w.storage._cdata][0]: w for w in weights}
+        for number in layers.keys() - self._down:
+            up(self._entries[number])
+
+    def bring_all(self) -> None:
+        """All weights come to the device, and go when their layers have run."""
+        self._residency.bring_all()
 
     def present(self, name: str) -> AbstractContextManager[None]:
         """A weight that the optimizer has, by its name there, is on the device within."""
@@ -307,6 +382,7 @@ class OffloadedWeights:
         """All that come and go."""
         return [weight.parameter for _, weight in self._of_storage.values()]
 
+    @unfenced
     def value(self, weight: Weight) -> torch.Tensor:
         """A copy of a weight, on the CPU; from the host's copy unless the one on the device is newer."""
         held = self._residency.layers[self._of_storage[weight.storage._cdata][0]]
@@ -314,6 +390,7 @@ class OffloadedWeights:
         newer = held is not None and held.resident and weight.written()
         return weight.like(weight.local.detach().cpu().clone() if newer else weight.host_value())
 
+    @unfenced
     def loaded(self, numbers: Iterable[int]) -> None:
         """Weights were loaded: the host copies follow."""
         for number in numbers:
@@ -337,6 +414,7 @@ class OffloadedWeights:
             {why.value: nbytes for why, nbytes in self._chosen.kept_bytes.items()},
         )  # fmt: skip
 
+    @unfenced
     def detach(self) -> None:
         """All weights are on the device again, and stay."""
         if not self._guarded:
@@ -349,6 +427,7 @@ class OffloadedWeights:
             handle.remove()
         for undo in self._guarded:
             undo()
+        self._fence.close()
         self._handles.clear()
         self._guarded.clear()
         self._backend.synchronise()
@@ -369,6 +448,23 @@ def weights_of(given: object, n_layers: int) -> Weights:
         )
     require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
     return Weights(num_layers=given) if isinstance(given, int) else given
+
+
+class _Reads:
+    """The reader of `Fence`. Records of fences may outlive what is attached, so it holds none of it."""
+
+    def __init__(self, offloaded: OffloadedWeights) -> None:
+        self._offloaded = weakref.ref(offloaded)
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> None:
+        offloaded = self._offloaded()
+        if offloaded is not None:
+            offloaded.read(parameters)
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        offloaded = self._offloaded()
+        if offloaded is not None:
+            offloaded.exposed(parameter, alias)
 
 
 class _Back:

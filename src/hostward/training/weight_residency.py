@@ -44,6 +44,10 @@ class Weight:
     changed: Callable[[], bool] | None = None
     """Whether somebody wrote it whom its owner, the optimizer, has not followed yet. None: the host copy is ours."""
     version: int = 0
+    handed: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """For each `.data` of it that was handed out: a tensor with its version counter, and that counter then."""
+    exposed: bool = False
+    """Its address was handed out: it may have been written."""
     holders: int = 1
     """Tensors that always lie in its memory: the parameter, or what FSDP2 has of a part."""
 
@@ -79,6 +83,8 @@ class Weight:
         ours = 1 + len(self.here) + (self.padding is not None)
         if torch._C._storage_Use_Count(self.storage._cdata) > self.holders + ours:
             return True
+        if not self.storage.resizable():
+            return True  # numpy has had it
         # The node that accumulates its gradient holds it, too.
         return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
 
@@ -94,7 +100,15 @@ class Weight:
 
     def written(self) -> bool:
         """Whether what is on the device now is not what the host copy holds."""
-        return self.counted != self.version if self.changed is None else self.changed()
+        if self.changed is not None:
+            return self.changed()
+        moved = any(witness._version != version for witness, version in self.handed)
+        return self.counted != self.version or self.exposed or moved
+
+    def saved(self) -> None:
+        """The host copy, which is ours, holds what is on the device."""
+        self.version, self.exposed = self.counted, False
+        self.handed = [(witness, witness._version) for witness, _ in self.handed] if self.held() else []
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """A value of what this rank has, as the parameter is: sharded in the same way, or plain."""
@@ -140,6 +154,8 @@ class LayerWeights:
     """How long the gather that reads them was held. None: nobody looks, or the compute lane has waited for it."""
     stream: int | None = None
     """The compute stream that took the memory; None: it was there before us."""
+    read_on: set[torch.Stream] = field(default_factory=set)
+    """Streams besides the compute lane's that may read them since they were fetched."""
     waited: set[int] = field(default_factory=set)
     """Compute streams that have waited for the newest fetch."""
 
@@ -197,6 +213,10 @@ class Residency:
         self.layers = list(layers)
         self._ahead = ahead
         self.fetched = self.on_demand = self.held = 0
+        self.pinned = False
+        """Whoever is here stays."""
+        self._read: list[int] = []
+        """Layers that were fetched for the reader before."""
         self.expected: int | None = None
         """The layer that was fetched ahead last."""
 
@@ -216,6 +236,28 @@ class Residency:
         if stream not in layer.waited:
             layer.arrive.issue()
             layer.waited.add(stream)
+
+    def read(self, numbers: Sequence[int]) -> None:
+        """So may what the caller does next, on whichever stream, outside of forward and backward. What was fetched for
+        the reader before goes: a walk over all weights takes the memory of a few.
+        """
+        for number in self._read:
+            if number not in numbers:
+                self.empty(number)
+        # Those that somebody holds a view of stay, and are asked again.
+        self._read = [n for n in self._read if (layer := self.layers[n]) is not None and layer.resident]
+        absent = [n for n in numbers if (layer := self.layers[n]) is not None and not layer.resident]
+        self._read += absent
+        stream = None if self.backend.at_compute() else self.backend.caller_stream()
+        for number in numbers:
+            if stream is None:
+                self.ensure(number)
+            else:
+                with self.backend.on_compute():
+                    layer = self._here(number)
+                if layer is not None:
+                    self.backend.hold(stream, [layer.fetch.done])
+                    layer.read_on.add(stream)
 
     def hold(self, number: int, stream: torch.Stream) -> None:
         """So may what this stream does next; the compute lane does not wait. They stay until `release`."""
@@ -279,6 +321,11 @@ class Residency:
         layer.resident, layer.stale = True, False
         self.fetched += layer.nbytes
 
+    def bring_all(self) -> None:
+        """All come to the device, on the compute lane."""
+        for number in range(len(self.layers)):
+            self.ensure(number)
+
     def sweep(self, keep: Collection[int] = ()) -> None:
         """Let all go but these."""
         for number, layer in enumerate(self.layers):
@@ -288,9 +335,12 @@ class Residency:
     def empty(self, number: int) -> None:
         """Give the memory of a layer's weights back, unless somebody holds it or has written it."""
         layer = self.layers[number]
-        if layer is None or not layer.resident or layer.reading:
+        if layer is None or not layer.resident or layer.reading or self.pinned:
             return
-        if any(w.held() for w in layer.weights):
+        held = [w for w in layer.weights if w.held()]
+        if held:
+            for weight in held:
+                weight.exposed = True  # by way of `.data` it may be written, and torch's counters do not show that
             self.held += layer.nbytes
             return
         if layer.stream is not None and layer.stream != self.backend.compute_key():
@@ -299,11 +349,24 @@ class Residency:
             self.save(layer)
         if layer.written(ours=False):
             return  # the optimizer follows at its next step
+        for stream in layer.read_on:
+            self.backend.wait_for(stream)
+        layer.read_on.clear()
         layer.empty.issue()
         for weight in layer.weights:
             weight.storage.resize_(0)
         self._count(layer, -1)
         layer.resident = False
+
+    def use_held(self) -> list[str]:
+        """Names of the optimizer's weights that others hold memory of: these are here at once when a step is over."""
+        names = []
+        for number, layer in enumerate(self.layers):
+            held = [] if layer is None or not layer.resident else [w for w in layer.weights if w.held()]
+            if any(w.changed is not None for w in held):
+                self.ensure(number)
+                names += [w.name for w in held if w.changed is not None]
+        return names
 
     def _count(self, layer: LayerWeights, sign: int) -> None:
         """Those that the optimizer has are in the ledger."""
@@ -315,7 +378,7 @@ class Residency:
         if layer.save is not None:
             layer.save.issue()
         for weight in layer.weights:
-            weight.version = weight.counted
+            weight.saved()
 
     @contextmanager
     def present(self, number: int) -> Iterator[None]:

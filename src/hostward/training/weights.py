@@ -1,20 +1,24 @@
 """Weights changed behind the optimizer: noticing it, and the rule for what happens then (docs/how-it-works.md).
- Seen are `load_state_dict` of a known module (equal bits afterwards: nothing has changed), writes in place (the
-version counter moved) and assignments to `.data` (the address moved). A replaced Parameter object or layer, or one of
-another shape, dtype or device, is a typed error. Writes into `.data` in place are invisible: `AdamW.reseed()`.
+
+Seen are `load_state_dict` of a known module (equal bits afterwards: nothing has changed), writes in place (the version
+counter moved), assignments to `.data` (the address moved), and writes through `.data` (the fence hands it out, and the
+counter that it has moved). Where an address was handed out, or others hold the memory of a weight when a step ends,
+its bits are compared. A replaced Parameter object or layer, or one of another shape, dtype or device, is a typed error.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
-from hostward.inspect import Tracked
+from hostward.fence import unfenced
+from hostward.inspect import Tracked, local_of
 
 from .structure import Structure
 
@@ -33,7 +37,12 @@ class WeightWatch:
         self._structure = Structure(root, tracked)
         self._kinds = {t.name: _kind(t.parameter) for t in self._tracked}
         self._known: dict[str, tuple[int, ...]] = {}
-        self._before_load: dict[str, int] = {}
+        self._before_load: dict[str, torch.Tensor] = {}
+        """Bit sums before a load."""
+        self._sums: dict[str, torch.Tensor] = {}
+        """Bit sums of weights that may be written without torch's noticing."""
+        self._handed: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        """By weight, for each `.data` that was handed out: a tensor with its version counter, and that counter then."""
         self._loaded: set[str] = set()
         self._moving: Collection[str] = ()
         self._sharded = frozenset(t.name for t in self._tracked if t.sharded)
@@ -41,6 +50,8 @@ class WeightWatch:
         """Weights of which another thing than version and address is remembered: these, and those that come and go."""
         self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
         self._handles: list[RemovableHandle] = []
+        self._of_now: tuple[dict[str, Any], ...] = self._before_load, self._sums, self._handed
+        """What is forgotten of a weight once its present contents are the optimizer's own."""
         self.remember(self._tracked)
         by_owner: dict[torch.nn.Module, list[Tracked]] = {}
         for t in self._tracked:
@@ -63,7 +74,17 @@ class WeightWatch:
 
     def knows(self, t: Tracked) -> bool:
         """Whether the contents of a weight are still the optimizer's own."""
-        return self._known[t.name] == self._seen(t)
+        return self._known[t.name] == self._seen(t) and not self._written_unseen(t)
+
+    def _written_unseen(self, t: Tracked) -> bool:
+        """Whether it was written through `.data` or an address."""
+        if any(each._version != version for each, version in self._handed.get(t.name, ())):
+            return True
+        before = self._sums.get(t.name)
+        if before is None:
+            return False
+        with self._present(t.name):
+            return not before.equal(bit_sum(t.local.data))
 
     def _seen(self, t: Tracked) -> tuple[int, ...]:
         parameter = t.parameter
@@ -82,8 +103,9 @@ class WeightWatch:
         for t in tracked:
             parameter = t.parameter
             known[t.name] = self._seen(t) if t.name in unlike else (parameter._version, parameter.data_ptr())
-            if self._before_load:
-                self._before_load.pop(t.name, None)
+            for found in self._of_now:
+                if found:
+                    found.pop(t.name, None)
             if self._loaded:
                 self._loaded.discard(t.name)
 
@@ -108,6 +130,25 @@ class WeightWatch:
             if t.name not in self._moving:
                 self._before_load[t.name] = bit_sum(t.local.data)
 
+    @unfenced
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def exposed(self, t: Tracked, alias: torch.Tensor | None) -> None:
+        """Somebody can write the weight now without its version counter: through `alias`, which has one of its own, or
+        (None) by its address. Its present contents are complete.
+        """
+        if alias is None:
+            self.compare([t])
+        else:
+            self._handed.setdefault(t.name, []).append((witness_of(local_of(alias)), local_of(alias)._version))
+
+    def compare(self, tracked: Iterable[Tracked]) -> None:
+        """Whether these weights have been written is to be told by their bits from now on."""
+        for t in tracked:
+            if t.name not in self._sums and self.knows(t):
+                with self._present(t.name):
+                    self._sums[t.name] = bit_sum(t.local.data)
+
     def changed(self) -> list[Tracked]:
         """Weights written by others since they were last remembered.
 
@@ -126,10 +167,12 @@ class WeightWatch:
             seen = self._seen(t) if name in unlike else (parameter._version, parameter.data_ptr())
             if known[name] != seen:
                 before = self._before_load.get(name)
-                if before is not None and before == bit_sum(t.local.data):
+                if before is not None and before.equal(bit_sum(t.local.data)):
                     self.remember([t])
                 else:
                     found.append(t)
+            elif (name in self._handed or name in self._sums) and self._written_unseen(t):
+                found.append(t)
         return found
 
     def _changed_kind(self, t: Tracked) -> ModelError:
@@ -186,17 +229,26 @@ def _require_at_home(t: Tracked) -> None:
             )
 
 
-def bit_sum(tensor: torch.Tensor) -> int:
-    """A 64-bit sum over the bits of a tensor and their positions: equal for equal bits, else equal once in 2^64."""
+def witness_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the version counter of another one, and nothing else."""
+    witness = tensor.detach()
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit sum over the bits of a tensor and their positions, int64 [] on its device: equal for equal bits, else
+    equal once in 2^64.
+    """
     integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     flat = tensor.detach().contiguous().view(integer).view(-1)
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, flat.numel(), _SUMMED_AT_ONCE):
         piece = flat[start : start + _SUMMED_AT_ONCE].to(torch.int64)
         mixed = piece * 0x1B873593CC9E2D51 + torch.arange(start, start + len(piece), device=piece.device) * _ODD
         mixed ^= mixed >> 31
-        total += int((mixed * _ODD).sum().item())
-    return total % 2**64
+        total += (mixed * _ODD).sum()
+    return total
 
 
 _SUMMED_AT_ONCE = 1 << 24

@@ -1,0 +1,31 @@
+"""DistributedDataParallel reduces gradients in `.grad` when backward is over: they are taken then, with the same bits.
+
+Seen red: gradients taken in backward, as without it (a ModelError from inside of backward, which did not name it).
+"""
+
+from __future__ import annotations
+
+import pytest
+from world import World
+
+WAYS = {
+    "plain": {},
+    "static graph": {"static": True},
+    "no_sync": {"no_sync": True},
+    "wrapped first": {"wrapped_first": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_accumulate_has_the_bits_of_a_loop_without_it(world: World, way: str) -> None:
+    expected = world.run("ddp_cases.trained", mix="device", context=False, **WAYS[way])
+    assert len({tuple(rank.items()) for rank in expected}) == 1
+    for mix in ("host", "streamed", "device"):
+        assert world.run("ddp_cases.trained", mix=mix, context=True, **WAYS[way]) == expected
+    assert world.run("ddp_cases.trained", mix="host", context=False, **WAYS[way]) == expected
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_gradients_on_the_host_are_refused_by_name(world: World, context: bool) -> None:
+    for told in world.run("ddp_cases.refused", context=context):
+        assert told.startswith('gradients="host" of a model that is wrapped in DistributedDataParallel')
