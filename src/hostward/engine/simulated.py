@@ -63,6 +63,12 @@ class Order:
     eager: bool = False
 
 
+LATEST = Order(late=frozenset(set(Lane) - {Lane.COMPUTE}))
+"""Everything but the compute lane is as late as it may be: what a program reads too early on a GPU it reads too early
+here as well.
+"""
+
+
 class _SimulatedWork(Work):
     """What is issued is made anew each time from the buffers' present data."""
 
@@ -78,13 +84,13 @@ class _SimulatedWork(Work):
 
 
 class SimulatedBackend(Backend):
-    """Lanes as queues over plain CPU memory."""
+    """Lanes as queues over plain CPU memory. `order`: by default `LATEST`."""
 
     def __init__(self, *, order: Order | None = None, threads: int | None = None, poison: bool = True) -> None:
         self.device = torch.device("cpu")
         self.ledger = Ledger()
         self.threads = own_threads() if threads is None else threads
-        self._order = order or Order()
+        self._order = LATEST if order is None else order
         self._random = random.Random(self._order.seed)
         self._poison = poison
         self._queues: dict[Lane, deque[Operation]] = {lane: deque() for lane in LANES}
