@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -22,3 +23,12 @@ def old_objects_are_not_searched() -> None:
     """A collection of garbage looks at all that there is, and the libraries imported here are most of that."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def loggers_are_as_they_were() -> None:
+    """Other libraries that tests import, and commands that tests cut short, leave loggers quieter than they were."""
+    log = logging.getLogger("hostward")
+    log.setLevel(logging.NOTSET)
+    log.disabled, log.propagate = False, True
+    logging.disable(logging.NOTSET)

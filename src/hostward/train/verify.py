@@ -196,8 +196,9 @@ def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[_Pair]:
         count, without = case.microbatches, without_offloading(case.config)
         if count not in bases:
             bases[count] = _train(recipe, without, None)
-            after_bases[count] = _own_loop(recipe, without, None)
         other = _train(recipe, case.config, case)
+        if count not in after_bases:
+            after_bases[count] = _own_loop(recipe, without, None)
         pairs.append(_Pair(bases[count], other, after_bases[count], _own_loop(recipe, case.config, case)))
     return pairs
 
