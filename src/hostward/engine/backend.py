@@ -347,7 +347,7 @@ class Backend(ABC):
         return contextlib.nullcontext()
 
     def wait_for(self, stream: torch.Stream) -> None:  # noqa: B027
-        """The compute lane waits for all that a stream of somebody else has been given so far."""
+        """Make the compute lane wait for all that an external stream has been given so far."""
 
     def follow_compute(self) -> int:
         """Make the caller's current stream the compute lane, behind the one that was; returns `compute_key`."""

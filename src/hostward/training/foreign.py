@@ -224,7 +224,7 @@ class StreamedStates:
         if self.backend.capturing():
             raise ModelError(
                 f"a step of this {self._kind} is captured in a CUDA graph",
-                why="a graph has fixed addresses, and state that comes and goes has not",
+                why="a graph has fixed addresses, and offloaded state has not",
                 fix="capture forward and backward without the step, or detach() first",
             )
         step = OffloadedStep(optimizer, self._away, call)
