@@ -15,6 +15,7 @@ import argparse
 import gc
 import itertools
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from training_row import SHAPES, build
 
 from machine import describe
 
-BLOCKS, ITERATIONS = 6, 8
+ITERATIONS = 8
 ROUNDS = 8
 
 
@@ -57,7 +58,14 @@ class Large:
         return [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(events[2:])]
 
 
-def step_seconds(fraction: float, tokens: int, seq: int, model_name: str) -> dict[str, Any]:
+def interval(ratios: list[float], rounds: int = 2000) -> tuple[float, float]:
+    """The 95 % interval of the median of `ratios`, by drawing them again with replacement."""
+    drawing = random.Random(0)
+    medians = sorted(statistics.median(drawing.choices(ratios, k=len(ratios))) for _ in range(rounds))
+    return medians[rounds // 40], medians[-rounds // 40]
+
+
+def step_seconds(fraction: float, tokens: int, seq: int, model_name: str, pairs: int) -> dict[str, Any]:
     """Medians of blocks of iterations, with and without the fence by turns in one process."""
     models = {
         name: Large(fence=name == "with", fraction=fraction, tokens=tokens, seq=seq, model_name=model_name)
@@ -66,7 +74,7 @@ def step_seconds(fraction: float, tokens: int, seq: int, model_name: str) -> dic
     gc.collect()
     gc.disable()
     blocks: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(BLOCKS):
+    for turn in range(pairs + 1):
         for name in list(models) if turn % 2 else list(reversed(models)):
             seconds = models[name].seconds(ITERATIONS)
             if turn:
@@ -74,7 +82,8 @@ def step_seconds(fraction: float, tokens: int, seq: int, model_name: str) -> dic
     gc.enable()
     medians = {name: statistics.median(found) for name, found in blocks.items()}
     ratios = [a / b for a, b in zip(blocks["with"], blocks["without"], strict=True)]
-    return {"blocks_s": blocks, "median_s": medians, "ratio": statistics.median(ratios), "ratios": ratios}
+    found = {"blocks_s": blocks, "median_s": medians, "ratio": statistics.median(ratios), "ratios": ratios}
+    return {**found, "interval_95": interval(ratios)}
 
 
 class Small:
@@ -130,6 +139,8 @@ def main() -> None:
     parser.add_argument("--model", default="1.7b", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.0, 0.25, 1.0])
+    parser.add_argument("--pairs", type=int, default=5, help="blocks of each contender that count")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: the calling thread alone")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -138,10 +149,10 @@ def main() -> None:
     both = result["thread_s"]["with"], result["thread_s"]["without"]
     result["thread_added_s"] = {key: both[0][key] - both[1][key] for key in both[0]}
     if arguments.device == "cuda":
-        shape = {"model": arguments.model, "tokens": arguments.tokens, "seq": arguments.seq}
+        shape = {"tokens": arguments.tokens, "seq": arguments.seq, "model": arguments.model}
         result["step"] = [
-            {"fraction": f, **shape, **step_seconds(f, arguments.tokens, arguments.seq, arguments.model)}
-            for f in (0.0, 0.25, 1.0)
+            {"fraction": fraction, **shape, **step_seconds(fraction, *shape.values(), arguments.pairs)}
+            for fraction in arguments.fractions
         ]
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
