@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from hostward.engine.backend import Tier
-from hostward.engine.cuda import CudaBackend
-from hostward.sizes import MIB
+from hostward.core.units import MIB
+from hostward.runtime.backend import Tier
+from hostward.runtime.cuda.backend import CudaBackend
 
 from machine import describe
 

@@ -38,7 +38,10 @@ from typing import Any
 
 import torch
 
-from hostward.engine.backend import (
+from hostward.core.inventory import MasterKind
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.kernels.cuda import adamw, norm
+from hostward.runtime.backend import (
     RING,
     AdamWOperands,
     BoundRange,
@@ -53,15 +56,12 @@ from hostward.engine.backend import (
     Work,
     chunks_of,
 )
-from hostward.engine.commands import CommandBatch, DriverTable, KernelLaunch, Streams
-from hostward.engine.cuda import CudaBackend
-from hostward.engine.cuda_kernels import KernelTables
-from hostward.engine.cuda_lanes import STREAMS
-from hostward.engine.cuda_work import ListedWork
-from hostward.host.adamw import bias_tables
-from hostward.inventory import MasterKind
-from hostward.kernels import adamw, norm
-from hostward.schedule import Lane
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.runtime.cuda.commands import CommandBatch, DriverTable, KernelLaunch, Streams
+from hostward.runtime.cuda.kernels import KernelTables
+from hostward.runtime.cuda.streams import STREAMS
+from hostward.runtime.cuda.work import ListedWork
+from hostward.schedule.ops import Lane
 
 from machine import describe
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hostward.engine.pools import host_slab
-from hostward.host.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
-from hostward.host.library import Isa, load
-from hostward.host.norm import norm_partials
+from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
+from hostward.kernels.cpu.library import Isa, load
+from hostward.kernels.cpu.norm import norm_partials
+from hostward.runtime.pinned_memory import host_slab
 
 from machine import describe
 

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hostward.choice import Choice, Keep
-from hostward.memory_model import STEADY_STEP, required
-from hostward.planner import place_fraction
+from hostward.core.placement import place_fraction
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import STEADY_STEP, required
 from predictions import workload
 from training_row import CONTEXT_BYTES, SHAPES
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hostward.host.library import load
-from hostward.host.threads import read_cpu_facts
+from hostward.kernels.cpu.affinity import read_cpu_facts
+from hostward.kernels.cpu.library import load
 from hostward.machine.facts import cpu_model
 
 PACKAGES = ("hostward", "torch", "triton", "numpy", "transformers", "safetensors")

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 import hostward
-from hostward.engine.choose import backend_for
+from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.errors import HostwardError, MemoryLimitError
-from hostward.hardware import host_memory, resident_bytes
+from hostward.runtime.backend_choice import backend_for
 from roofs import measure_roofs, roof_parameters_per_s
 from training_row import row_options
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from hostward.engine.backend import Tier
-from hostward.engine.choose import backend_for
-from hostward.engine.pools import host_slab
-from hostward.host.threads import read_cpu_facts
+from hostward.kernels.cpu.affinity import read_cpu_facts
+from hostward.runtime.backend import Tier
+from hostward.runtime.backend_choice import backend_for
+from hostward.runtime.pinned_memory import host_slab
 
 from machine import describe
 

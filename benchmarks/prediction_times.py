@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from activations import row_of
-from hostward.choice import Choice, Keep
-from hostward.hardware_profile import PROFILES, Hardware, load, profile, profile_of
-from hostward.plan import Placement
-from hostward.planner import place_fraction
-from hostward.planning.speeds import Speeds, speeds_of
-from hostward.planning.time_model import predict
+from hostward.core.placement import Placement, place_fraction
+from hostward.plan.cost_model import Speeds, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import PROFILES, Hardware, load, profile, profile_of
+from hostward.plan.step_time import predict
 from predictions import keeps_of, recipe_run, scaled, scaled_name, shape_of, tells_rates, workload
 
 from machine import describe

@@ -3,7 +3,7 @@
     python benchmarks/predictions.py benchmarks/results/*.json --json benchmarks/results/DATE-predictions.json
 
 Rows of step.py, activations.py and scaling.py, and runs of `hostward train --json`. Nothing is allocated: the models
-are built on the meta device, and what they hold is found there (`hostward.training.workload_of`). `device` is the peak
+are built on the meta device, and what they hold is found there (`hostward.profiler.workload`). `device` is the peak
 of torch's allocator; `host` is what was taken of the host, for activations alone in rows of activations.py. (Older
 results of step.py tell what was page-locked, which then was all of it.) Of several GPUs both are of one of them.
 
@@ -28,19 +28,17 @@ import torch
 
 from activations import row_of
 from hostward import recipes
-from hostward.choice import Choice, Keep
-from hostward.config import Config
-from hostward.memory_model import STEADY_STEP, PhaseNeeds, required
-from hostward.overrides import apply_overrides
-from hostward.plan import Placement, Plan
-from hostward.planner import place_fraction
-from hostward.planning.shards import sharded
-from hostward.rule_table import resharded, widened
-from hostward.train.planning import asked_of, other_division
-from hostward.train.shares import shares
-from hostward.train.workload import recipe_workload
-from hostward.training.workload_of import workload_of
-from hostward.workload import Workload
+from hostward.config.overrides import apply_overrides
+from hostward.config.rules.table import resharded, widened
+from hostward.config.schema import Config
+from hostward.core.placement import Placement, Plan, place_fraction
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import STEADY_STEP, PhaseNeeds, required
+from hostward.plan.rank_partition import sharded
+from hostward.plan.workload import Workload
+from hostward.profiler.workload import workload_of
+from hostward.trainer.plan_request import asked_of, other_division, shares
+from hostward.trainer.workload import recipe_workload
 from training_row import SHAPES, TORCH, Shape, build, loss_of, row_options
 
 from machine import describe

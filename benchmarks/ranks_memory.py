@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from hostward import recipes
-from hostward.overrides import apply_overrides
-from hostward.train import loop
+from hostward.config.overrides import apply_overrides
+from hostward.trainer import loop
 
 from machine import describe
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hostward.engine.choose import backend_for
-from hostward.engine.roofs import CHUNK_BYTES, RMW_BYTES, RMW_ELEMENTS, Links, ReadModifyWrite, recorded
+from hostward.runtime.backend_choice import backend_for
+from hostward.runtime.calibrate import CHUNK_BYTES, RMW_BYTES, RMW_ELEMENTS, Links, ReadModifyWrite, recorded
 
 HOST_LINK_BYTES, STREAMED_LINK_BYTES = 2, 10
 HOST_DRAM_BYTES, STREAMED_DRAM_BYTES = RMW_BYTES + 2 * HOST_LINK_BYTES, 2 * STREAMED_LINK_BYTES

@@ -46,15 +46,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import hostward
-from hostward import checkpoint, save_buffers
-from hostward.checkpoint_writer import BEHIND_BYTES
-from hostward.engine.backend import Tier
-from hostward.save_buffers import PIECE_BYTES, writer_count
-from hostward.train.ranks import Ranks
+from hostward.checkpoint import api
+from hostward.checkpoint.writer import BEHIND_BYTES
+from hostward.plan import memory_model
+from hostward.plan.memory_model import PIECE_BYTES, writer_count
+from hostward.runtime.backend import Tier
+from hostward.trainer.process_group import Ranks
 
 from machine import describe
 
-WAYS: dict[str, checkpoint.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream", "disk": None}
+WAYS: dict[str, api.Mode | None] = {"wait": None, "snapshot": "snapshot", "stream": "stream", "disk": None}
 OWNERS = ("buffers of a save", "snapshot of a save")
 
 
@@ -170,15 +171,15 @@ def one(training: Training, way: str, folder: Path, steps: int, plain_bytes: int
     without_s = [training.step_s() for _ in range(steps)]
     mode, group = WAYS[way], None if ranks.size == 1 else dist.group.WORLD
     plain = way == "disk"
-    saver = PlainWriting(folder, plain_bytes, ranks) if plain else checkpoint.Saver(folder, mode=mode, group=group)
+    saver = PlainWriting(folder, plain_bytes, ranks) if plain else api.Saver(folder, mode=mode, group=group)
     if mode == "snapshot":  # the first one takes its memory
-        saver.save(0, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
+        saver.save(0, tensors=api.parts_of(training.model, training.optimizer).tensors, plain={})
         discard(saver.finish(), ranks)
         progress(ranks, "saved for the first time")
     training.optimizer.wait()
     used = os.times()
     start_s = time.perf_counter()
-    path = saver.save(1, tensors=checkpoint.parts_of(training.model, training.optimizer).tensors, plain={})
+    path = saver.save(1, tensors=api.parts_of(training.model, training.optimizer).tensors, plain={})
     called_s = time.perf_counter() - start_s
     beside_s = []
     while not all(ranks.gather(path is not None)):
@@ -275,13 +276,13 @@ def main() -> None:
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="in this order")
-    parser.add_argument("--writers", type=int, default=save_buffers.MOST_WRITERS, help="threads that write, at most")
+    parser.add_argument("--writers", type=int, default=memory_model.MOST_WRITERS, help="threads that write, at most")
     parser.add_argument("--probe", type=float, default=1.0, help="share of a checkpoint's bytes that probes write")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if unknown := set(args.ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))}: of {', '.join(WAYS)}")
-    save_buffers.MOST_WRITERS = args.writers
+    memory_model.MOST_WRITERS = args.writers
     ranks = Ranks.of(os.environ)
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

@@ -61,14 +61,14 @@ from typing import Any
 import torch
 
 from hostward import recipes
-from hostward.engine.backend import Tier
-from hostward.engine.choose import backend_for
-from hostward.engine.roofs import Links, ReadModifyWrite
-from hostward.overrides import apply_overrides
-from hostward.train import loop
-from hostward.train.garbage import collected_by_hand
-from hostward.train.ranks import Ranks
-from hostward.train.workload import recipe_workload
+from hostward.config.overrides import apply_overrides
+from hostward.runtime.backend import Tier
+from hostward.runtime.backend_choice import backend_for
+from hostward.runtime.calibrate import Links, ReadModifyWrite
+from hostward.trainer import loop
+from hostward.trainer.garbage_collection import collected_by_hand
+from hostward.trainer.process_group import Ranks
+from hostward.trainer.workload import recipe_workload
 from roofs import rmw_alone, rmw_with_copies
 from training_row import rates_of
 

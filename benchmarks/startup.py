@@ -40,14 +40,14 @@ COMMANDS = {
 PLANNER = """
 import time, scipy.optimize
 from hostward import recipes
-from hostward.collector import uncollected
-from hostward.hardware_profile import profile
-from hostward.overrides import apply_overrides
-from hostward.planning.answer import Question, answer, default_budgets
-from hostward.planning.assignment import Forced
-from hostward.planning.shards import required_of, sharded
-from hostward.train.kept import usual_folder
-from hostward.train.workload import recipe_workload
+from hostward.trainer.garbage_collection import uncollected
+from hostward.plan.hardware_profile import profile
+from hostward.config.overrides import apply_overrides
+from hostward.plan.result import Question, answer, default_budgets
+from hostward.plan.solver import Forced
+from hostward.plan.rank_partition import required_of, sharded
+from hostward.trainer.workload_cache import usual_folder
+from hostward.trainer.workload import recipe_workload
 config = apply_overrides(recipes.load("qwen3_8b_pretrain_config"), ["model.num_layers=80"])
 workload = sharded(recipe_workload(config, folder=usual_folder()), 8)
 question = Question(workload, profile("h200"), 8, default_budgets(profile("h200"), 8), Forced())

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 import peers
-from hostward.hardware import host_memory
+from hostward.core.host_limits import host_memory
 from training_row import NO_OPTIMIZER, SHAPES, TORCH, RowJob, measure, row_options
 
 from machine import describe

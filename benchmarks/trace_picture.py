@@ -17,11 +17,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hostward.engine.trace import Span, SpanKind, Trace, from_chrome
 from hostward.errors import HostwardError
-from hostward.pages import lanes
-from hostward.pages.lanes import BACKWARD, FORWARD, LANES, STATE, Window, boxes_of, phases, style_of, window_of
-from hostward.schedule import Lane
+from hostward.report import svg
+from hostward.report.svg import BACKWARD, FORWARD, LANES, STATE, Window, boxes_of, phases, style_of, window_of
+from hostward.runtime.step_trace import Span, SpanKind, Trace, from_chrome
+from hostward.schedule.ops import Lane
 
 # Pixels.
 WIDTH = 1000
@@ -55,8 +55,8 @@ def x_of(time_s: float, window: Window) -> float:
 def draw(trace: Trace, step: int | None, title: str) -> str:
     """The whole SVG. Raises ConfigError for a trace without spans, or without that step."""
     window = window_of(trace, step)
-    shown = lanes.spans_in(trace, window)
-    used = lanes.lanes_of(shown)
+    shown = svg.spans_in(trace, window)
+    used = svg.lanes_of(shown)
     bottom = TOP + len(used) * (ROW + GAP)
     lines = trace.summary(None if step is None else [step]).explain().splitlines()
     height = bottom + 44 + 17 * len(lines) + MARGIN // 2
@@ -103,7 +103,7 @@ def phase_labels(spans: Sequence[Span], window: Window, y: float) -> Iterator[st
 
 def sums(lane: Lane, spans: Sequence[Span], step: int | None, y: float) -> Iterator[str]:
     """Right of a row: how long the lane worked for the step, and its rate; for compute, how long it stood still."""
-    seconds, nbytes = lanes.sums(lane, spans, step)
+    seconds, nbytes = svg.sums(lane, spans, step)
     if lane is Lane.COMPUTE:
         yield text(RIGHT + 10, y + 14, "stands still")
         yield text(RIGHT + 10, y + 28, f"{seconds * 1e3:.1f} ms", fill=STYLES["wait"] if seconds else INK)
@@ -116,7 +116,7 @@ def sums(lane: Lane, spans: Sequence[Span], step: int | None, y: float) -> Itera
 def legend(shown: Sequence[Span], step: int | None) -> Iterator[str]:
     """One line of swatches, for what is in the picture."""
     styles = {style_of(span) for span in shown}
-    entries = [(fill, lanes.WORDS[style], False) for style, fill in STYLES.items() if style in styles]
+    entries = [(fill, svg.WORDS[style], False) for style, fill in STYLES.items() if style in styles]
     if step is not None and any(span.step != step for span in shown):
         entries.append((STYLES[BACKWARD], "paler: another step", True))
     x: float = MARGIN
@@ -129,7 +129,7 @@ def legend(shown: Sequence[Span], step: int | None) -> Iterator[str]:
 def axis(window: Window, bottom: float) -> Iterator[str]:
     """Grid and labels in milliseconds from the left edge, at multiples of 1, 2 or 5 of a power of ten."""
     length_ms = max((window.end_s - window.start_s) * 1e3, 1e-6)
-    marks = lanes.ticks(length_ms, 10)
+    marks = svg.ticks(length_ms, 10)
     decimals = max(0, -math.floor(math.log10(marks[1]) + 1e-9)) if len(marks) > 1 else 0
     for mark in marks:
         x = LEFT + mark / length_ms * (RIGHT - LEFT)

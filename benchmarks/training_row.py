@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-from hostward.hardware import resident_bytes
+from hostward.core.host_limits import resident_bytes
 
 TORCH, NO_OPTIMIZER = "torch", "forward-backward"
 MAX_NORM = 1.0

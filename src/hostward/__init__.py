@@ -9,16 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import errors
-from .errors import HostwardError
+from hostward import errors
+from hostward.errors import HostwardError
 
 if TYPE_CHECKING:
-    from .training.attach import attach, offload_activations
-    from .training.attachment import Activations, Attachment
-    from .training.away import move
-    from .training.foreign import StreamedStates, offload_optimizer_states
-    from .training.optimizer import AdamW
-    from .training.weight_offload import Weights
+    from hostward.attachment import Activations, Attachment, attach, offload_activations
+    from hostward.optim.adamw import AdamW
+    from hostward.optim.any_optimizer.offload import StreamedStates, offload_optimizer_states
+    from hostward.weights.deferred_init import move
+    from hostward.weights.offload import Weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,15 +36,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Activations": "hostward.training.attachment",
-    "Attachment": "hostward.training.attachment",
-    "attach": "hostward.training.attach",
-    "offload_activations": "hostward.training.attach",
-    "AdamW": "hostward.training.optimizer",
-    "Weights": "hostward.training.weight_offload",
-    "move": "hostward.training.away",
-    "StreamedStates": "hostward.training.foreign",
-    "offload_optimizer_states": "hostward.training.foreign",
+    "Activations": "hostward.attachment",
+    "Attachment": "hostward.attachment",
+    "attach": "hostward.attachment",
+    "offload_activations": "hostward.attachment",
+    "AdamW": "hostward.optim.adamw",
+    "Weights": "hostward.weights.offload",
+    "move": "hostward.weights.deferred_init",
+    "StreamedStates": "hostward.optim.any_optimizer.offload",
+    "offload_optimizer_states": "hostward.optim.any_optimizer.offload",
 }
 
 
@@ -54,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "convert":
-        return importlib.import_module("hostward.convert")
+        return importlib.import_module("hostward.checkpoint.torch_adamw")
     raise AttributeError(f"module 'hostward' has no attribute {name!r}")
 
 

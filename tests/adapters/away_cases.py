@@ -13,9 +13,9 @@ from sharded_cases import Net, adamw, digest, loss_of, mesh_of, sharded, snapsho
 from torch.distributed.fsdp import fully_shard
 
 import hostward
-from hostward import checkpoint
-from hostward.engine.backend import Event, Held
-from hostward.engine.simulated import SimulatedBackend
+from hostward.checkpoint import api
+from hostward.runtime.backend import Event, Held
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 AWAY = hostward.Weights(num_layers=2, min_elements=0)
 
@@ -73,13 +73,13 @@ def saved(folder: str) -> tuple[dict[str, str], dict[str, str]]:
     """Bits of training with parts away, and of what was saved then and loaded where all are on the device."""
     model, optimizer, run = attached()
     trained(model, optimizer, 0, 1)
-    parts = checkpoint.parts_of(model, optimizer)
+    parts = api.parts_of(model, optimizer)
     group = mesh_of("four").get_group()
-    checkpoint.save(Path(folder), 2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}, group=group)
+    api.save(Path(folder), 2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}, group=group)
     run.detach()
     again: Any = sharded()
     other = adamw(again, "mixed")
-    checkpoint.restore(Path(folder) / "iter_0000002", again, other, group=group)
+    api.restore(Path(folder) / "iter_0000002", again, other, group=group)
     return snapshot(model, optimizer), snapshot(again, other)
 
 
@@ -91,7 +91,7 @@ def frozen(*, away: bool) -> dict[str, Any]:
         fully_shard(block, mesh=mesh_of("four"))
     fully_shard(model, mesh=mesh_of("four"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    backend = hostward.engine.simulated.SimulatedBackend(threads=1)
+    backend = hostward.runtime.simulated.backend.SimulatedBackend(threads=1)
     run = hostward.attach(model, weights=AWAY, backend=backend) if away else None
     for step in range(3):
         loss_of(model, step).backward()

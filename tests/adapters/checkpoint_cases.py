@@ -28,13 +28,14 @@ from sharded_cases import (
 from torch.distributed.fsdp import fully_shard
 
 import hostward
-from hostward import checkpoint, checkpoint_snapshot, recipes
-from hostward.adapters import fsdp2
-from hostward.checkpoint_plan import PiecePlanner
-from hostward.host.copy import copy
-from hostward.overrides import apply_overrides
-from hostward.train import resume
-from hostward.train.ranks import Ranks
+from hostward import recipes
+from hostward.checkpoint import api, staging
+from hostward.checkpoint.save_plan import PiecePlanner
+from hostward.config.overrides import apply_overrides
+from hostward.distributed import fsdp2
+from hostward.kernels.cpu.memory_copy import copy
+from hostward.trainer import checkpointing
+from hostward.trainer.process_group import Ranks
 
 MESHES = {1: None, 2: "pairs", 4: "four"}
 FRACTIONS = ("device", "mixed", "host")
@@ -87,10 +88,10 @@ def save_all(folder: str) -> dict[str, str]:
                 model, optimizer = made(ranks, mix)
                 for step in (0, 1):
                     step_given(model, optimizer, step)
-                parts = checkpoint.parts_of(model, optimizer)
+                parts = api.parts_of(model, optimizer)
                 plain = {"optimizer": parts.optimizer, "consumed_samples": 16}
                 path = Path(folder) / f"{ranks}-{mix}"
-                checkpoint.save(path, 2, tensors=parts.tensors, plain=plain, group=group_of(ranks))
+                api.save(path, 2, tensors=parts.tensors, plain=plain, group=group_of(ranks))
                 if ranks == 1 and mix == "device":
                     found = bits(model, optimizer)
                     step_given(model, optimizer, 2)
@@ -118,8 +119,8 @@ def load_all(folder: str, ranks: int, mix: str) -> dict[str, dict[str, str]]:
         return found
     model, optimizer = made(ranks, mix)
     for path in (Path(folder) / name for name in savers_for(ranks, mix)):
-        checkpoint.restore(path / "iter_0000002", model, optimizer, group=group_of(ranks))
-        assert checkpoint.read_plain(path / "iter_0000002")["consumed_samples"] == 16
+        api.restore(path / "iter_0000002", model, optimizer, group=group_of(ranks))
+        assert api.read_plain(path / "iter_0000002")["consumed_samples"] == 16
         found[path.name] = bits(model, optimizer)
         step_given(model, optimizer, 2)
         found[path.name] |= {f"later {name}": value for name, value in bits(model, optimizer).items()}
@@ -140,8 +141,8 @@ def slow_reads(delay_s: float) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PiecePlanner, "read", slow(PiecePlanner.read))
-        patched.setattr(checkpoint_snapshot, "copy", slow(copy))
-        patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
+        patched.setattr(staging, "copy", slow(copy))
+        patched.setattr(staging, "_TOGETHER_BYTES", 1)
         yield
 
 
@@ -153,11 +154,11 @@ def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict
     expected: dict[str, str] = {}
     for saves in (False, True):
         model, optimizer = made(4, mix, order="late")
-        saver = checkpoint.Saver(Path(folder), mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
+        saver = api.Saver(Path(folder), mode=mode, group=dist.group.WORLD)  # type: ignore[arg-type]
         with slow_reads(0.002):
             for step in range(5):
                 if step == 2 and saves:
-                    parts = checkpoint.parts_of(model, optimizer)
+                    parts = api.parts_of(model, optimizer)
                     saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
                 elif step == 2:
                     expected = snapshot(model, optimizer)
@@ -170,7 +171,7 @@ def saved_beside(folder: str, mode: str, mix: str) -> tuple[dict[str, str], dict
         saver.close()
     assert path is not None
     model, optimizer = made(4, "device")
-    checkpoint.restore(path, model, optimizer, group=dist.group.WORLD)
+    api.restore(path, model, optimizer, group=dist.group.WORLD)
     return expected, snapshot(model, optimizer), told[0], told[1]
 
 
@@ -179,18 +180,18 @@ def refused(folder: str, what: str) -> str:
     model, optimizer = made(4, "mixed")
     loss_of(model, 0).backward()
     optimizer.step()
-    parts = checkpoint.parts_of(model, optimizer)
+    parts = api.parts_of(model, optimizer)
     tensors, plain = dict(parts.tensors), {"optimizer": parts.optimizer}
     if what == "value" and dist.get_rank() == 2:
         tensors["no tensor"] = 3  # type: ignore[assignment]
     path = Path(folder)
     if what == "lock" and dist.get_rank() == 1:
         path.mkdir(parents=True, exist_ok=True)
-        held = checkpoint.files.locked(path)
+        held = api.files.locked(path)
         held.__enter__()
     dist.barrier()
     try:
-        checkpoint.save(path, 1, tensors=tensors, plain=plain, group=dist.group.WORLD)
+        api.save(path, 1, tensors=tensors, plain=plain, group=dist.group.WORLD)
     except hostward.HostwardError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -205,7 +206,7 @@ def load_damaged(path: str) -> str:
     model, optimizer = made(4, "device")
     before = snapshot(model, optimizer)
     try:
-        checkpoint.restore(Path(path), model, optimizer, group=dist.group.WORLD)
+        api.restore(Path(path), model, optimizer, group=dist.group.WORLD)
     except hostward.HostwardError as error:
         assert snapshot(model, optimizer) == before
         return f"{type(error).__name__}: {error}"
@@ -244,12 +245,12 @@ def resumed_run(folder: str, mode: str | None) -> tuple[bool, bool, int]:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + rank)
     step_given(run.model, run.optimizer, 0)
-    with resume.saves(run):
-        resume.save(run)
+    with checkpointing.saves(run):
+        checkpointing.save(run)
         expected, drawn = bits(run.model, run.optimizer), draws()
         if run.saver is not None:
             run.saver.finish()
         run.config.checkpoint.save = None
     again = run_of(folder, mode)
-    resume.load(again, checkpoint.latest(Path(folder)))  # type: ignore[arg-type]
+    checkpointing.load(again, api.latest(Path(folder)))  # type: ignore[arg-type]
     return bits(again.model, again.optimizer) == expected, draws() == drawn, again.iteration

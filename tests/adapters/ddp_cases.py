@@ -11,8 +11,8 @@ from sharded_cases import MIXES, Net, snapshot
 from torch.nn.parallel import DistributedDataParallel
 
 import hostward
-from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ModelError
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 
 def trained(

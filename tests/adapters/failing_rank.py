@@ -11,8 +11,8 @@ import torch
 
 from hostward.cli import main
 from hostward.errors import DataError
-from hostward.train.data import TokenDataset
-from hostward.train.ranks import Ranks
+from hostward.trainer.data.dataset import TokenDataset
+from hostward.trainer.process_group import Ranks
 
 if __name__ == "__main__":
     read, meet = TokenDataset.batch, Ranks.join

@@ -24,16 +24,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hostward import recipes
-from hostward.choice import Choice, Keep
-from hostward.config import Config
-from hostward.memory_model import STEADY_STEP, required
-from hostward.overrides import apply_overrides
-from hostward.plan import Placement
-from hostward.planning.shards import sharded
-from hostward.train.models import build_model, layers_of, training_loss
-from hostward.train.parts import synchronise_gradients
-from hostward.train.workload import recipe_workload
-from hostward.workload import Workload
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.core.placement import Placement
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import STEADY_STEP, required
+from hostward.plan.rank_partition import sharded
+from hostward.plan.workload import Workload
+from hostward.trainer.models import build_model, layers_of, training_loss
+from hostward.trainer.parallel import synchronise_gradients
+from hostward.trainer.workload import recipe_workload
 
 VOCABULARY, TOKENS = 32768, 16
 SIZES = (

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from sharded_cases import mesh_of, snapshot
 from train_cases import MOE, QWEN3, launched, small, weights_of
 
-from hostward.adapters import fsdp2
-from hostward.adapters.pipelines import Part
+from hostward.distributed import fsdp2
+from hostward.distributed.pipeline_parallel import Part
 from hostward.errors import HostwardError, MemoryLimitError
-from hostward.train import loop, resume
-from hostward.train.parts import Held
-from hostward.train.passes import passes_of
-from hostward.training.optimizer import AdamW
-from hostward.training.placeholder import MovedGradient
+from hostward.optim.adamw import AdamW
+from hostward.optim.offloaded_grad import MovedGradient
+from hostward.trainer import checkpointing, loop
+from hostward.trainer.microbatches import passes_of
+from hostward.trainer.parallel import Held
 
 
 def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
@@ -68,8 +68,8 @@ def scaled(words: list[str], recipe: str = QWEN3, *, until: int, save: bool = Fa
     run = loop.prepare(recipe, small(*words, recipe=recipe))
     found = scales_of(run, until)
     if save:
-        with resume.saves(run):
-            resume.save(run)
+        with checkpointing.saves(run):
+            checkpointing.save(run)
     return found
 
 
@@ -128,7 +128,7 @@ def tied_misused() -> list[str]:
 
 def failing() -> str:
     """What comes out of a pipeline of one stage whose forward fails."""
-    from hostward.adapters.pipelines import cut
+    from hostward.distributed.pipeline_parallel import cut
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)

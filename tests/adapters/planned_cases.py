@@ -12,23 +12,21 @@ from torch.distributed.tensor import Shard
 from train_cases import launched, small, state_of
 
 import hostward
-from hostward.choice import Choice, Keep
+from hostward.config.rules.table import resharded, widened
+from hostward.core.inventory import Inventory, cut_buckets
+from hostward.core.placement import Placement
 from hostward.errors import HostwardError
-from hostward.hardware_profile import profile
-from hostward.inventory import Inventory, cut_buckets
-from hostward.plan import Placement
-from hostward.planning.costs import Costs
-from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets
-from hostward.planning.plan_file import BucketRow, Fingerprint, LayerRow, Limits, Machine, PlanFile, Predicted, plan_of
-from hostward.planning.shards import required_of, sharded as part_of
-from hostward.planning.speeds import speeds_of
-from hostward.rank_parts import first_parts
-from hostward.rule_table import resharded, widened
-from hostward.train import loop
-from hostward.train.workload import recipe_workload
-from hostward.training.workload_of import inventory_of
-from hostward.workload import Workload
+from hostward.plan.budgets import Budgets
+from hostward.plan.cost_model import Costs, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import profile
+from hostward.plan.plan_file import BucketRow, Fingerprint, LayerRow, Limits, Machine, PlanFile, Predicted, plan_of
+from hostward.plan.rank_partition import first_parts, required_of, sharded as part_of
+from hostward.plan.search import Candidate
+from hostward.plan.workload import Workload
+from hostward.profiler.workload import inventory_of
+from hostward.trainer import loop
+from hostward.trainer.workload import recipe_workload
 
 MIXED = (Placement.HOST, Placement.DEVICE, Placement.STREAMED)
 LAYERS = ("model.layers.0", "model.layers.1")

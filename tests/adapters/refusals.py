@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import hostward
-from hostward import checkpoint
-from hostward.engine.backend import Buffer, Tier
-from hostward.engine.simulated import SimulatedBackend
+from hostward.checkpoint import api
 from hostward.errors import MemoryLimitError
-from hostward.training.workload_of import workload_of
+from hostward.profiler.workload import workload_of
+from hostward.runtime.backend import Buffer, Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 
 def told(what: str) -> str:
@@ -128,7 +128,7 @@ def _states_of_torch_streamed() -> None:
 
 
 def _a_checkpoint_of_one_process() -> None:
-    checkpoint.save(Path("never made"), 1, tensors=sharded().state_dict(), plain={})
+    api.save(Path("never made"), 1, tensors=sharded().state_dict(), plain={})
 
 
 def _a_gradient_not_reduced() -> None:

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import hostward
-from hostward.adapters import fsdp2
-from hostward.engine.across import NOT_FINITE
-from hostward.engine.backend import Event
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.distributed import fsdp2
 from hostward.errors import HostwardError
-from hostward.schedule import Lane
+from hostward.runtime.backend import Event
+from hostward.runtime.global_norm import NOT_FINITE
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 MIXES: Mapping[str, Mapping[str, float]] = {
     "device": {"offload_fraction": 0.0},

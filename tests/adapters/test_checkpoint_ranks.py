@@ -13,7 +13,7 @@ from checkpoint_cases import FRACTIONS, MESHES, savers_for
 from sharded_cases import digest
 from world import World
 
-from hostward import checkpoint
+from hostward.checkpoint import api
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def test_state_and_the_next_step_are_the_same_from_every_fraction_and_number_of_
 def test_plain_dcp_reads_what_four_ranks_saved(everything: tuple[Path, dict[str, str]]) -> None:
     folder, _ = everything
     one, four = (folder / f"{ranks}-host" / "iter_0000002" for ranks in (1, 4))
-    index = checkpoint.tensor_index(four)
-    assert index == checkpoint.tensor_index(one)
+    index = api.tensor_index(four)
+    assert index == api.tensor_index(one)
     by_dcp, by_us = ({n: torch.zeros(shape, dtype=d) for n, (shape, d) in index.items()} for _ in range(2))
     dcp.load(by_dcp, checkpoint_id=four, no_dist=True)
-    checkpoint.load(one, by_us)
+    api.load(one, by_us)
     assert [name for name in index if digest(by_dcp[name].view(-1)) != digest(by_us[name].view(-1))] == []
 
 
@@ -109,6 +109,6 @@ def test_a_damaged_file_that_one_rank_reads_stops_all(
 def test_each_rank_goes_on_with_its_own_random_numbers(world: World, tmp_path: Path, mode: str | None) -> None:
     found = world.run("checkpoint_cases.resumed_run", folder=str(tmp_path / "run"), mode=mode)
     assert found == [(True, True, 2)] * 4
-    path = checkpoint.latest(tmp_path / "run")
+    path = api.latest(tmp_path / "run")
     assert path is not None
-    assert len({str(own) for own in checkpoint.read_own(path)}) == 4
+    assert len({str(own) for own in api.read_own(path)}) == 4

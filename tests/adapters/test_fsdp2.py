@@ -8,7 +8,7 @@ import pytest
 from sharded_cases import SEVERAL_BUCKETS
 from world import World
 
-from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 
 OFFLOADED = {"host": ["host"], "streamed": ["streamed"], "mixed": ["device", "host", "streamed"]}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from world import World
 
-from hostward.adapters import fsdp2
+from hostward.distributed import fsdp2
 from hostward.errors import ModelError
 
 REFUSED = {

@@ -14,8 +14,8 @@ from sharded_cases import digest, snapshot
 from train_cases import MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradients, small
 from world import World, commands
 
-from hostward.config import Config
-from hostward.train import loop
+from hostward.config.schema import Config
+from hostward.trainer import loop
 
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 HALF = [HOST[0], "optimizer.optimizer_offload_fraction=0.5", "optimizer.offload_optimizer_states=True"]

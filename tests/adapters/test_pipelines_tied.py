@@ -15,10 +15,10 @@ from sharded_cases import digest, snapshot
 from train_cases import LLAMA, gradients, norm_of_given_gradients, small
 from world import World
 
-from hostward.config import Config
-from hostward.train import loop
-from hostward.train.memory import _held
-from hostward.train.ranks import Ranks
+from hostward.config.schema import Config
+from hostward.trainer import loop
+from hostward.trainer.memory_check import _held
+from hostward.trainer.process_group import Ranks
 
 TIED = "model.embed_tokens.weight"
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]

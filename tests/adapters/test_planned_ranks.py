@@ -17,12 +17,12 @@ from planned_cases import LAYERS, choice_of, net_inventory, net_plan, plan, work
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL
 from world import SIZE, World, commands
 
-from hostward.choice import Choice, Keep
-from hostward.inventory import SPLIT_ELEMENTS
-from hostward.memory_model import LOAD
-from hostward.plan import Placement
-from hostward.planning.plan_file import PlanFile
-from hostward.planning.shards import required_of
+from hostward.core.inventory import SPLIT_ELEMENTS
+from hostward.core.placement import Placement
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import LOAD
+from hostward.plan.plan_file import PlanFile
+from hostward.plan.rank_partition import required_of
 
 BF16, IN_FP32 = "model.params_dtype=bf16", "ddp.grad_reduce_in_fp32=True"
 STAY = (Keep.KEEP, Keep.KEEP)

@@ -11,7 +11,7 @@ import pytest
 from train_cases import LLAMA, MOE, QWEN3, gradients, norm_of_given_gradients, small
 from world import World
 
-from hostward.train import loop
+from hostward.trainer import loop
 
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]

@@ -13,8 +13,8 @@ from sharded_cases import digest
 from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, small
 from world import World, torchrun
 
-from hostward.config import Config
-from hostward.train import loop
+from hostward.config.schema import Config
+from hostward.trainer import loop
 
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]

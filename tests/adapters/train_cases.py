@@ -12,18 +12,18 @@ import torch.distributed as dist
 from sharded_cases import digest, gradient_of, snapshot, whole_of
 
 from hostward import recipes
-from hostward.adapters import experts, fsdp2
-from hostward.config import Config
-from hostward.engine.backend import Tier
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.core.placement import Placement
+from hostward.distributed import expert_parallel, fsdp2
 from hostward.errors import HostwardError, MemoryLimitError
-from hostward.overrides import apply_overrides
-from hostward.plan import Placement
-from hostward.planning.plan_file import PlanFile
-from hostward.run_report import Ended
-from hostward.train import loop
-from hostward.train.ranks import Ranks
-from hostward.train.report import report
-from hostward.training.optimizer import AdamW
+from hostward.optim.adamw import AdamW
+from hostward.plan.plan_file import PlanFile
+from hostward.report.schema import Ended
+from hostward.runtime.backend import Tier
+from hostward.trainer import loop
+from hostward.trainer.process_group import Ranks
+from hostward.trainer.report import report
 
 SMALL = (
     "model.num_layers=2",
@@ -176,7 +176,7 @@ def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
     """The same on every rank, and whether its experts had tokens in every layer."""
     launched()
     had: list[bool] = []
-    exchanged = experts._exchanged
+    exchanged = expert_parallel._exchanged
 
     def watched(compute: Any, *rest: Any) -> torch.Tensor:
         def computed(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -186,11 +186,11 @@ def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
 
         return exchanged(computed, *rest)
 
-    experts._exchanged = watched
+    expert_parallel._exchanged = watched
     try:
         return {**gradients(small(*words, recipe=recipe), recipe), "had_tokens": all(had)}
     finally:
-        experts._exchanged = exchanged
+        expert_parallel._exchanged = exchanged
 
 
 def norm_of_given_gradients(run: loop.Run) -> str:

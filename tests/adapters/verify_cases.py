@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from train_cases import MOE, launched, small
 
-from hostward.engine import simulated
-from hostward.engine.backend import Tier
 from hostward.errors import HostwardError
-from hostward.train import loop
-from hostward.train.cases import choose
-from hostward.train.verify import verify
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated import backend
+from hostward.trainer import loop
+from hostward.trainer.verify.cases import choose
+from hostward.trainer.verify.command import verify
 
 
 def _flipping(real: Any, steps: int) -> Any:
@@ -37,7 +37,7 @@ def _flipping(real: Any, steps: int) -> Any:
 def flip_a_bit_on_rank_1() -> None:
     """From now on every host step of this process flips one, if it is that rank."""
     if os.environ["RANK"] == "1":
-        simulated.host_task = _flipping(simulated.host_task, small().train.train_iters)
+        backend.host_task = _flipping(backend.host_task, small().train.train_iters)
 
 
 def verdict(
@@ -58,7 +58,7 @@ def verdict(
     """
     launched()
     config = small(*words, recipe=recipe)
-    real_task, real_iteration = simulated.host_task, loop.train_iteration
+    real_task, real_iteration = backend.host_task, loop.train_iteration
 
     def iteration(run: loop.Run) -> None:
         if torch.are_deterministic_algorithms_enabled():
@@ -66,7 +66,7 @@ def verdict(
         real_iteration(run)
 
     if wrong == dist.get_rank():
-        simulated.host_task = _flipping(real_task, config.train.train_iters)
+        backend.host_task = _flipping(real_task, config.train.train_iters)
     if undeterministic:
         loop.train_iteration = iteration
     try:
@@ -75,7 +75,7 @@ def verdict(
     except HostwardError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        simulated.host_task, loop.train_iteration = real_task, real_iteration
+        backend.host_task, loop.train_iteration = real_task, real_iteration
     return {**found.to_dict(), "sentence": found.sentence}
 
 

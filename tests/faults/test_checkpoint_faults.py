@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 import torch
 
-from hostward import checkpoint, checkpoint_files
-from hostward.checkpoint_ranks import Ranks
+from hostward.checkpoint import api, files
+from hostward.checkpoint.collective import Ranks
 from hostward.errors import CheckpointError
 
 EVENTS = {
@@ -55,16 +55,16 @@ def make_tensors(value: int, elements: int = 2_000) -> dict[str, torch.Tensor]:
 
 def save(directory: Path, iteration: int, value: int, elements: int = 2_000) -> Path:
     tensors = make_tensors(value, elements)
-    return checkpoint.save(directory, iteration, tensors=tensors, plain={"value": value}, most_recent_k=1)
+    return api.save(directory, iteration, tensors=tensors, plain={"value": value}, most_recent_k=1)
 
 
 def read_value(path: Path) -> int:
     """Load a checkpoint and return the one value that all of it holds."""
-    elements = checkpoint.tensor_index(path)["a"][0][0]
+    elements = api.tensor_index(path)["a"][0][0]
     into = {name: torch.zeros_like(tensor) for name, tensor in make_tensors(0, elements).items()}
-    checkpoint.load(path, into)
+    api.load(path, into)
     values = {int(value) for tensor in into.values() for value in tensor.reshape(-1).unique()}
-    values.add(int(str(checkpoint.read_plain(path)["value"])))
+    values.add(int(str(api.read_plain(path)["value"])))
     assert len(values) == 1
     return values.pop()
 
@@ -194,11 +194,11 @@ def measure_memory(base: Path) -> None:
 
     slab = torch.ones(64 * 2**20)
     tensors = {str(index): slab[index * 2**20 : (index + 1) * 2**20] for index in range(64)}
-    checkpoint.save(base, 0, tensors={"warm-up": torch.ones(3)}, plain={})
+    api.save(base, 0, tensors={"warm-up": torch.ones(3)}, plain={})
     before_bytes = peak_bytes()
-    path = checkpoint.save(base, 1, tensors=tensors, plain={})
+    path = api.save(base, 1, tensors=tensors, plain={})
     after_save_bytes = peak_bytes()
-    checkpoint.load(path, tensors)
+    api.load(path, tensors)
     (base / "rise_bytes").write_text(f"{after_save_bytes - before_bytes} {peak_bytes() - after_save_bytes}")
 
 
@@ -232,7 +232,7 @@ def deaths() -> Iterator[dict[str, Path]]:
 def check_after_death(directory: Path, iterations: set[str]) -> tuple[int, int]:
     """Check that the older or the newer save loads, whole, and that the next save works; return status and value."""
     status = int((directory / "status").read_text())
-    path = checkpoint.latest(directory)
+    path = api.latest(directory)
     assert path is not None
     value = read_value(path)
     assert value in (1, 2)
@@ -243,7 +243,7 @@ def check_after_death(directory: Path, iterations: set[str]) -> tuple[int, int]:
     if status != -signal.SIGKILL:
         assert leftovers(directory) == [] or value == 2
     after = save(directory, 3, value=3)
-    assert checkpoint.latest(directory) == after
+    assert api.latest(directory) == after
     assert read_value(after) == 3
     assert leftovers(directory) == []
     return status, value
@@ -315,7 +315,7 @@ def test_what_cannot_be_removed_hides_no_error(tmp_path: Path, monkeypatch: pyte
     def refused(_: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checkpoint_files, "clear_leftovers", refused)
+    monkeypatch.setattr(files, "clear_leftovers", refused)
     with pytest.raises(CheckpointError, match="Permission denied"):
         save(tmp_path, 1, value=1)
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_removed_hides_no_error(tmp_path: Path, monkeypatch: pyte
 def test_a_save_that_finds_another_one_leaves_its_files(tmp_path: Path) -> None:
     save(tmp_path, 1, value=1)
     other = tmp_path / ".iter_0000002.partial-0123abcd"
-    with checkpoint_files.locked(tmp_path):
+    with files.locked(tmp_path):
         other.mkdir()
         with pytest.raises(CheckpointError, match="another process is saving there"):
             save(tmp_path, 3, value=3)
@@ -362,13 +362,13 @@ def check_full_disk(directory: Path, text: str) -> None:
     tensors = make_tensors(2, elements=3_000_000)
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.save(directory, 2, tensors=tensors, plain={})
+        api.save(directory, 2, tensors=tensors, plain={})
     assert all(torch.equal(tensors[name], copies[name]) for name in tensors)
     assert leftovers(directory) == []
-    path = checkpoint.latest(directory)
+    path = api.latest(directory)
     assert path == directory / "iter_0000001"
     assert read_value(path) == 1
-    assert save(directory, 2, value=2) == checkpoint.latest(directory)
+    assert save(directory, 2, value=2) == api.latest(directory)
 
 
 def test_t59_disk_full(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_t59_file_size_limit(tmp_path: Path, limit_bytes: int) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert leftovers(tmp_path) == []
-    path = checkpoint.latest(tmp_path)
+    path = api.latest(tmp_path)
     assert path is not None
     assert read_value(path) == 1
 
@@ -402,7 +402,7 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(CheckpointError, match=r"cannot save .*\n.*Read-only file system.*\n.*mounted for writing"):
             save(disk, 2, value=2)
-        path = checkpoint.latest(disk)
+        path = api.latest(disk)
         assert path is not None
         assert read_value(path) == 1
 
@@ -414,7 +414,7 @@ def test_a_save_folder_that_is_a_file_or_lies_under_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot save .*\n.*Not a directory.*\n.*parents are all folders"):
         save(tmp_path / "file" / "sub", 1, value=1)
     with pytest.raises(CheckpointError, match=r"cannot read checkpoints in .*file\n.*Not a directory"):
-        checkpoint.latest(tmp_path / "file")
+        api.latest(tmp_path / "file")
 
 
 FILES = [".metadata", "__0_0.distcp", "plain.json", "manifest.json"]
@@ -423,10 +423,10 @@ FILES = [".metadata", "__0_0.distcp", "plain.json", "manifest.json"]
 def check_refused(path: Path, text: str) -> None:
     """`verify` and `load` refuse, and `load` touches nothing."""
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.verify(path)
+        api.verify(path)
     into = make_tensors(-1)
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.load(path, into)
+        api.load(path, into)
     assert all(bool((tensor == -1).all()) for tensor in into.values())
 
 
@@ -460,7 +460,7 @@ def test_every_file_is_guarded_against_truncation_growth_and_loss(tmp_path: Path
 def test_damage_is_named_by_file_and_chunk_with_the_way_out(tmp_path: Path) -> None:
     for iteration in (1, 2):
         tensors = make_tensors(iteration, elements=9_000_000)
-        path = checkpoint.save(tmp_path, iteration, tensors=tensors, plain={})
+        path = api.save(tmp_path, iteration, tensors=tensors, plain={})
     data = path / "__0_0.distcp"
     with data.open("r+b") as stream:
         stream.seek(2 * 16 * 2**20 + 5)
@@ -468,7 +468,7 @@ def test_damage_is_named_by_file_and_chunk_with_the_way_out(tmp_path: Path) -> N
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 0x10]))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.verify(path)
+        api.verify(path)
     size_bytes = data.stat().st_size
     assert caught.value.what == f"checkpoint {path}: file __0_0.distcp is damaged in chunk 3 of 4"
     assert caught.value.why.startswith(f"bytes 33554432 to {min(50331648, size_bytes)} have another checksum")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.hardware import resident_bytes
+from hostward.core.host_limits import resident_bytes
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 WARM, STEPS = 60, 200
 MIB = 1 << 20

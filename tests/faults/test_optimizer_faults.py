@@ -15,13 +15,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import AdamWOperands, BoundRange, Buffer, Constants, Hyper, Tier
-from hostward.engine.simulated import POISON, Order, SimulatedBackend
+from hostward.core.placement import Placement
 from hostward.errors import PlacementError
-from hostward.host.adamw import bias_tables
-from hostward.plan import Placement
-from hostward.schedule import Lane
-from hostward.training.state import same_bits
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import AdamWOperands, BoundRange, Buffer, Constants, Hyper, Tier
+from hostward.runtime.simulated.backend import POISON, Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 PLACES = (0.0, 0.5, 1.0)
 

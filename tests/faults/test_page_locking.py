@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import hostward
-from hostward import checkpoint
-from hostward.engine.backend import Buffer, Tier
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.checkpoint import api
 from hostward.errors import MemoryLimitError, PageLockError
-from hostward.train.memory import lock_limit
-from hostward.training.mix import Mix
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.optim.placement import Mix
+from hostward.runtime.backend import Buffer, Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.trainer.memory_check import lock_limit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALARS_BYTES = 12
@@ -218,13 +218,13 @@ def test_t10_a_save_gets_by_without_locked_pages(mode: Any, tmp_path: Path, capl
     model, backend = network(torch.bfloat16), Capped(SCALARS_BYTES)
     optimizer = make(model, backend, **{**HOST, "offload_fraction": 0.6}, **NOTHING_LOCKED)
     train(model, optimizer, range(2))
-    parts = checkpoint.parts_of(model, optimizer)
-    saver = checkpoint.Saver(tmp_path, mode=mode)
+    parts = api.parts_of(model, optimizer)
+    saver = api.Saver(tmp_path, mode=mode)
     with caplog.at_level(logging.WARNING, "hostward"):
         saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
         saver.finish()
     saver.close()
-    path = checkpoint.latest(tmp_path)
+    path = api.latest(tmp_path)
     assert path is not None
     assert "buffers of a save: " in caplog.text
     assert "plain memory" in caplog.text
@@ -232,7 +232,7 @@ def test_t10_a_save_gets_by_without_locked_pages(mode: Any, tmp_path: Path, capl
     for mix, switches in ((HOST, NOTHING_LOCKED), (STREAMED, {}), ({"offload_fraction": 0.0}, {})):
         other = network(torch.bfloat16)
         again = make(other, Capped(1 << 30), **mix, **switches)
-        checkpoint.restore(path, other, again)
+        api.restore(path, other, again)
         train(other, again, range(2, 4))
         assert_same(everything(other, again), expected(torch.bfloat16))
 

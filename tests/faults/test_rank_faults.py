@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hostward import checkpoint, checkpoint_ranks
+from hostward.checkpoint import api, collective
 from hostward.errors import HostwardError
 
 SIZE = 3
@@ -31,7 +31,7 @@ SEED = 7
 ELEMENTS = 1_500_000
 SOON_S = 25.0
 """Far below a minute, on a busy machine too."""
-MODES: tuple[checkpoint.Mode | None, ...] = (None, "snapshot", "stream")
+MODES: tuple[api.Mode | None, ...] = (None, "snapshot", "stream")
 
 
 def values(rank: int, value: int) -> dict[str, torch.Tensor]:
@@ -39,8 +39,8 @@ def values(rank: int, value: int) -> dict[str, torch.Tensor]:
     return {f"own/{rank}": torch.full((ELEMENTS,), float(value)), "all": torch.full((1000,), float(value))}
 
 
-def save(directory: Path, iteration: int, value: int, mode: checkpoint.Mode | None = None) -> None:
-    saver = checkpoint.Saver(directory, mode=mode, group=dist.group.WORLD, most_recent_k=1)
+def save(directory: Path, iteration: int, value: int, mode: api.Mode | None = None) -> None:
+    saver = api.Saver(directory, mode=mode, group=dist.group.WORLD, most_recent_k=1)
     try:
         saver.save(iteration, tensors=values(dist.get_rank(), value), plain={"value": value})
         saver.finish()
@@ -50,11 +50,9 @@ def save(directory: Path, iteration: int, value: int, mode: checkpoint.Mode | No
 
 def read_value(path: Path) -> int:
     """Load a checkpoint and return the one value that all of it holds."""
-    into = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
-    checkpoint.load(path, into)
-    found = {int(value) for tensor in into.values() for value in tensor.unique()} | {
-        checkpoint.read_plain(path)["value"]
-    }
+    into = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in api.tensor_index(path).items()}
+    api.load(path, into)
+    found = {int(value) for tensor in into.values() for value in tensor.unique()} | {api.read_plain(path)["value"]}
     assert len(found) == 1
     assert len(into) == SIZE + 1
     return int(found.pop())  # type: ignore[arg-type]
@@ -104,7 +102,7 @@ def signalled(base: Path, number: signal.Signals, points: int) -> None:
         folder, chosen, mode = base / f"{point}", generator.randrange(SIZE), MODES[point % len(MODES)]
         share = (point + generator.uniform(0.3, 1.0)) / points
 
-        def body(rank: int, mode: checkpoint.Mode | None = mode, folder: Path = folder) -> None:
+        def body(rank: int, mode: api.Mode | None = mode, folder: Path = folder) -> None:
             start_s = time.perf_counter()
             save(folder / "saved", 1, 1)
             (folder / f"half{rank}").write_text(str(time.perf_counter() - start_s))
@@ -145,8 +143,8 @@ def racing(base: Path) -> None:
 def main(base: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    checkpoint_ranks.ANSWER_S, checkpoint_ranks.ARRIVE_S = 4.0, 6.0
-    checkpoint.save(base / "warm-up", 1, tensors=values(0, 1), plain={})
+    collective.ANSWER_S, collective.ARRIVE_S = 4.0, 6.0
+    api.save(base / "warm-up", 1, tensors=values(0, 1), plain={})
     signalled(base / "killed", signal.SIGKILL, POINTS)
     signalled(base / "interrupted", signal.SIGINT, POINTS)
     signalled(base / "stopped", signal.SIGSTOP, 2)
@@ -178,7 +176,7 @@ def outcomes(folder: Path, name: str = "") -> dict[int, str]:
 
 def check_left(folder: Path) -> int:
     """Whatever happened, a whole checkpoint is named, and loads; returns which."""
-    path = checkpoint.latest(folder / "saved")
+    path = api.latest(folder / "saved")
     assert path is not None
     return read_value(path)
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import hostward
-from hostward.engine import simulated
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import MemoryLimitError, ModelError, NativeError
-from hostward.schedule import Lane
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated import backend as simulated
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 MIXES = {
     "device": {"offload_fraction": 0.0},
@@ -121,7 +121,7 @@ class FailsAt:
         self.left -= 1
         if self.left == 0:
             raise self.error
-        hostward.host.adamw.adamw_step(task)  # type: ignore[attr-defined]
+        hostward.kernels.cpu.adamw.adamw_step(task)  # type: ignore[attr-defined]
 
 
 READERS: dict[str, Callable[[Training], object]] = {
@@ -161,13 +161,13 @@ def test_a_step_count_beyond_the_bias_tables_is_an_error_and_no_wrong_step(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real kernel's own check: a count that no table reaches."""
-    from hostward.host.adamw import bias_tables
-    from hostward.training import binding
+    from hostward.kernels.cpu.adamw import bias_tables
+    from hostward.optim import op_binding
 
     training = Training("host", order)
     load = training.checkpoint()
     with monkeypatch.context() as patch:
-        patch.setattr(binding, "bias_tables", lambda beta1, beta2, steps: bias_tables(beta1, beta2, 2))
+        patch.setattr(op_binding, "bias_tables", lambda beta1, beta2, steps: bias_tables(beta1, beta2, 2))
 
         def two_steps() -> None:
             for _ in range(2):

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import hostward
-from hostward.engine import simulated
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ModelError, NativeError
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.simulated import backend as simulated
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 
 def trained() -> tuple[torch.nn.Module, hostward.AdamW]:
@@ -44,7 +44,7 @@ class FailsAt:
         self.left -= 1
         if self.left == 0:
             raise self.error
-        hostward.host.adamw.adamw_step(task)  # type: ignore[attr-defined]
+        hostward.kernels.cpu.adamw.adamw_step(task)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

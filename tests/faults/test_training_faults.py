@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hostward import checkpoint
+from hostward.checkpoint import api
 from hostward.cli import main as hostward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +37,9 @@ SOON_S = 30.0
 LIMIT_S = 6.0
 """That ranks wait for each other, where one stands still."""
 IMPORTED = (
-    "hostward.adapters.experts",
-    "hostward.train.loop",
-    "hostward.train.report",
+    "hostward.distributed.expert_parallel",
+    "hostward.trainer.loop",
+    "hostward.trainer.report",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -125,7 +125,7 @@ def until_saved(base: Path, iteration: int) -> None:
     """Wait until a checkpoint of that iteration or a later one is there."""
     deadline_s = time.monotonic() + SOON_S
     while time.monotonic() < deadline_s:
-        path = checkpoint.latest(base / "saved") if (base / "saved").exists() else None
+        path = api.latest(base / "saved") if (base / "saved").exists() else None
         if path is not None and int(path.name.removeprefix("iter_")) >= iteration:
             return
         time.sleep(0.002)
@@ -227,12 +227,12 @@ def ended(base: Path, name: str = "only") -> list[Ended]:
 
 def bits(base: Path) -> dict[str, str]:
     """Digests of all that the newest checkpoint holds."""
-    path = checkpoint.latest(base / "saved")
+    path = api.latest(base / "saved")
     assert path is not None
-    into = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
-    checkpoint.load(path, into)
+    into = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in api.tensor_index(path).items()}
+    api.load(path, into)
     found = {n: hashlib.sha256(t.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in into.items()}
-    return found | {"iteration": checkpoint.read_plain(path)["iteration"]}
+    return found | {"iteration": api.read_plain(path)["iteration"]}
 
 
 def test_a_run_that_loses_ranks_at_random_goes_on_to_the_same_bits(accidents: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_rank_that_stands_still_is_waited_for_as_long_as_asked_and_no_longer(a
     assert first.code == 2
     assert "Traceback" not in first.told
     assert "imed out" in first.told  # in an iteration, or in a save
-    assert checkpoint.latest(base / "saved") is not None
+    assert api.latest(base / "saved") is not None
     bits(base)  # it is whole
 
 
@@ -295,7 +295,7 @@ def test_t67_ranks_that_were_started_otherwise_are_told_before_training(accident
     assert "error: the ranks of this run were not started alike" in first.told
     assert f"why: {why.format(node=os.uname().nodename)}" in first.told
     assert second.told == ""
-    assert not (accidents / how / "saved").exists() or checkpoint.latest(accidents / how / "saved") is None
+    assert not (accidents / how / "saved").exists() or api.latest(accidents / how / "saved") is None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ sys.path.insert(0, str(HERE.parent / "unit"))
 
 from plan_cases import PAIRS, answered  # noqa: E402
 
-from hostward.planning.plan_text import render  # noqa: E402
+from hostward.plan.render import render  # noqa: E402
 
 for model, machine, gpus, host_gib in PAIRS:
     text = render(answered(model, machine, gpus, host_gib))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.schedule import Lane
+from hostward.schedule.ops import Lane
 
 SLEEP_CYCLES = int(2e7)
 MIB = 1024 * 1024

@@ -12,12 +12,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine import cuda_work
-from hostward.engine.backend import Backend, Event
-from hostward.engine.cuda import CudaBackend
-from hostward.engine.cuda_work import CudaWork, KernelWork, ListedWork
-from hostward.schedule import Lane
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Backend, Event
+from hostward.runtime.cuda import work as cuda_work
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.runtime.cuda.work import CudaWork, KernelWork, ListedWork
+from hostward.schedule.ops import Lane
 
 DEVICE = "cuda"
 MIXES = {

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from hostward.host import reference
-from hostward.host.adamw import MasterKind, bias_tables
-from hostward.kernels import adamw
-from hostward.kernels.launcher import Launch, launch_all
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import MasterKind, bias_tables
+from hostward.kernels.cuda import adamw
+from hostward.kernels.cuda.launcher import Launch, launch_all
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hostward import recipes
-from hostward.adapters import fsdp2
-from hostward.overrides import apply_overrides
-from hostward.train import loop
-from hostward.train.models import training_loss
+from hostward.config.overrides import apply_overrides
+from hostward.distributed import fsdp2
+from hostward.trainer import loop
+from hostward.trainer.models import training_loss
 
 MOE, LLAMA, QWEN3 = "qwen3_moe_tiny_pretrain_config", "llama32_1b_pretrain_config", "qwen3_8b_pretrain_config"
 COMMON = (

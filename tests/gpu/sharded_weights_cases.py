@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import hostward
-from hostward.adapters import fsdp2
+from hostward.distributed import fsdp2
 
 WIDTH = 1023
 """Odd: the last rank's parts are smaller, and padded."""

@@ -12,8 +12,8 @@ import torch
 from attached_cases import MIB, WIDTH, Net, churn, deterministic_algorithms, put_to_sleep, same
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.schedule import Lane
+from hostward.runtime.backend import Tier
+from hostward.schedule.ops import Lane
 
 pytestmark = pytest.mark.gpu
 

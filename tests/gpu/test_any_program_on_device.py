@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import hostward
 from hostward.errors import ModelError
-from hostward.schedule import Lane
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.schedule.ops import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,11 @@ import torch
 from hidden_step_cases import SIDE_LANES, slow
 
 from hostward import recipes
-from hostward.config import Config
-from hostward.overrides import apply_overrides
-from hostward.train import loop
-from hostward.train.captured import WARM_UP_ITERATIONS, CudaGraph
-from hostward.training.state import same_bits
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.optim.bucket_state import same_bits
+from hostward.trainer import loop
+from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, CudaGraph
 
 pytestmark = pytest.mark.gpu
 
@@ -192,7 +192,7 @@ def test_t44_nothing_is_left_of_a_graph() -> None:
 ASKING = """
 import sys
 from hostward.cli import main
-from hostward.train import captured
+from hostward.trainer import captured
 real = captured.training_loss
 def asking(*arguments):
     loss = real(*arguments)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hidden_step_cases import SIDE_LANES, assert_equal, deterministic, every_mix, reference, slow, train
 
-from hostward.engine import cuda_lanes
-from hostward.engine.backend import Tier
-from hostward.engine.cuda import CudaBackend
-from hostward.schedule import Lane
+from hostward.runtime.backend import Tier
+from hostward.runtime.cuda import streams
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.schedule.ops import Lane
 
 __all__ = ["deterministic"]
 pytestmark = pytest.mark.gpu
@@ -24,14 +24,14 @@ MIB = 1024 * 1024
 @every_mix
 def test_steps_have_the_same_bits_in_small_pieces(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference()
-    monkeypatch.setattr(cuda_lanes, "PIECE_BYTES", 40_000)  # of 524,288 bytes of each layer's weights
+    monkeypatch.setattr(streams, "PIECE_BYTES", 40_000)  # of 524,288 bytes of each layer's weights
     slow(SIDE_LANES, monkeypatch)
     assert_equal(train(mix), expected)
 
 
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
 def test_pieces_arrive_in_place_and_in_order(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_lanes, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(streams, "PIECE_BYTES", MIB)
     backend = CudaBackend()
     size = 37 * MIB + 5
     (host,) = backend.allocate(Tier.HOST, [size], torch.uint8, "test", pinned=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hostward.training.foreign import StreamedStates, offload_optimizer_states
-from hostward.training.state import same_bits
+from hostward.optim.any_optimizer.offload import StreamedStates, offload_optimizer_states
+from hostward.optim.bucket_state import same_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -21,9 +21,9 @@ from hidden_step_cases import (
 )
 
 from hostward.errors import ModelError, NativeError, OrderingError
-from hostward.host.adamw import bias_tables
-from hostward.training import binding
-from hostward.training.state import same_bits
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.optim import op_binding
+from hostward.optim.bucket_state import same_bits
 
 __all__ = ["deterministic"]
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_an_error_of_a_host_function_is_told_and_torch_goes_on(monkeypatch: pyte
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     state = optimizer.state_dict()
     with monkeypatch.context() as patch:
-        patch.setattr(binding, "bias_tables", lambda beta1, beta2, steps: bias_tables(beta1, beta2, 2))
+        patch.setattr(op_binding, "bias_tables", lambda beta1, beta2, steps: bias_tables(beta1, beta2, 2))
         for seed in range(2):
             with optimizer.accumulate(last=True):
                 loss_of(model, seed).backward()

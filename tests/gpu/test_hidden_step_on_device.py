@@ -34,8 +34,8 @@ from hidden_step_cases import (
 )
 
 import hostward
-from hostward.schedule import Lane
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.schedule.ops import Lane
 
 __all__ = ["deterministic"]
 pytestmark = pytest.mark.gpu

@@ -24,9 +24,9 @@ from kernel_case import (
 )
 
 from hostward.errors import ConfigError, PlacementError
-from hostward.host import reference
-from hostward.host.adamw import MasterKind, bias_tables
-from hostward.kernels import adamw
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import MasterKind, bias_tables
+from hostward.kernels.cuda import adamw
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quiet_numpy")

@@ -23,9 +23,9 @@ from kernel_case import (
 )
 
 from hostward.errors import ConfigError, PlacementError
-from hostward.host import reference
-from hostward.kernels import norm
-from hostward.kernels.launcher import launch_all
+from hostward.kernels import reference
+from hostward.kernels.cuda import norm
+from hostward.kernels.cuda.launcher import launch_all
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("quiet_numpy")

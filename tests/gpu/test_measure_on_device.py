@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hostward.doctor.examine import examine
-from hostward.hardware_profile import Hardware
 from hostward.machine.devices import read_devices
 from hostward.machine.facts import gather
 from hostward.machine.measure import measure_machine, render
+from hostward.plan.hardware_profile import Hardware
 
 pytestmark = pytest.mark.gpu
 

@@ -24,12 +24,12 @@ from kernel_case import (
     to_device,
 )
 
-from hostward.engine.commands import Command, CommandList, Streams, Verb, driver_table
-from hostward.engine.driver import current_context
 from hostward.errors import DeviceError
-from hostward.host import reference
-from hostward.kernels import adamw, norm
-from hostward.kernels.launcher import Launch
+from hostward.kernels import reference
+from hostward.kernels.cuda import adamw, norm
+from hostward.kernels.cuda.launcher import Launch
+from hostward.runtime.cuda.commands import Command, CommandList, Streams, Verb, driver_table
+from hostward.runtime.cuda.driver import current_context
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("quiet_numpy")]

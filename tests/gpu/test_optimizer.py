@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import hostward
-from hostward.engine.backend import AdamWOperands, BoundRange, Constants, Hyper, Tier
-from hostward.engine.cuda import CudaBackend
-from hostward.host import reference
-from hostward.host.adamw import bias_tables
-from hostward.schedule import Lane
-from hostward.training.state import same_bits
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import AdamWOperands, BoundRange, Constants, Hyper, Tier
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.schedule.ops import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hidden_step_cases import DEVICE, assert_equal, deterministic, every_mix, make, reference, train
 
-from hostward.engine import cuda_memory, driver
 from hostward.errors import PageLockError
+from hostward.runtime.cuda import driver, memory
 
 __all__ = ["deterministic"]
 pytestmark = pytest.mark.gpu
@@ -49,8 +49,8 @@ class Driver:
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
-    monkeypatch.setattr(cuda_memory, "lock_pages", found.lock)
-    monkeypatch.setattr(cuda_memory, "unlock_pages", found.unlock)
+    monkeypatch.setattr(memory, "lock_pages", found.lock)
+    monkeypatch.setattr(memory, "unlock_pages", found.unlock)
     yield found
     found.most_blocks = found.most_bytes = float("inf")
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import hostward
-from hostward import checkpoint
+from hostward.checkpoint import api
 
 DEVICE = "cuda"
 PATH = os.pathsep.join(filter(None, [str(Path(hostward.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -118,10 +118,10 @@ def is_there(pid: int) -> bool:
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    path = checkpoint.latest(folder / "saved")
+    path = api.latest(folder / "saved")
     assert path is not None
-    found = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
-    checkpoint.load(path, found)
+    found = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in api.tensor_index(path).items()}
+    api.load(path, found)
     return found
 
 

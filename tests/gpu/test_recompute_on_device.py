@@ -12,7 +12,7 @@ import torch
 from attached_cases import churn, deterministic_algorithms, put_to_sleep, same
 
 import hostward
-from hostward.schedule import Lane
+from hostward.schedule.ops import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hostward.cli import main
-from hostward.cli.progress import Progress
-from hostward.overrides import apply_overrides
+from hostward.cli.output import Progress
+from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
-from hostward.run_report import Ended, read_report
-from hostward.train import loop
-from hostward.train.report import report
+from hostward.report.schema import Ended, read_report
+from hostward.trainer import loop
+from hostward.trainer.report import report
 
 pytestmark = pytest.mark.gpu
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from hidden_step_cases import MIXES, deterministic as deterministic, everything, loss_of, make
 
-from hostward import checkpoint, checkpoint_snapshot
-from hostward.checkpoint_plan import PiecePlanner
-from hostward.engine.cuda import CudaBackend
-from hostward.host import reference
-from hostward.host.copy import copy
-from hostward.schedule import Lane
-from hostward.training.sources import Readers, Source, Stretch
-from hostward.training.state import same_bits
+from hostward.checkpoint import api, staging
+from hostward.checkpoint.save_plan import PiecePlanner
+from hostward.kernels import reference
+from hostward.kernels.cpu.memory_copy import copy
+from hostward.optim.bucket_state import same_bits
+from hostward.optim.state_reader import Readers, Source, Stretch
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.schedule.ops import Lane
 
 pytestmark = pytest.mark.gpu
 
-MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
+MODES: tuple[api.Mode, ...] = ("snapshot", "stream")
 
 
 def slow(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,20 +39,20 @@ def slow(call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mix", [None, *MIXES])
 def test_nothing_is_torn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: str | None, mode: checkpoint.Mode, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: str | None, mode: api.Mode, dtype: torch.dtype
 ) -> None:
     """Read so slowly that training comes to its next change before all is read."""
     monkeypatch.setattr(PiecePlanner, "read", slow(PiecePlanner.read))
-    monkeypatch.setattr(checkpoint_snapshot, "copy", slow(copy))
-    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(staging, "copy", slow(copy))
+    monkeypatch.setattr(staging, "_TOGETHER_BYTES", 1)
     ends = []
     expected: dict[str, torch.Tensor] = {}
     for saves in (False, True):
         model, optimizer = make(mix, dtype)
-        saver = checkpoint.Saver(tmp_path, mode=mode)
+        saver = api.Saver(tmp_path, mode=mode)
         for step in range(5):
             if step == 2 and saves:
-                parts = checkpoint.parts_of(model, optimizer)
+                parts = api.parts_of(model, optimizer)
                 assert saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}) is None
             elif step == 2:
                 expected = everything(model, optimizer)
@@ -65,7 +65,7 @@ def test_nothing_is_torn(
             path = saver.finish()
             assert path is not None
             other, fresh = make("mixed", dtype)
-            checkpoint.restore(path, other, fresh)
+            api.restore(path, other, fresh)
             found = everything(other, fresh)
             assert [name for name in expected if not same_bits(found[name], expected[name])] == []
         saver.close()

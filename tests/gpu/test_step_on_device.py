@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Tier
 
 pytestmark = pytest.mark.gpu
 

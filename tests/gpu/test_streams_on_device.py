@@ -29,9 +29,9 @@ from hidden_step_cases import (
 )
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.cuda import CudaBackend
-from hostward.schedule import Lane
+from hostward.runtime.backend import Tier
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.schedule.ops import Lane
 
 __all__ = ["deterministic"]
 pytestmark = pytest.mark.gpu

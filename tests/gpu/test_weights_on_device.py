@@ -12,7 +12,7 @@ from attached_cases import MIB, churn, deterministic_algorithms, same, slow_fetc
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import Tier
+from hostward.runtime.backend import Tier
 
 pytestmark = pytest.mark.gpu
 

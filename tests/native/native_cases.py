@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hostward.host import reference
-from hostward.host.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
-from hostward.host.library import Isa, load
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
+from hostward.kernels.cpu.library import Isa, load
 
 Array = Any
 

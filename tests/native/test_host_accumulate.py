@@ -14,18 +14,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hostward.errors import ConfigError, HostwardError, NativeError, PlacementError
-from hostward.host import reference
-from hostward.host.accumulate import (
-    AccumulateRange,
-    AccumulateTask,
-    NormRange,
-    NormTask,
-    accumulate,
-    norm_now,
-)
-from hostward.host.library import Isa, load
-from hostward.host.norm import chunk_count, norm_partials
-from hostward.host.reference import NORM_CHUNK
+from hostward.kernels import reference
+from hostward.kernels.cpu.accumulate import AccumulateRange, AccumulateTask, NormRange, NormTask, accumulate, norm_now
+from hostward.kernels.cpu.library import Isa, load
+from hostward.kernels.cpu.norm import chunk_count, norm_partials
+from hostward.kernels.reference import NORM_CHUNK
 
 from native_cases import GRADS, ISAS, Guarded, as_grad, random_floats
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hostward.host import reference
-from hostward.host.adamw import AdamWRange, AdamWTask, adamw_step, hyper_array
-from hostward.host.library import Isa
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, hyper_array
+from hostward.kernels.cpu.library import Isa
 
 from native_cases import (
     GRADS,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hostward.errors import ConfigError, HostwardError, NativeError, PlacementError
-from hostward.host import reference
-from hostward.host.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
-from hostward.host.library import Isa, load
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import AdamWRange, AdamWTask, adamw_step, bias_tables, hyper_array
+from hostward.kernels.cpu.library import Isa, load
 
 from native_cases import HYPER, ISAS, LAYOUTS, TABLES, Case, native_run, run_step
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hostward.errors import ConfigError, NativeError, PlacementError
-from hostward.host import reference
-from hostward.host.copy import Copy, copy
-from hostward.host.library import Isa
+from hostward.kernels import reference
+from hostward.kernels.cpu.library import Isa
+from hostward.kernels.cpu.memory_copy import Copy, copy
 
 from native_cases import ISAS, Guarded, random_floats
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hostward.errors import NativeError
-from hostward.host.library import (
+from hostward.kernels.cpu.library import (
     ABI_VERSION,
     AccumulateRangeStruct,
     AccumulateTaskStruct,

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hostward.errors import ConfigError, NativeError, PlacementError
-from hostward.host import reference
-from hostward.host.library import Isa
-from hostward.host.norm import chunk_count, norm_partials
-from hostward.host.reference import ALL_ZERO, NORM_CHUNK, NOT_FINITE, clip_scale, norm_from_partials
+from hostward.kernels import reference
+from hostward.kernels.cpu.library import Isa
+from hostward.kernels.cpu.norm import chunk_count, norm_partials
+from hostward.kernels.reference import ALL_ZERO, NORM_CHUNK, NOT_FINITE, clip_scale, norm_from_partials
 
 from native_cases import GRADS, ISAS, Guarded, as_grad, random_floats
 

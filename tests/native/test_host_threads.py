@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hostward.host.threads import CpuFacts, default_threads, read_cpu_facts, read_quota_cpus
+from hostward.kernels.cpu.affinity import CpuFacts, default_threads, read_cpu_facts, read_quota_cpus
 
 
 @pytest.mark.parametrize(

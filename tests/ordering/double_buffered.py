@@ -18,13 +18,13 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from hostward.engine.backend import AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
-from hostward.engine.byte_rule import ByteRule
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.host import reference
-from hostward.host.adamw import bias_tables
-from hostward.inventory import MasterKind
-from hostward.schedule import Lane
+from hostward.core.inventory import MasterKind
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.runtime.backend import AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.runtime.simulated.race_detector import ByteRule
+from hostward.schedule.ops import Lane
 
 BUCKETS, SLOTS, STEPS, NUMEL = 4, 2, 3, 8
 HYPER = Hyper(lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-8)

@@ -8,9 +8,9 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from hostward.lowering.optimizer import STEP, StepShape, lower
-from hostward.plan import Placement
-from hostward.schedule import Kind, Op, Schedule
+from hostward.core.placement import Placement
+from hostward.schedule.ops import Kind, Op, Schedule
+from hostward.schedule.optimizer import STEP, StepShape, lower
 
 D, H, S = Placement.DEVICE, Placement.HOST, Placement.STREAMED
 

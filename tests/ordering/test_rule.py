@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from step_turns import D, H, S, absent_sets, as_reached, in_a_row, shapes, stepped, turns_of, waits_of
 
+from hostward.core.placement import Placement
 from hostward.errors import OrderingError
-from hostward.lowering import optimizer as lowering
-from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT, StepShape, lower, lower_step, slots_of
-from hostward.ordering import races, repeated, require_ordered, same_order, stamps
-from hostward.plan import Placement
-from hostward.schedule import Kind, Lane, Op, Schedule
-from hostward.training.schedules import Schedules
+from hostward.optim.op_binding import Schedules
+from hostward.schedule import optimizer as lowering
+from hostward.schedule.ops import Kind, Lane, Op, Schedule
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, StepShape, lower, lower_step, slots_of
+from hostward.schedule.race_check import races, repeated, require_ordered, same_order, stamps
 
 SEEDS = st.integers(0, 2**32)
 

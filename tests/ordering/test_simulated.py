@@ -10,10 +10,10 @@ import pytest
 import torch
 from verbs import backend_with, copy, fill, pair, retire, wait
 
-from hostward.engine.backend import Buffer, Event, Tier
-from hostward.engine.simulated import Order
 from hostward.errors import MemoryLimitError, OrderingError, PlacementError
-from hostward.schedule import Lane
+from hostward.runtime.backend import Buffer, Event, Tier
+from hostward.runtime.simulated.backend import Order
+from hostward.schedule.ops import Lane
 
 
 def test_nothing_runs_before_somebody_waits() -> None:

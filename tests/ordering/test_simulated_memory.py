@@ -10,10 +10,10 @@ import pytest
 import torch
 from verbs import FLOATS, backend_with, copy, fill, pair, retire, wait
 
-from hostward.engine.backend import Buffer, Clipping, Partials, Scalars, Tier, chunks_of
-from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import OrderingError, PlacementError
-from hostward.schedule import Lane
+from hostward.runtime.backend import Buffer, Clipping, Partials, Scalars, Tier, chunks_of
+from hostward.runtime.simulated.backend import SimulatedBackend
+from hostward.schedule.ops import Lane
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from double_buffered import BUCKETS, STEPS, Pipeline, happens_before, new_pipeline, races, serial_weights
 
-from hostward.engine.simulated import Order
 from hostward.errors import OrderingError
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order
+from hostward.schedule.ops import Lane
 
 USED = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.HOST)
 """Lanes of the pipeline: whether another one is late makes no difference to it."""

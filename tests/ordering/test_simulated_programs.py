@@ -10,10 +10,10 @@ import torch
 from double_buffered import Issued, conflict, races
 from hypothesis import given, settings
 
-from hostward.engine.backend import Buffer, Event, Tier
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import OrderingError
-from hostward.schedule import Lane
+from hostward.runtime.backend import Buffer, Event, Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 CELLS = 3
 DEVICE = {f"d{i}": frozenset({f"d{i}"}) for i in range(CELLS)} | {"d01": frozenset({"d0", "d1"})}

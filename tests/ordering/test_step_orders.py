@@ -20,12 +20,12 @@ from test_rule import IMPLIED
 from trained import MAX_NORM, MIXES, Net, differing, train
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import OrderingError
-from hostward.lowering import optimizer as lowering
-from hostward.ordering import races, repeated
-from hostward.schedule import Lane, Schedule
-from hostward.training import schedules as lowered
+from hostward.optim import op_binding as lowered
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule import optimizer as lowering
+from hostward.schedule.ops import Lane, Schedule
+from hostward.schedule.race_check import races, repeated
 
 SEEDS = 320
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hostward.errors import OrderingError
-from hostward.lowering import activations as lowering
-from hostward.lowering.activations import VISIT, VisitsShape, lower_visits
-from hostward.ordering import races, repeated, same_order
-from hostward.schedule import Kind, Op, Schedule
+from hostward.schedule import activations as lowering
+from hostward.schedule.activations import VISIT, VisitsShape, lower_visits
+from hostward.schedule.ops import Kind, Op, Schedule
+from hostward.schedule.race_check import races, repeated, same_order
 
 
 @st.composite

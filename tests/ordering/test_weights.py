@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from hostward.core.placement import Placement
 from hostward.errors import OrderingError
-from hostward.lowering import optimizer as steps, weights as lowering
-from hostward.lowering.optimizer import StepShape, later_uploads, lower, lower_step, upload_point, use_point
-from hostward.lowering.weights import WEIGHT, WeightsShape, lower_weights
-from hostward.ordering import races, repeated, same_order
-from hostward.plan import Placement
-from hostward.schedule import Lane, Op, Schedule
+from hostward.schedule import optimizer as steps, weights as lowering
+from hostward.schedule.ops import Lane, Op, Schedule
+from hostward.schedule.optimizer import StepShape, later_uploads, lower, lower_step, upload_point, use_point
+from hostward.schedule.race_check import races, repeated, same_order
+from hostward.schedule.weights import WEIGHT, WeightsShape, lower_weights
 
 
 @st.composite

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 STEPS = 4
 MAX_NORM = 0.5

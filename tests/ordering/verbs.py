@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hostward.engine.backend import Buffer, Event, Tier
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.schedule import Lane
+from hostward.runtime.backend import Buffer, Event, Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 STEPS = 3
 LANES = (Lane.D2H, Lane.H2D, Lane.COMPUTE)

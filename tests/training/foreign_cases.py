@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.training.foreign import StreamedStates, offload_optimizer_states
-from hostward.training.state import same_bits
+from hostward.optim.any_optimizer.offload import StreamedStates, offload_optimizer_states
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 SHAPES = [*[(256, 256)] * 8, (129, 127), (256,), (4097,), (3,), (1,), ()]
 OWNER = "optimizer state"

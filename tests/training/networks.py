@@ -12,8 +12,8 @@ from optimizer_cases import adamw, snapshot
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 MIXES: Mapping[str, Mapping[str, float]] = {
     "device": {"offload_fraction": 0.0, "streamed_fraction": 0.0},

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 import hostward
-from hostward.engine.backend import Lane
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.host import reference
-from hostward.host.adamw import bias_tables
-from hostward.training.state import same_bits
+from hostward.kernels import reference
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.9, 1.0)
 MIXED: Mapping[str, float] = {"offload_fraction": 0.5, "streamed_fraction": 0.5}
@@ -134,7 +134,7 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 @dataclass
 class NumpyOptimizer:
-    """The whole step of docs/exactness.md over named parameters, with hostward.host.reference for the arithmetic."""
+    """The whole step of docs/exactness.md over named parameters, with hostward.kernels.reference for the arithmetic."""
 
     dtypes: dict[str, torch.dtype]
     shapes: dict[str, torch.Size]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hostward.training.layers import find_layers
-from hostward.training.recompute import Region, Regions
-from hostward.training.tape_runs import PartRun, run
+from hostward.activations.recompute import Region, Regions
+from hostward.model.layers import find_layers
+from hostward.profiler.layer_profiler import PartRun, run
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,8 +20,8 @@ from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch, tok
 from optimizer_cases import DTYPES, adamw, assert_equal, snapshot
 from torch.utils.checkpoint import checkpoint
 
-from hostward.engine.simulated import Order
-from hostward.training.placeholder import MovedGradient
+from hostward.optim.offloaded_grad import MovedGradient
+from hostward.runtime.simulated.backend import Order
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 Backward = Callable[[Net, int, int], None]

@@ -22,9 +22,9 @@ from activation_cases import FEW, left_over, offloading
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hostward
-from hostward.engine.simulated import Order
 from hostward.errors import ModelError
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order
+from hostward.schedule.ops import Lane
 
 Scenario = Callable[["Net"], None]
 autograd = torch._C._autograd

@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hostward.engine.simulated import Order
+from hostward.runtime.simulated.backend import Order
 
 AGAIN = "several layers were given it"
 SIZES = {"d_model": 64, "vocab_size": 64, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from activation_cases import FEW, NETWORKS, left_over, loss_of, offloading, same, trained, trained_alone, transformer
 
+from hostward.activations.module_filter import MEGATRON_MODULES, marks_of
 from hostward.errors import ConfigError
-from hostward.training.modules import MEGATRON_MODULES, marks_of
 
 TOKENS = 2 * 24
 HIDDEN, FFN = 64, 96

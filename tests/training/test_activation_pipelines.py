@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 MICROBATCHES = 4

@@ -31,13 +31,13 @@ from activation_cases import (
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.activations import module_hooks, transfers
 from hostward.errors import ConfigError, ModelError, OrderingError
-from hostward.lowering.activations import VISIT
-from hostward.schedule import Lane
-from hostward.training import movement, visits
-from hostward.training.layers import find_layers
+from hostward.model.layers import find_layers
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.activations import VISIT
+from hostward.schedule.ops import Lane
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
 
@@ -131,7 +131,7 @@ def test_the_input_of_a_checkpointed_layer_leaves_while_the_layer_runs(
     most: int | None, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next layer waits for the copy. Under a bound on copies it would wait for that of the layer before instead."""
-    monkeypatch.setattr(visits, "FIRST_GROUP_BYTES", 4096)
+    monkeypatch.setattr(module_hooks, "FIRST_GROUP_BYTES", 4096)
     model = NETWORKS["Llama"]()
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     copied: list[int] = []
@@ -233,7 +233,7 @@ def test_h5_h12_h14_each_wait_left_out_is_reported(op: str, monkeypatch: pytest.
         victim, VISIT[victim].kind, VISIT[victim].lane, VISIT[victim].point, None, VISIT[victim].reads,
         VISIT[victim].writes, waits if op in victims else (), VISIT[victim].prior,
     )  # fmt: skip
-    monkeypatch.setitem(movement.VISIT, victim, broken)  # type: ignore[arg-type]
+    monkeypatch.setitem(transfers.VISIT, victim, broken)  # type: ignore[arg-type]
     expected = trained_alone("Llama")
     seen = False
     for order in (Order(late=frozenset(LANES[:2])), Order(late=frozenset({LANES[0]})), Order()):

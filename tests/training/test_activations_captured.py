@@ -20,11 +20,11 @@ from activation_cases import LANES, loss_of, same, transformer
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import Buffer, Event, Tier
-from hostward.engine.byte_rule import Operation, operation_of
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ModelError
-from hostward.schedule import Lane
+from hostward.runtime.backend import Buffer, Event, Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.runtime.simulated.race_detector import Operation, operation_of
+from hostward.schedule.ops import Lane
 
 ORDERS = [Order(eager=True), Order(late=frozenset(LANES)), Order(late=frozenset({Lane.D2H})), Order(seed=3)]
 

@@ -28,10 +28,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ModelError
-from hostward.fence import FencedParameter
-from hostward.schedule import Lane
+from hostward.model.fence import FencedParameter
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 Kept = dict[str, Any]
 """What a program keeps from step to step; what it has seen is in `seen`."""

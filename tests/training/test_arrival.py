@@ -21,9 +21,9 @@ from networks import LATEST, MIXES, OFFLOADED, Heard, Net, expected, loss_of, ma
 from optimizer_cases import adamw, assert_equal, set_gradients, snapshot
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import OrderingError
-from hostward.training.state import same_bits
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 offloaded = pytest.mark.parametrize("mix", OFFLOADED)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hostward
+from hostward.core.placement import Placement
 from hostward.errors import ConfigError, MemoryLimitError
-from hostward.plan import Placement
 
 
 def network() -> torch.nn.Module:

@@ -14,8 +14,8 @@ from networks import MIXES, Net, loss_of, make, tokens
 from optimizer_cases import adamw, assert_equal, snapshot
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 # The compiler looks at .grad of everything, and warns of what it does itself.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -24,11 +24,11 @@ from foreign_cases import (
 )
 from hypothesis import given, settings, strategies as st
 
-from hostward.engine.backend import Lane, Tier
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import OrderingError
-from hostward.training.foreign import offload_optimizer_states
-from hostward.training.foreign_state import Layout, Share, cut, span_bytes
+from hostward.optim.any_optimizer.host_state import Layout, Share, cut, span_bytes
+from hostward.optim.any_optimizer.offload import offload_optimizer_states
+from hostward.runtime.backend import Lane, Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 STATE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 

@@ -22,9 +22,9 @@ from foreign_cases import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hostward.engine.backend import Lane, Tier
-from hostward.training.foreign import offload_optimizer_states
-from hostward.training.state import same_bits
+from hostward.optim.any_optimizer.offload import offload_optimizer_states
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Lane, Tier
 
 
 def test_a_closure_is_evaluated_once_and_its_loss_returned() -> None:

@@ -24,10 +24,10 @@ from foreign_cases import (
 )
 
 import hostward
-from hostward.engine.backend import Buffer, Tier
-from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ConfigError, MemoryLimitError, ModelError
-from hostward.training.foreign import offload_optimizer_states
+from hostward.optim.any_optimizer.offload import offload_optimizer_states
+from hostward.runtime.backend import Buffer, Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 
 def refused(optimizer: Any, text: str, **options: Any) -> None:

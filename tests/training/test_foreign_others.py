@@ -10,9 +10,9 @@ import pytest
 import torch
 from foreign_cases import simulated
 
-from hostward.engine.backend import Lane
-from hostward.training.foreign import offload_optimizer_states
-from hostward.training.state import same_bits
+from hostward.optim.any_optimizer.offload import offload_optimizer_states
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Lane
 
 Make = Callable[[list[torch.Tensor]], Any]
 

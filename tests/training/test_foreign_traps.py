@@ -24,10 +24,10 @@ from foreign_cases import (
 from foreign_traps import TRAPS, Collects, GlobalOfState, KeepsTheLast, ListOfState, TensorCounter, Trap
 from hypothesis import given, settings, strategies as st
 
-from hostward.engine.backend import Lane, Tier
-from hostward.training.foreign import offload_optimizer_states
-from hostward.training.foreign_calls import may_be_stepped_in_parts
-from hostward.training.state import same_bits
+from hostward.optim.any_optimizer.chunked_step import may_be_stepped_in_parts
+from hostward.optim.any_optimizer.offload import offload_optimizer_states
+from hostward.optim.bucket_state import same_bits
+from hostward.runtime.backend import Lane, Tier
 
 ORDERS: list[dict[str, Any]] = [
     {},

@@ -26,12 +26,12 @@ from optimizer_cases import (
     snapshot,
 )
 
-from hostward.engine import host_task
-from hostward.engine.backend import Lane
-from hostward.engine.simulated import SimulatedBackend
-from hostward.host.adamw import AdamWTask, bias_tables
-from hostward.host.library import Isa, load
-from hostward.plan import Placement
+from hostward.core.placement import Placement
+from hostward.kernels.cpu.adamw import AdamWTask, bias_tables
+from hostward.kernels.cpu.library import Isa, load
+from hostward.runtime import host_tasks
+from hostward.runtime.backend import Lane
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 STEPS = 4
 NORM_BELOW, NORM_ABOVE = 1e6, 0.5  # thresholds: never reached, always exceeded
@@ -112,7 +112,7 @@ def test_poison_changes_nothing() -> None:
 def test_h54_threads_and_instruction_sets_give_the_same_bits(
     threads: int, isa: Isa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_task, "AdamWTask", functools.partial(AdamWTask, isa=isa))
+    monkeypatch.setattr(host_tasks, "AdamWTask", functools.partial(AdamWTask, isa=isa))
     on = backend(threads=threads)
     assert_equal(run(torch.bfloat16, 0.5, NORM_ABOVE, 0.1, on), in_numpy(torch.bfloat16, NORM_ABOVE, 0.1))
 

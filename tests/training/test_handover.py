@@ -19,9 +19,9 @@ from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch
 from optimizer_cases import Model, adamw, assert_equal, set_gradients, snapshot
 
 import hostward
-from hostward.engine.simulated import Order
 from hostward.errors import ModelError
-from hostward.training.placeholder import MovedGradient
+from hostward.optim.offloaded_grad import MovedGradient
+from hostward.runtime.simulated.backend import Order
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 ORDERS = {"eager": None, "late": Order(seed=5, late=LATE[0])}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from activation_cases import NETWORKS, ORDERS, left_over, loss_of, offloading, same, trained, trained_alone, transformer
 
+from hostward.activations import module_hooks
 from hostward.errors import ConfigError
-from hostward.training import visits
 
 
 @pytest.fixture(params=[4096, 1 << 30], ids=["several groups in a layer", "one group a layer"])
 def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(visits, "GROUP_BYTES", request.param)
+    monkeypatch.setattr(module_hooks, "GROUP_BYTES", request.param)
     found: int = request.param
     return found
 

@@ -18,13 +18,11 @@ from pathlib import Path
 import pytest
 
 import hostward
-from hostward.config import ModelConfig
+from hostward.config.schema import ModelConfig
+from hostward.plan.workload import Way, Workload, from_text, to_text
 from hostward.recipes import load
-from hostward.train import kept
-from hostward.train.traced import traced_recipe
-from hostward.train.workload import NOT_TRACED, config_workload, recipe_workload
-from hostward.workload import Way, Workload
-from hostward.workload_file import from_text, to_text
+from hostward.trainer import workload_cache
+from hostward.trainer.workload import NOT_TRACED, config_workload, recipe_workload, traced_recipe
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 
@@ -63,11 +61,11 @@ def test_what_is_no_workload_is_a_value_error(text: str) -> None:
 def test_the_same_question_is_answered_once(tmp_path: Path, workload: Workload) -> None:
     asked = Asked(workload)
     for _ in range(2):
-        assert kept.recalled(tmp_path / "new", {"model": 1}, asked) == workload
+        assert workload_cache.recalled(tmp_path / "new", {"model": 1}, asked) == workload
     assert asked.times == 1
-    kept.recalled(tmp_path / "new", {"model": 2}, asked)
+    workload_cache.recalled(tmp_path / "new", {"model": 2}, asked)
     assert asked.times == 2
-    kept.recalled(None, {"model": 1}, asked)
+    workload_cache.recalled(None, {"model": 1}, asked)
     assert asked.times == 3
 
 
@@ -77,7 +75,7 @@ def test_what_the_answer_depends_on_is_in_the_key(
     asked = Asked(workload)
 
     def times() -> int:
-        kept.recalled(tmp_path / "kept", {"model": 1}, asked)
+        workload_cache.recalled(tmp_path / "kept", {"model": 1}, asked)
         return asked.times
 
     assert times() == times() == 1
@@ -103,38 +101,38 @@ def test_what_the_answer_depends_on_is_in_the_key(
 
 def test_a_file_that_is_broken_is_written_again(tmp_path: Path, workload: Workload) -> None:
     asked = Asked(workload)
-    kept.recalled(tmp_path, {}, asked)
+    workload_cache.recalled(tmp_path, {}, asked)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-100])
-    assert kept.recalled(tmp_path, {}, asked) == workload
+    assert workload_cache.recalled(tmp_path, {}, asked) == workload
     assert asked.times == 2
     assert from_text(file.read_text()) == workload
 
 
 def test_where_nothing_can_be_written_the_answer_is_the_same(tmp_path: Path, workload: Workload) -> None:
     (tmp_path / "file").write_text("")
-    assert kept.recalled(tmp_path / "file" / "below", {}, Asked(workload)) == workload
+    assert workload_cache.recalled(tmp_path / "file" / "below", {}, Asked(workload)) == workload
 
 
 def test_the_oldest_files_go(tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_FILES", 2)
+    monkeypatch.setattr(workload_cache, "MOST_FILES", 2)
     few = replace(workload, layers=())
     asked = Asked(few)
     for question in range(4):
-        kept.recalled(tmp_path, {"q": question}, asked)
+        workload_cache.recalled(tmp_path, {"q": question}, asked)
         for file in tmp_path.glob("*.json"):
             os.utime(file, (file.stat().st_mtime - 10,) * 2)
     assert len(list(tmp_path.glob("*.json"))) == 2
-    kept.recalled(tmp_path, {"q": 3}, asked)
+    workload_cache.recalled(tmp_path, {"q": 3}, asked)
     assert asked.times == 4
 
 
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept.usual_folder() == tmp_path / "hostward" / "workloads"
+    assert workload_cache.usual_folder() == tmp_path / "hostward" / "workloads"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert kept.usual_folder() == tmp_path / "home" / ".cache" / "hostward" / "workloads"
+    assert workload_cache.usual_folder() == tmp_path / "home" / ".cache" / "hostward" / "workloads"
 
 
 def shadow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +146,9 @@ def shadow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_kept_of_a_tree_in_front_of_the_installed_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert kept.usual_folder() is not None
+    assert workload_cache.usual_folder() is not None
     shadow(tmp_path, monkeypatch)
-    assert kept.usual_folder() is None
+    assert workload_cache.usual_folder() is None
 
 
 def test_nothing_is_kept_of_packages_that_are_edited_where_they_lie(
@@ -160,9 +158,9 @@ def test_nothing_is_kept_of_packages_that_are_edited_where_they_lie(
     info.mkdir()
     (info / "METADATA").write_text("Name: transformers\nVersion: 99.0\n")
     shadow(tmp_path, monkeypatch)
-    assert kept.usual_folder() is not None
+    assert workload_cache.usual_folder() is not None
     (info / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": True}}))
-    assert kept.usual_folder() is None
+    assert workload_cache.usual_folder() is None
 
 
 def test_tracing_looks_at_no_option_that_is_left_out_of_the_question() -> None:

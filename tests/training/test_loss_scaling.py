@@ -11,9 +11,9 @@ import torch
 from networks import MIXES, loss_of, make, microbatch
 from optimizer_cases import assert_equal, snapshot
 
-from hostward.engine.simulated import Order
 from hostward.errors import ModelError
-from hostward.training.scaling import require_one_scale
+from hostward.optim.sharded import require_one_scale
+from hostward.runtime.simulated.backend import Order
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 

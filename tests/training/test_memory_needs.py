@@ -14,13 +14,13 @@ from networks import MIXES
 from tape_cases import built, loss_of, tokens
 
 import hostward
-from hostward import checkpoint
-from hostward.choice import Choice, Keep
-from hostward.engine.backend import Tier
-from hostward.memory_model import LOAD, SAVE, STEADY_STEP, required, save_bytes
-from hostward.plan import Placement
-from hostward.training.workload_of import workload_of
-from hostward.workload import Workload
+from hostward.checkpoint import api
+from hostward.core.placement import Placement
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import LOAD, SAVE, STEADY_STEP, required, save_bytes
+from hostward.plan.workload import Workload
+from hostward.profiler.workload import workload_of
+from hostward.runtime.backend import Tier
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WORKSPACES = 12
@@ -95,8 +95,8 @@ def test_a_save_takes_the_host_bytes_that_were_told(mode: str, tmp_path: Path) -
     optimizer = hostward.AdamW(model, **MIXES["host"])
     needs = required(replace(workload, snapshot=mode == "snapshot"), kept(workload, optimizer))
     before = held(optimizer, Tier.HOST)
-    saver = checkpoint.Saver(tmp_path, mode=mode)  # type: ignore[arg-type]
-    saver.save(1, tensors=checkpoint.parts_of(model, optimizer).tensors, plain={})
+    saver = api.Saver(tmp_path, mode=mode)  # type: ignore[arg-type]
+    saver.save(1, tensors=api.parts_of(model, optimizer).tensors, plain={})
     taken = held(optimizer, Tier.HOST) - before
     saver.close()
     told = needs.phase(SAVE).host["copies for a checkpoint"]
@@ -127,9 +127,9 @@ def test_a_save_of_weights_that_are_not_trained_takes_the_host_bytes_that_were_t
     layers = frozenset(layer.name for layer in workload.repeated[:3]) if away else frozenset()
     needs = required(workload, replace(kept(workload, optimizer), offloaded_weights=layers))
     before = held(optimizer, Tier.HOST)
-    saver = checkpoint.Saver(tmp_path, mode=mode)  # type: ignore[arg-type]
+    saver = api.Saver(tmp_path, mode=mode)  # type: ignore[arg-type]
     with hostward.attach(model, optimizer, weights=3) if away else nullcontext():
-        saver.save(1, tensors=checkpoint.parts_of(model, optimizer).tensors, plain={})
+        saver.save(1, tensors=api.parts_of(model, optimizer).tensors, plain={})
         taken = held(optimizer, Tier.HOST) - before
         saver.close()
     frozen = sum(p.nbytes for _, p in model.named_parameters() if not p.requires_grad)

@@ -19,11 +19,11 @@ from hypothesis import given, strategies as st
 from optimizer_cases import Model, adamw, assert_equal, backend, mlp, mlp_loss, set_gradients, snapshot
 
 import hostward
-from hostward.engine import pools
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import SimulatedBackend
+from hostward.core.host_limits import HostMemory
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelError
-from hostward.hardware import HostMemory
+from hostward.runtime import pinned_memory
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Parameter:
@@ -197,7 +197,7 @@ def test_memory_limit_is_checked_for_the_whole_before_the_first_byte(monkeypatch
     whole = adamw(model, offload_fraction=1.0).backend.ledger.total_bytes(Tier.HOST)
     for available in (whole // 2, whole - 4096):
         small = HostMemory(whole, available, "the container's cgroup")
-        monkeypatch.setattr(pools, "host_memory", lambda small=small: small)
+        monkeypatch.setattr(pinned_memory, "host_memory", lambda small=small: small)
         on = backend()
         with pytest.raises(MemoryLimitError, match=r"optimizer state: .* bytes of host memory asked") as caught:
             adamw(model, offload_fraction=1.0, backend=on)

@@ -13,7 +13,7 @@ import torch
 from activation_cases import FEW, left_over, loss_of, same, transformer
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 peft = pytest.importorskip("peft")
 

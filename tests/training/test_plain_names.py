@@ -17,9 +17,9 @@ from optimizer_cases import adamw, assert_equal, snapshot
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hostward
-from hostward import checkpoint, checkpoint_request
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.checkpoint import api, validate
 from hostward.errors import CheckpointError, ModelError
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 # The compiler looks at .grad of everything, and warns of what it does itself; so does process group set-up.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -257,17 +257,17 @@ def test_checkpoints_go_over_from_wrapped_to_plain_and_back(wrapping: str, tmp_p
         torch.compiler.reset()
         source, saver = wrapped(wrapping) if first_wrapped else make("mixed")
         train(source, saver, 0)
-        path = checkpoint.save(tmp_path / str(first_wrapped), 2, tensors=parts(source, saver), plain={})
+        path = api.save(tmp_path / str(first_wrapped), 2, tensors=parts(source, saver), plain={})
         target, loader = make("mixed") if first_wrapped else wrapped(wrapping)
         into = {name: torch.empty_like(t) for name, t in parts(target, loader).items()}
-        checkpoint.load(path, into)
+        api.load(path, into)
         for (name, mine), theirs in zip(into.items(), parts(source, saver).values(), strict=True):
             assert torch.equal(mine, theirs), name
 
 
 def test_a_checkpoint_of_a_compiled_model_holds_plain_names(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 0, tensors=parts(compiled(Net())), plain={})
-    assert sorted(checkpoint.tensor_index(path)) == sorted(f"model/{name}" for name in NAMES)
+    path = api.save(tmp_path, 0, tensors=parts(compiled(Net())), plain={})
+    assert sorted(api.tensor_index(path)) == sorted(f"model/{name}" for name in NAMES)
 
 
 def test_an_older_checkpoint_with_traces_loads_and_what_is_ignored_is_not_asked_for(
@@ -275,21 +275,21 @@ def test_an_older_checkpoint_with_traces_loads_and_what_is_ignored_is_not_asked_
 ) -> None:
     model = Net()
     with monkeypatch.context() as older:
-        older.setattr(checkpoint_request, "by_plain_name", lambda names: {name: name for name in names})
+        older.setattr(validate, "by_plain_name", lambda names: {name: name for name in names})
         tensors = parts(compiled(model)) | {"optimizer/_orig_mod.scale/step": torch.tensor(3)}
-        path = checkpoint.save(tmp_path, 0, tensors=tensors, plain={})
-    assert "model/_orig_mod.scale" in checkpoint.tensor_index(path)
+        path = api.save(tmp_path, 0, tensors=tensors, plain={})
+    assert "model/_orig_mod.scale" in api.tensor_index(path)
     target = Net()
     with torch.no_grad():
         target.scale.zero_()
-    checkpoint.load(path, parts(target), ignore={"optimizer/scale/step"})
+    api.load(path, parts(target), ignore={"optimizer/scale/step"})
     assert torch.equal(target.scale, model.scale)
     with pytest.raises(CheckpointError, match=r"1 only in the checkpoint: optimizer/_orig_mod\.scale/step"):
-        checkpoint.load(path, parts(target))
+        api.load(path, parts(target))
 
 
 def test_tensors_whose_names_become_equal_are_refused(tmp_path: Path) -> None:
     tensors = {"model/w": torch.zeros(3), "model/_orig_mod.w": torch.ones(3)}
     with pytest.raises(CheckpointError, match=r"both name 'model/w'"):
-        checkpoint.save(tmp_path, 0, tensors=tensors, plain={})
+        api.save(tmp_path, 0, tensors=tensors, plain={})
     assert not list(tmp_path.iterdir())

@@ -13,11 +13,11 @@ import torch
 from tape_cases import EXPERTS, built, loss_of
 
 import hostward
+from hostward.activations.recompute import Regions
+from hostward.attachment import PlannedLayers, recompute_whole
 from hostward.errors import ConfigError, ModelError
-from hostward.training.layers import find_layers
-from hostward.training.planned import PlannedLayers, recompute_whole
-from hostward.training.recompute import Regions
-from hostward.training.workload_of import workload_of
+from hostward.model.layers import find_layers
+from hostward.profiler.workload import workload_of
 
 pytest.importorskip("transformers")
 NO_LAYERS: frozenset[int] = frozenset()

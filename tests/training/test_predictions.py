@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hostward.hardware_profile import profile
+from hostward.plan.hardware_profile import profile
 
 pytest.importorskip("transformers")
 

@@ -16,14 +16,13 @@ from networks import loss_of, make
 from optimizer_cases import MIXED, NEVER, Model, adamw, assert_equal, backend, set_gradients, snapshot
 
 import hostward
-from hostward.engine.backend import Batch, Event, Work
-from hostward.engine.simulated import SimulatedBackend
-from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT, STEP, gradient_point, release_point, use_point
-from hostward.plan import Placement
-from hostward.schedule import Kind, Lane, Op
-from hostward.training.binding import Bindings
-from hostward.training.step import StepIssuer
-from hostward.training.taking import TOGETHER
+from hostward.core.placement import Placement
+from hostward.optim.op_binding import Bindings
+from hostward.optim.step_executor import TOGETHER, StepIssuer
+from hostward.runtime.backend import Batch, Event, Work
+from hostward.runtime.simulated.backend import SimulatedBackend
+from hostward.schedule.ops import Kind, Lane, Op
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, STEP, gradient_point, release_point, use_point
 
 
 class Batches(SimulatedBackend):

@@ -14,7 +14,7 @@ import torch
 from activation_cases import FEW, left_over, loss_of, same, trained, trained_alone, transformer
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 ELEMENTWISE = ("layernorm", "mlp_act")
 CASES = [

@@ -18,8 +18,8 @@ from activation_cases import NETWORKS, Encoder, loss_of, same, trained, trained_
 from torch.utils.checkpoint import checkpoint
 
 import hostward
+from hostward.activations.recompute import Region, require_gated
 from hostward.errors import ConfigError, ModelError
-from hostward.training.recompute import Region, require_gated
 
 ELEMENTWISE = ("layernorm", "mlp_act")
 
@@ -37,7 +37,7 @@ def test_without_gradients_there_is_no_checkpoint(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         expected = loss_of(model, 0)
     with attach(model):
-        monkeypatch.setattr("hostward.training.recompute.checkpoint", None)
+        monkeypatch.setattr("hostward.activations.recompute.checkpoint", None)
         with torch.no_grad():
             assert torch.equal(loss_of(model, 0), expected)
         with torch.inference_mode():
@@ -216,7 +216,7 @@ def test_what_is_compiled_later_breaks_its_graph_at_regions(what: str, monkeypat
         seen.append(1)
         return checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr("hostward.training.recompute.checkpoint", counted)
+    monkeypatch.setattr("hostward.activations.recompute.checkpoint", counted)
     with attach(model) as run:
         if what == "model":
             model.compile(backend="eager")
@@ -327,7 +327,7 @@ def test_paths_of_other_networks() -> None:
 def test_t44_in_a_capture_what_may_draw_random_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generators cannot be asked for their state there. Norms and gated activations draw nothing."""
     model = transformer("Llama")
-    monkeypatch.setattr("hostward.training.recompute._capturing", lambda _: True)
+    monkeypatch.setattr("hostward.activations.recompute._capturing", lambda _: True)
     with attach(model):
         loss_of(model, 0)
     with (

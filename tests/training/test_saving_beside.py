@@ -19,20 +19,21 @@ from networks import LATEST, MIXES, Net, loss_of, make
 from optimizer_cases import assert_equal, snapshot
 
 import hostward
-from hostward import checkpoint, checkpoint_snapshot, checkpoint_writer
-from hostward.checkpoint_plan import PiecePlanner
-from hostward.checkpoint_ranks import Stop
-from hostward.checkpoint_writer import CheckedFile, DirectFile
-from hostward.engine import cuda_memory, pools
-from hostward.engine.backend import Buffer, Tier
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.checkpoint import api, staging, writer
+from hostward.checkpoint.collective import Stop
+from hostward.checkpoint.save_plan import PiecePlanner
+from hostward.checkpoint.writer import CheckedFile, DirectFile
 from hostward.errors import CheckpointError, MemoryLimitError
-from hostward.host import reference
-from hostward.host.copy import Copy, copy
-from hostward.training import sources
-from hostward.training.sources import Readers, Source, Stretch
+from hostward.kernels import reference
+from hostward.kernels.cpu.memory_copy import Copy, copy
+from hostward.optim import state_reader
+from hostward.optim.state_reader import Readers, Source, Stretch
+from hostward.runtime import pinned_memory
+from hostward.runtime.backend import Buffer, Tier
+from hostward.runtime.cuda import memory as cuda_memory
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
-MODES: tuple[checkpoint.Mode, ...] = ("snapshot", "stream")
+MODES: tuple[api.Mode, ...] = ("snapshot", "stream")
 ORDERS = {"eager": Order(eager=True), "late": LATEST, "random": Order(seed=5)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -41,8 +42,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is read so slowly that training comes to its next change before all is read."""
     monkeypatch.setattr(PiecePlanner, "read", slow(PiecePlanner.read))
-    monkeypatch.setattr(checkpoint_snapshot, "copy", slow(copy))
-    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(staging, "copy", slow(copy))
+    monkeypatch.setattr(staging, "_TOGETHER_BYTES", 1)
 
 
 def slow(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,8 +61,8 @@ def step(model: Net, optimizer: hostward.AdamW, number: int) -> None:
     optimizer.step()
 
 
-def begin(saver: checkpoint.Saver, model: Net, optimizer: hostward.AdamW) -> None:
-    parts = checkpoint.parts_of(model, optimizer)
+def begin(saver: api.Saver, model: Net, optimizer: hostward.AdamW) -> None:
+    parts = api.parts_of(model, optimizer)
     assert saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}) is None
 
 
@@ -69,7 +70,7 @@ def saved_state(path: Path | None, dtype: torch.dtype, mix: str = "device") -> d
     """What a checkpoint holds, loaded into a new model and optimizer."""
     assert path is not None
     model, optimizer = make(mix, dtype)
-    checkpoint.restore(path, model, optimizer)
+    api.restore(path, model, optimizer)
     return snapshot(model, optimizer)
 
 
@@ -79,12 +80,12 @@ def saved_state(path: Path | None, dtype: torch.dtype, mix: str = "device") -> d
     ("mix", "dtype", "order"),
     [(mix, "bf16", "late") for mix in MIXES] + [("mixed", "fp16", "random"), ("host", "fp32", "eager")],
 )
-def test_nothing_is_torn(tmp_path: Path, mode: checkpoint.Mode, mix: str, dtype: str, order: str) -> None:
+def test_nothing_is_torn(tmp_path: Path, mode: api.Mode, mix: str, dtype: str, order: str) -> None:
     ends = []
     expected: dict[str, torch.Tensor] = {}
     for saves in (False, True):
         model, optimizer = make(mix, DTYPES[dtype], ORDERS[order])
-        saver = checkpoint.Saver(tmp_path, mode=mode)
+        saver = api.Saver(tmp_path, mode=mode)
         for number in range(5):
             if number == 2 and saves:
                 begin(saver, model, optimizer)
@@ -101,13 +102,13 @@ def test_nothing_is_torn(tmp_path: Path, mode: checkpoint.Mode, mix: str, dtype:
 @pytest.mark.usefixtures("slow_reads")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", ["load_state_dict", "reseed", "add_param_group", "step"])
-def test_whatever_changes_the_state_waits_until_it_is_read(tmp_path: Path, mode: checkpoint.Mode, change: str) -> None:
+def test_whatever_changes_the_state_waits_until_it_is_read(tmp_path: Path, mode: api.Mode, change: str) -> None:
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
     other, later = make("device", torch.bfloat16)
     step(other, later, 7)
     expected = snapshot(model, optimizer)
-    saver = checkpoint.Saver(tmp_path, mode=mode)
+    saver = api.Saver(tmp_path, mode=mode)
     begin(saver, model, optimizer)
     if change == "load_state_dict":
         optimizer.load_state_dict(later.state_dict())
@@ -124,14 +125,14 @@ def test_whatever_changes_the_state_waits_until_it_is_read(tmp_path: Path, mode:
 
 @pytest.mark.usefixtures("slow_reads")
 @pytest.mark.parametrize("mode", MODES)
-def test_buffers_and_weights_that_are_not_trained_are_those_of_the_step(tmp_path: Path, mode: checkpoint.Mode) -> None:
+def test_buffers_and_weights_that_are_not_trained_are_those_of_the_step(tmp_path: Path, mode: api.Mode) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     model[2].weight.requires_grad_(False)
     optimizer = hostward.AdamW(model, offload_fraction=1.0)
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
     expected = {name: t.clone() for name, t in model.state_dict().items()}
-    saver = checkpoint.Saver(tmp_path, mode=mode)
+    saver = api.Saver(tmp_path, mode=mode)
     begin(saver, model, optimizer)
     model(torch.randn(8, 4)).sum().backward()  # moves the running means
     optimizer.step()
@@ -139,26 +140,26 @@ def test_buffers_and_weights_that_are_not_trained_are_those_of_the_step(tmp_path
     saver.close()
     assert path is not None
     found = {f"model/{name}": torch.zeros_like(t) for name, t in expected.items()}
-    checkpoint.load(path, found, ignore=[n for n in checkpoint.tensor_index(path) if not n.startswith("model/")])
+    api.load(path, found, ignore=[n for n in api.tensor_index(path) if not n.startswith("model/")])
     assert_equal({name.removeprefix("model/"): t for name, t in found.items()}, expected)
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64])
 def test_weights_that_are_not_trained_are_saved_whatever_their_type(
-    tmp_path: Path, mode: checkpoint.Mode | None, dtype: torch.dtype
+    tmp_path: Path, mode: api.Mode | None, dtype: torch.dtype
 ) -> None:
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
     frozen = torch.arange(6).to(dtype)
     model.register_parameter("table", torch.nn.Parameter(frozen.clone(), requires_grad=False))
     optimizer = hostward.AdamW(model, offload_fraction=1.0)
-    saver = checkpoint.Saver(tmp_path, mode=mode)
-    parts = checkpoint.parts_of(model, optimizer)
+    saver = api.Saver(tmp_path, mode=mode)
+    parts = api.parts_of(model, optimizer)
     path = saver.save(2, tensors=parts.tensors, plain={"optimizer": parts.optimizer}) or saver.finish()
     saver.close()
     assert path is not None
     found = {"model/table": torch.zeros_like(frozen)}
-    checkpoint.load(path, found, ignore=[n for n in checkpoint.tensor_index(path) if n not in found])
+    api.load(path, found, ignore=[n for n in api.tensor_index(path) if n not in found])
     assert torch.equal(found["model/table"].view(torch.uint8), frozen.view(torch.uint8))
 
 
@@ -167,7 +168,7 @@ def test_what_lies_on_the_device_comes_to_where_it_belongs(monkeypatch: pytest.M
     data = torch.arange(30, dtype=torch.float32)
     stretches = tuple(Stretch(10 * i, 10 * (i + 1), data[10 * i : 10 * (i + 1)].clone()) for i in range(3))
     there = {stretches[i].data.untyped_storage().data_ptr() for i in (0, 2)}
-    monkeypatch.setattr(sources, "on_host", lambda t: t.untyped_storage().data_ptr() not in there)
+    monkeypatch.setattr(state_reader, "on_host", lambda t: t.untyped_storage().data_ptr() not in there)
     backend = SimulatedBackend()
     source = Source(torch.Size([30]), torch.float32, stretches, data, backend, Readers())
     fetched: list[list[int]] = []
@@ -227,15 +228,15 @@ def test_what_comes_through_rooms_has_the_bits_of_a_save_that_is_waited_for(
         parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     optimizer.wait()
-    parts = checkpoint.parts_of(model, optimizer)
-    expected = loaded(checkpoint.save(tmp_path / "waited", 1, tensors=parts.tensors, plain={}))
+    parts = api.parts_of(model, optimizer)
+    expected = loaded(api.save(tmp_path / "waited", 1, tensors=parts.tensors, plain={}))
     stretches = [s for value in parts.tensors.values() if isinstance(value, Source) for s in value.stretches]
     halves = [half for s in stretches for half in (s.data, s.low) if half is not None]
     there = {half.untyped_storage().data_ptr() for half in halves}
-    for module in (sources, checkpoint_snapshot):
+    for module in (state_reader, staging):
         monkeypatch.setattr(module, "on_host", lambda t: t.untyped_storage().data_ptr() not in there)
-    monkeypatch.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
-    saver = checkpoint.Saver(tmp_path / "beside", mode="snapshot")
+    monkeypatch.setattr("hostward.checkpoint.async_saver._threads", lambda _: 2)
+    saver = api.Saver(tmp_path / "beside", mode="snapshot")
     saver.save(1, tensors=parts.tensors, plain={})
     path = saver.finish()
     saver.close()
@@ -244,8 +245,8 @@ def test_what_comes_through_rooms_has_the_bits_of_a_save_that_is_waited_for(
 
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
-    found = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
-    checkpoint.load(path, found)
+    found = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in api.tensor_index(path).items()}
+    api.load(path, found)
     return found
 
 
@@ -263,7 +264,7 @@ def test_halves_of_masters_on_the_device_come_to_different_places(monkeypatch: p
     stretches = tuple(Stretch(i, i + 10, high[i : i + 10], low[i : i + 10]) for i in (0, 10))
     room = torch.zeros(120, dtype=torch.uint8)
     here = room.untyped_storage().data_ptr()
-    monkeypatch.setattr(sources, "on_host", lambda t: t.untyped_storage().data_ptr() == here)
+    monkeypatch.setattr(state_reader, "on_host", lambda t: t.untyped_storage().data_ptr() == here)
     backend, expected = SimulatedBackend(), torch.from_numpy(master[4:19])
     source = Source(torch.Size([20]), torch.float32, stretches, expected, backend, Readers())
     assert torch.equal(source.read([4], [15], room), expected)
@@ -271,16 +272,16 @@ def test_halves_of_masters_on_the_device_come_to_different_places(monkeypatch: p
 
 def test_a_folder_without_a_checkpoint_and_the_folder_of_a_run_are_told_apart(tmp_path: Path) -> None:
     model, optimizer = make("host")
-    assert checkpoint.latest(tmp_path) is None
+    assert api.latest(tmp_path) is None
     with pytest.raises(CheckpointError, match="no checkpoint to restore"):
-        checkpoint.restore(checkpoint.latest(tmp_path), model, optimizer)
+        api.restore(api.latest(tmp_path), model, optimizer)
     with pytest.raises(CheckpointError, match="is not a complete checkpoint") as caught:
-        checkpoint.restore(tmp_path, model, optimizer)
+        api.restore(tmp_path, model, optimizer)
     assert "latest" not in caught.value.fix
-    parts = checkpoint.parts_of(model, optimizer)
-    checkpoint.save(tmp_path, 1, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
+    parts = api.parts_of(model, optimizer)
+    api.save(tmp_path, 1, tensors=parts.tensors, plain={"optimizer": parts.optimizer})
     with pytest.raises(CheckpointError, match="is not a complete checkpoint") as caught:
-        checkpoint.restore(tmp_path, model, optimizer)
+        api.restore(tmp_path, model, optimizer)
     assert caught.value.fix == f"checkpoint.latest({str(tmp_path)!r}) names the newest one in it"
 
 
@@ -289,10 +290,10 @@ def test_a_snapshot_that_does_not_fit_is_refused_and_training_goes_on(
 ) -> None:
     model, optimizer = make("host")
     step(model, optimizer, 0)
-    saver = checkpoint.Saver(tmp_path, mode="snapshot")
-    small = replace(pools.host_memory(), available_bytes=600_000)
+    saver = api.Saver(tmp_path, mode="snapshot")
+    small = replace(pinned_memory.host_memory(), available_bytes=600_000)
     with monkeypatch.context() as patched:
-        patched.setattr(pools, "host_memory", lambda: small)
+        patched.setattr(pinned_memory, "host_memory", lambda: small)
         with pytest.raises(MemoryLimitError, match="snapshot of a save"):
             begin(saver, model, optimizer)
     assert not saver.saving
@@ -304,9 +305,9 @@ def test_a_snapshot_that_does_not_fit_is_refused_and_training_goes_on(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_that_fails_beside_training_is_told_and_nothing_is_left(tmp_path: Path, mode: checkpoint.Mode) -> None:
+def test_a_save_that_fails_beside_training_is_told_and_nothing_is_left(tmp_path: Path, mode: api.Mode) -> None:
     model, optimizer = make("mixed")
-    saver = checkpoint.Saver(tmp_path, mode=mode)
+    saver = api.Saver(tmp_path, mode=mode)
     begin(saver, model, optimizer)
     assert saver.finish() == tmp_path / "iter_0000002"
     (tmp_path / "latest").unlink()
@@ -324,23 +325,21 @@ def test_a_save_that_fails_beside_training_is_told_and_nothing_is_left(tmp_path:
 def test_a_save_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
     model, optimizer = make("host")
     before = snapshot(model, optimizer)
-    checkpoint.save(
-        tmp_path, 1, tensors=(p := checkpoint.parts_of(model, optimizer)).tensors, plain={"optimizer": p.optimizer}
-    )
-    saver = checkpoint.Saver(tmp_path, mode="stream")
+    api.save(tmp_path, 1, tensors=(p := api.parts_of(model, optimizer)).tensors, plain={"optimizer": p.optimizer})
+    saver = api.Saver(tmp_path, mode="stream")
     step(model, optimizer, 0)
     begin(saver, model, optimizer)
     saver.close()
     step(model, optimizer, 1)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".iter")] == []
-    assert_equal(saved_state(checkpoint.latest(tmp_path), torch.float32), before)
+    assert_equal(saved_state(api.latest(tmp_path), torch.float32), before)
 
 
 def test_a_snapshot_is_written_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that write would take cores and memory from those that copy, for which the step waits."""
     model, optimizer = make("mixed")
     step(model, optimizer, 0)
-    saver = checkpoint.Saver(tmp_path, mode="snapshot")
+    saver = api.Saver(tmp_path, mode="snapshot")
     asked: list[Any] = []
     read = PiecePlanner.read
 
@@ -354,8 +353,8 @@ def test_a_snapshot_is_written_once_it_is_whole(tmp_path: Path, monkeypatch: pyt
         assert asked == []
         copy(copies, threads=threads)
 
-    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
-    monkeypatch.setattr(checkpoint_snapshot, "copy", late)
+    monkeypatch.setattr(staging, "_TOGETHER_BYTES", 4096)
+    monkeypatch.setattr(staging, "copy", late)
     monkeypatch.setattr(PiecePlanner, "read", noted)
     expected = snapshot(model, optimizer)
     begin(saver, model, optimizer)
@@ -368,36 +367,36 @@ def test_a_snapshot_is_written_once_it_is_whole(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_a_snapshot_passes_the_page_cache_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: checkpoint.Mode | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: api.Mode | None
 ) -> None:
     """Each matrix from where it lies, or, a master of two halves, from where it was joined; headers and rests through a
     buffer. Whoever waits for the disk uses the cache.
     """
-    for module in (checkpoint_writer, checkpoint_snapshot):
+    for module in (writer, staging):
         monkeypatch.setattr(module, "STAGED_BYTES", 16384)
-    monkeypatch.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
+    monkeypatch.setattr("hostward.checkpoint.async_saver._threads", lambda _: 2)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 129, bias=i == 1, dtype=torch.bfloat16) for i in range(4)))
     optimizer = hostward.AdamW(model, lr=1e-3, offload_fraction=1.0)
     optimizer.step()
     written: list[tuple[int, int]] = []
-    put, write = DirectFile._write_staged, checkpoint_writer.write_all
+    put, write = DirectFile._write_staged, writer.write_all
 
     def noted(descriptor: int, data: memoryview) -> None:
-        written.append((checkpoint_writer._address(data) if data else 0, len(data)))
+        written.append((writer._address(data) if data else 0, len(data)))
         write(descriptor, data)
 
     def buffered(file: DirectFile, size_bytes: int) -> None:
         put(file, size_bytes)
         written.pop()
 
-    monkeypatch.setattr(checkpoint_writer, "write_all", noted)
+    monkeypatch.setattr(writer, "write_all", noted)
     monkeypatch.setattr(DirectFile, "_write_staged", buffered)
     monkeypatch.setattr(
-        checkpoint_writer, "new_file", lambda path, direct: plain(path, kind=DirectFile if direct else CheckedFile)
+        writer, "new_file", lambda path, direct: plain(path, kind=DirectFile if direct else CheckedFile)
     )
-    monkeypatch.setattr(checkpoint_writer, "in_threads", lambda bodies, stop: [body() for body in bodies])
-    tensors = checkpoint.parts_of(model, optimizer).tensors
-    saver = checkpoint.Saver(tmp_path, mode=mode)
+    monkeypatch.setattr(writer, "in_threads", lambda bodies, stop: [body() for body in bodies])
+    tensors = api.parts_of(model, optimizer).tensors
+    saver = api.Saver(tmp_path, mode=mode)
     path = saver.save(1, tensors=tensors, plain={}) or saver.finish()
     kept = memory_of(saver._snapshot._buffer.data) if saver._snapshot is not None else range(0)
     rooms = [memory_of(room.data) for room in saver._rooms]
@@ -411,8 +410,8 @@ def test_a_snapshot_passes_the_page_cache_by(
     else:
         assert len(written) > 200
     assert path is not None
-    found = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in checkpoint.tensor_index(path).items()}
-    checkpoint.load(path, found)
+    found = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in api.tensor_index(path).items()}
+    api.load(path, found)
     assert_equal({n: found[f"model/{n}"] for n in model.state_dict()}, dict(model.state_dict()))
 
 
@@ -426,11 +425,11 @@ def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
     expected = snapshot(model, optimizer)
-    saver = checkpoint.Saver(tmp_path, mode="snapshot")
+    saver = api.Saver(tmp_path, mode="snapshot")
     groups: list[list[range]] = []
     at_once: list[tuple[list[range], list[range]]] = []
     ahead = threading.Semaphore(0)
-    fetch: Callable[..., list[Copy]] = checkpoint_snapshot._fetched
+    fetch: Callable[..., list[Copy]] = staging._fetched
 
     def noted(group: Sequence[Any]) -> list[Copy]:
         fetched = fetch(group)
@@ -446,15 +445,15 @@ def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch
         ahead.release()
         copy(made, threads=threads)
 
-    device = [s for s in checkpoint.parts_of(model, optimizer).tensors.values() if isinstance(s, Source)]
+    device = [s for s in api.parts_of(model, optimizer).tensors.values() if isinstance(s, Source)]
     there = {m.data_ptr() for s in device[::2] for m in s.memory}
     with monkeypatch.context() as patched:
         patched.setattr(optimizer.backend, "threads", 6)
-        patched.setattr("hostward.checkpoint_saver._threads", lambda _: 2)
-        patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
-        patched.setattr(checkpoint_snapshot, "on_host", lambda t: t.data_ptr() not in there)
-        patched.setattr(checkpoint_snapshot, "_fetched", noted)
-        patched.setattr(checkpoint_snapshot, "copy", meets)
+        patched.setattr("hostward.checkpoint.async_saver._threads", lambda _: 2)
+        patched.setattr(staging, "_TOGETHER_BYTES", 4096)
+        patched.setattr(staging, "on_host", lambda t: t.data_ptr() not in there)
+        patched.setattr(staging, "_fetched", noted)
+        patched.setattr(staging, "copy", meets)
         begin(saver, model, optimizer)
         path = saver.finish()
     saver.close()
@@ -478,14 +477,14 @@ def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int, mon
     """Pieces of tensors end anywhere in the parts of memory that are copied; other ranks may write some of them."""
     model, optimizer = make("mixed", torch.bfloat16)
     step(model, optimizer, 0)
-    planner = PiecePlanner(checkpoint.parts_of(model, optimizer).tensors, piece_bytes=264)
+    planner = PiecePlanner(api.parts_of(model, optimizer).tensors, piece_bytes=264)
     planner.set_up_planner(planner.described, None, is_coordinator=True)
     items = [item for item in planner.create_local_plan().items if planner.source_of(item)][::every]
     expected = [planner.read(item, torch.zeros(2048, dtype=torch.uint8)).clone() for item in items]
-    kept = checkpoint_snapshot.Snapshot(optimizer.backend, checkpoint_snapshot.snapshot_bytes(planner.sources))
+    kept = staging.Snapshot(optimizer.backend, staging.snapshot_bytes(planner.sources))
     kept._buffer.data.fill_(0x5A)
     rooms = [torch.zeros(1280, dtype=torch.uint8) for _ in range(2)]
-    monkeypatch.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 4096)
+    monkeypatch.setattr(staging, "_TOGETHER_BYTES", 4096)
     copies = kept.of(planner, items, rooms, Stop())
     assert len(copies._groups) > 3
     assert sum(len(piece.data) for group in copies._groups for piece in group) <= kept.size_bytes
@@ -500,13 +499,13 @@ def test_items_have_the_bits_of_their_copies_wherever_they_begin(every: int, mon
 @pytest.mark.parametrize("shift", [0, 64, 4032])
 def test_much_memory_has_a_place_that_the_disk_reads_directly(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a page, wherever the memory of the snapshot begins; and no two have one place."""
-    monkeypatch.setattr(checkpoint_snapshot, "STAGED_BYTES", 1000)
+    monkeypatch.setattr(staging, "STAGED_BYTES", 1000)
     model, optimizer = make("mixed", torch.bfloat16)
-    planner = PiecePlanner(checkpoint.parts_of(model, optimizer).tensors)
+    planner = PiecePlanner(api.parts_of(model, optimizer).tensors)
     planner.set_up_planner(planner.described, None, is_coordinator=True)
     items = planner.create_local_plan().items
-    size_bytes = checkpoint_snapshot.snapshot_bytes(planner.sources)
-    kept = checkpoint_snapshot.Snapshot(optimizer.backend, size_bytes)
+    size_bytes = staging.snapshot_bytes(planner.sources)
+    kept = staging.Snapshot(optimizer.backend, size_bytes)
     pages = torch.frombuffer(mmap.mmap(-1, size_bytes + 4096), dtype=torch.uint8)
     kept._buffer = Buffer(Tier.HOST, pages[shift : shift + size_bytes], "shifted")
     places = kept.of(planner, items, [torch.zeros(1 << 20, dtype=torch.uint8)], Stop())._places
@@ -522,21 +521,21 @@ def test_a_snapshot_holds_no_byte_twice() -> None:
     """Weights are the upper halves of their masters: 12 bytes per parameter for bfloat16 and float32, 14 for fp16."""
     for name, each in (("bf16", 12), ("fp32", 12), ("fp16", 14)):
         model, optimizer = make("mixed", DTYPES[name])
-        tensors = checkpoint.parts_of(model, optimizer).tensors
+        tensors = api.parts_of(model, optimizer).tensors
         ranges = sum(len(s.stretches) for s in tensors.values() if isinstance(s, Source))
         wanted = each * sum(p.numel() for p in model.parameters())
-        taken = checkpoint_snapshot.snapshot_bytes([s for s in tensors.values() if isinstance(s, Source)])
+        taken = staging.snapshot_bytes([s for s in tensors.values() if isinstance(s, Source)])
         assert wanted <= taken < wanted + 2 * 64 * ranges + 4096
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_state_that_cannot_be_read_is_what_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: checkpoint.Mode
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: api.Mode
 ) -> None:
     """Threads that write, and wait for what is not copied any more, end as well. Seen red: no end of it."""
     model, optimizer = make("host")
-    saver = checkpoint.Saver(tmp_path, mode=mode)
-    where, name = (checkpoint_snapshot, "_fetched") if mode == "snapshot" else (PiecePlanner, "read")
+    saver = api.Saver(tmp_path, mode=mode)
+    where, name = (staging, "_fetched") if mode == "snapshot" else (PiecePlanner, "read")
     read: Callable[..., Any] = getattr(where, name)
     calls = itertools.count(1)
 
@@ -546,7 +545,7 @@ def test_state_that_cannot_be_read_is_what_is_told(
         return read(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_snapshot, "_TOGETHER_BYTES", 1)
+        patched.setattr(staging, "_TOGETHER_BYTES", 1)
         patched.setattr(where, name, fails)
         begin(saver, model, optimizer)
         step(model, optimizer, 0)

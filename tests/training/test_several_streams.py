@@ -20,9 +20,9 @@ import torch
 from optimizer_cases import adamw
 
 import hostward
-from hostward.engine.backend import Event
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
+from hostward.runtime.backend import Event
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 
 WIDTH, DEPTH = 8, 6
 MIXES = {"host": 0.0, "streamed": 1.0}

@@ -35,13 +35,13 @@ from optimizer_cases import (
 )
 
 import hostward
-from hostward.convert import from_torch_adamw, to_torch_adamw
-from hostward.engine import pools
+from hostward.checkpoint.torch_adamw import from_torch_adamw, to_torch_adamw
+from hostward.core.host_limits import HostMemory
+from hostward.core.inventory import Inventory
 from hostward.errors import CheckpointError, MemoryLimitError, ModelError
-from hostward.hardware import HostMemory
-from hostward.inventory import Inventory
-from hostward.training import state_io
-from hostward.training.state import rounded, same_bits
+from hostward.optim import state_dict
+from hostward.optim.bucket_state import rounded, same_bits
+from hostward.runtime import pinned_memory
 
 PLACES = (0.0, 0.5, 1.0)
 
@@ -398,7 +398,7 @@ def test_the_memory_for_copies_is_asked_for_before_the_first_is_made(monkeypatch
     _, optimizer = trained(torch.bfloat16, 0.5)
     needed = state_bytes(torch.bfloat16)
     small = HostMemory(2 * needed, needed - 1, "the container's cgroup")
-    monkeypatch.setattr(pools, "host_memory", lambda: small)
+    monkeypatch.setattr(pinned_memory, "host_memory", lambda: small)
     with pytest.raises(MemoryLimitError, match=f"a copy of the optimizer state: {needed:,} bytes"):
         optimizer.state_dict()
     optimizer.state_dict(copy=False)
@@ -411,7 +411,7 @@ def test_masters_of_several_parts(
     fraction: float, transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that end inside a range, at its end and behind it; weights that are not contiguous."""
-    monkeypatch.setattr(state_io, "_PART_ELEMENTS", 1000)
+    monkeypatch.setattr(state_dict, "_PART_ELEMENTS", 1000)
 
     def make(seed: int) -> tuple[torch.nn.Parameter, hostward.AdamW]:
         value = torch.randn(300, 230, generator=torch.Generator().manual_seed(seed)).to(dtype)

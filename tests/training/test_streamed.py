@@ -30,15 +30,15 @@ from optimizer_cases import (
 )
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
+from hostward.core.inventory import state_bytes_per_element
+from hostward.core.placement import Placement
 from hostward.errors import ConfigError
-from hostward.inventory import state_bytes_per_element
-from hostward.lowering.optimizer import StepShape
-from hostward.plan import Placement
-from hostward.schedule import Lane
-from hostward.training import binding, optimizer as building, step as issuing
-from hostward.training.slots import Slots
+from hostward.optim import adamw as building, op_binding, step_executor as issuing
+from hostward.optim.staging_slots import Slots
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
+from hostward.schedule.optimizer import StepShape
 
 STEPS = 4
 SLOTS = "staging slots"
@@ -128,7 +128,7 @@ def slots_of(optimizer: hostward.AdamW) -> int:
 def test_an_interrupt_between_new_slots_and_the_schedule_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of which the schedule knows nothing would be given back behind nothing."""
     with_profile(monkeypatch, 4)
-    monkeypatch.setattr(binding, "_KEPT_WORKS", 0)  # works are bound anew in every step
+    monkeypatch.setattr(op_binding, "_KEPT_WORKS", 0)  # works are bound anew in every step
     lower, interrupts = issuing.Schedules, [1]
 
     def interrupted(shape: StepShape) -> issuing.Schedules:

@@ -27,11 +27,11 @@ from optimizer_cases import (
 )
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import SimulatedBackend
+from hostward.core.placement import Placement
 from hostward.errors import ModelError
-from hostward.plan import Placement
-from hostward.schedule import Lane
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
+from hostward.schedule.ops import Lane
 
 STEPS = 4
 SLOTS = "staging slots"

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import hostward
 from hostward.errors import ModelError
-from hostward.training import structure
+from hostward.optim import master_sync
 
 mixes = pytest.mark.parametrize("mix", ["device", "mixed"])
 
@@ -248,7 +248,7 @@ def test_what_has_been_looked_at_is_not_walked_again(monkeypatch: pytest.MonkeyP
     model.blocks[1].act = torch.nn.Tanh()
     one_step(model, optimizer)
     with monkeypatch.context() as no_walk:
-        no_walk.delattr(structure, "paths_of")
+        no_walk.delattr(master_sync, "paths_of")
         one_step(model, optimizer)
     model.blocks[1].act.inside = torch.nn.Linear(3, 3)  # in what has been looked at
     model.blocks[1].act.inside.weight.grad = torch.ones(3, 3)

@@ -21,11 +21,11 @@ from optimizer_cases import DTYPES, adamw, assert_equal, snapshot
 from torch.utils.checkpoint import checkpoint
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, ModelError
-from hostward.lowering.optimizer import INBOXES
-from hostward.training.placeholder import MovedGradient, Where
+from hostward.optim.offloaded_grad import MovedGradient, Where
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.optimizer import INBOXES
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 ORDERS = (None, Order(seed=1, late=LATE[0]), Order(seed=2, late=LATE[1]), LATEST)

@@ -10,9 +10,9 @@ from tape_cases import EXPERTS, built, loss_of, parts, tokens
 from torch.utils.checkpoint import checkpoint
 
 from hostward.errors import ModelError
-from hostward.training.layers import find_layers
-from hostward.training.tape import Tape
-from hostward.training.tape_runs import run
+from hostward.model.layers import find_layers
+from hostward.profiler.layer_profiler import run
+from hostward.profiler.meta_tape import Tape
 
 pytest.importorskip("transformers")
 

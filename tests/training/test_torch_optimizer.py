@@ -15,8 +15,8 @@ import torch
 from optimizer_cases import BETAS, DTYPES, EPS, LR, Model, NumpyOptimizer, adamw, assert_equal, set_gradients, snapshot
 
 import hostward
-from hostward.inventory import MasterKind
-from hostward.training.state import rounded
+from hostward.core.inventory import MasterKind
+from hostward.optim.bucket_state import rounded
 
 STEPS = 5
 

@@ -16,9 +16,9 @@ import torch
 from optimizer_cases import DTYPES, Model, adamw, assert_equal, backend, mlp, mlp_loss, set_gradients, snapshot
 
 import hostward
-from hostward.engine.backend import Tier
 from hostward.errors import CheckpointError
-from hostward.training.prepared import Unmoved
+from hostward.optim.state_dict import Unmoved
+from hostward.runtime.backend import Tier
 
 PLACES = (0.0, 0.5, 1.0)
 every_place = pytest.mark.parametrize("fraction", PLACES)

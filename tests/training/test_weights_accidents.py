@@ -30,9 +30,9 @@ from weight_cases import (
 )
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ModelError
-from hostward.schedule import Lane
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
 
 LATE = Order(late=frozenset({Lane.H2D, Lane.D2H}))
 

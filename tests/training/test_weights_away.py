@@ -15,10 +15,10 @@ from activation_cases import FEW, loss_of, same
 from weight_cases import ALL, ON_HOST, SAVED, expected, frozen, nbytes_here, network, train
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, DeviceError, HostwardError, ModelError
-from hostward.training.weight_values import is_away, value_of
+from hostward.model.deferred_weights import is_away, value_of
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 NAMES = ["Llama", "Qwen3", "Qwen3Moe", "encoder"]
 

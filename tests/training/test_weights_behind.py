@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hostward
-from hostward.engine.simulated import SimulatedBackend
 from hostward.errors import ModelError
-from hostward.training.state import same_bits
-from hostward.training.state_io import StateAccess
-from hostward.training.weights import bit_sum
+from hostward.optim.bucket_state import same_bits
+from hostward.optim.master_sync import bit_sum
+from hostward.optim.state_dict import StateAccess
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 FRACTIONS = [0.0, 1.0]
 

@@ -28,7 +28,7 @@ from optimizer_cases import (
 
 import hostward
 from hostward.errors import ModelError
-from hostward.host import reference
+from hostward.kernels import reference
 
 PLACES = (0.0, 0.5, 1.0)
 both = pytest.mark.parametrize("fraction", PLACES)

@@ -14,9 +14,9 @@ from optimizer_cases import snapshot
 from weight_cases import ALL, ON_HOST, SAVED, network
 
 import hostward
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError
-from hostward.training.runs import Runs
+from hostward.model.layers import Runs
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 PASSES = ("F0", "F1", "B0", "F2", "B1", "B2")
 """1F1B on the first of two stages."""

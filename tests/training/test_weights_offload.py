@@ -29,12 +29,12 @@ from weight_cases import (
 )
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import ConfigError, ModelError, OrderingError
-from hostward.lowering.weights import WEIGHT
-from hostward.schedule import Lane
-from hostward.training import weight_residency
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
+from hostward.schedule.ops import Lane
+from hostward.schedule.weights import WEIGHT
+from hostward.weights import residency as weight_residency
 
 WAYS: dict[str, dict[str, Any]] = {
     "weights": {"weights": ALL},
@@ -186,7 +186,7 @@ def test_each_wait_is_needed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fetches_wait_for_the_host_step(monkeypatch: pytest.MonkeyPatch) -> None:
     bind = weight_residency.bind_layer
     monkeypatch.setattr(
-        "hostward.training.weight_choice.bind_layer",
+        "hostward.weights.policy.bind_layer",
         lambda backend, name, weights, steps: bind(backend, name, weights, []),
     )
     with pytest.raises(OrderingError, match="nothing orders"):

@@ -12,12 +12,12 @@ import torch
 from tape_cases import EXPERTS, built, loss_of, parts, tokens
 
 import hostward
+from hostward.core.inventory import Dtype
 from hostward.errors import ConfigError, ModelError
-from hostward.inventory import Dtype
+from hostward.plan.workload import Way, Workload
+from hostward.profiler.workload import inventory_of, workload_of
 from hostward.recipes import load
-from hostward.train.workload import config_workload, recipe_workload
-from hostward.training.workload_of import inventory_of, workload_of
-from hostward.workload import Way, Workload
+from hostward.trainer.workload import config_workload, recipe_workload
 
 pytest.importorskip("transformers")
 

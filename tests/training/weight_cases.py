@@ -11,9 +11,9 @@ import torch
 from activation_cases import NETWORKS, loss_of
 
 import hostward
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import Order, SimulatedBackend
-from hostward.fence import without_functions
+from hostward.model.fence import without_functions
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 ON_HOST = {"offload_fraction": 1.0, "streamed_fraction": 0.0}
 ALL = hostward.Weights(min_elements=0)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import hostward
-from hostward import checkpoint
-from hostward.training.state import same_bits
+from hostward.checkpoint import api
+from hostward.optim.bucket_state import same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,11 +98,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def saved(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and plain values of the latest checkpoint in `directory`."""
-    path = checkpoint.latest(directory)
+    path = api.latest(directory)
     assert path is not None
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in checkpoint.tensor_index(path).items()}
-    checkpoint.load(path, tensors)
-    return tensors, checkpoint.read_plain(path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in api.tensor_index(path).items()}
+    api.load(path, tensors)
+    return tensors, api.read_plain(path)
 
 
 def different(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:

@@ -89,7 +89,7 @@ def refused(cli: Cli, text: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     def weights_were_allocated(*_: object, **__: object) -> None:
         raise AssertionError("the input was not refused before the weights were allocated")
 
-    monkeypatch.setattr("hostward.train.parts.build_model", weights_were_allocated)
+    monkeypatch.setattr("hostward.trainer.parallel.build_model", weights_were_allocated)
 
     def call(*words: object, command: str = "train") -> Outcome:
         outcome = cli(command, *SMALL, f"dataset.path={text}", "train.train_iters=2", *words)

@@ -14,9 +14,9 @@ from cli_runs import different, offloaded, saved
 from conftest import Cli
 
 from hostward import recipes
+from hostward.config.overrides import apply_overrides
+from hostward.config.validate import check
 from hostward.errors import ConfigError
-from hostward.overrides import apply_overrides
-from hostward.rules import check
 
 OFFLOADING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=2"]
 RECOMPUTING = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]

@@ -15,7 +15,7 @@ from cli_runs import SMALL, offloaded, read_json, run_process, start_process
 from conftest import Cli
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hostward.train import memory
+from hostward.trainer import memory_check
 
 FRACTION = "optimizer.optimizer_offload_fraction"
 
@@ -185,7 +185,7 @@ def test_a_16_bit_model_on_a_cpu_that_is_slow_with_it_is_told_of_before_it_train
     cli: Cli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: set[str], slow: bool
 ) -> None:
     """A new user waited ten minutes for the first iterations. Seen red: not told; no dtype in what to shrink."""
-    monkeypatch.setattr(memory, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(memory_check, "processor_flags", lambda: frozenset(flags))
     assert cli("train", "train.device=cpu", "train.train_iters=1", "model.params_dtype=bf16").code == 0
     assert ("model.params_dtype=bf16 is slow on this CPU" in caplog.text) is slow
     refused = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "train.device=cpu", "model.num_layers=4800")
@@ -230,7 +230,7 @@ def test_a_save_folder_that_cannot_be_written_is_told_without_numbers(
     def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
 
-    monkeypatch.setattr("hostward.train.folders.tempfile.TemporaryFile", read_only)
+    monkeypatch.setattr("hostward.trainer.checkpointing.tempfile.TemporaryFile", read_only)
     told = refused(f"checkpoint.save={tmp_path / 'x'}").err
     assert f"cannot be written\n  why: Read-only file system ({tmp_path})\n" in told
     assert "fix: use a folder on a file system that is mounted for writing\n" in told
@@ -240,14 +240,14 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(
     refused: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen red: found at the first save, after all of the training."""
-    monkeypatch.setattr("hostward.train.disk.room_bytes", lambda folder: 100_000)
+    monkeypatch.setattr("hostward.trainer.memory_check.room_bytes", lambda folder: 100_000)
     outcome = refused(f"checkpoint.save={tmp_path / 'new'}")
     assert f"checkpoint.save={tmp_path}/new has room for 97.7 KiB; a checkpoint takes at least " in outcome.err
     assert not (tmp_path / "new").exists()
 
 
 def test_such_a_run_can_be_forced(train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hostward.train.disk.room_bytes", lambda folder: 100_000)
+    monkeypatch.setattr("hostward.trainer.memory_check.room_bytes", lambda folder: 100_000)
     assert train("train.train_iters=1", f"checkpoint.save={tmp_path / 'new'}", "--force").report["checkpoint"]
 
 

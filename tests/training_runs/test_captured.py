@@ -18,13 +18,13 @@ from cli_runs import different, iterations_saved, offloaded
 from conftest import Cli
 
 from hostward import recipes
-from hostward.config import Config
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.core.units import MIB
 from hostward.errors import ConfigError, MemoryLimitError, ModelError, NotBuiltError
-from hostward.overrides import apply_overrides
-from hostward.sizes import MIB
-from hostward.train import captured, loop
-from hostward.train.captured import WARM_UP_ITERATIONS, Captured, _told, require_capturable
-from hostward.train.placing import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
+from hostward.trainer import cuda_graph, loop
+from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, Captured, _told, require_capturable
+from hostward.trainer.offload_options import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
 
 LLAMA = "llama32_1b_pretrain_config"
 NAN = float("nan")
@@ -372,7 +372,7 @@ def test_what_torch_raises_of_a_capture_is_told() -> None:
 def test_plans_and_graphs_exclude_each_other(cli: Cli) -> None:
     plan: Any = object()
     with pytest.raises(NotBuiltError, match="--plan with model"):
-        captured.require_graphs(torch.device("cuda"), plan)
+        cuda_graph.require_graphs(torch.device("cuda"), plan)
     outcome = cli("plan", "--recipe", LLAMA, GRAPHS)
     assert outcome.code == 2
     assert "hostward plan with model.cuda_graph_impl=full_iteration" in outcome.err

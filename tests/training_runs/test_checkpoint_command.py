@@ -17,8 +17,8 @@ from cli_runs import SMALL, different, iterations_saved, offloaded, saved
 from conftest import Cli
 
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
-from hostward.train import export
-from hostward.train.disk import checkpoint_bytes
+from hostward.trainer import export
+from hostward.trainer.memory_check import checkpoint_bytes
 
 BF16 = "model.params_dtype=bf16"
 

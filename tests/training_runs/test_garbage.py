@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import Cli
 
-from hostward.config import TrainConfig
+from hostward.config.schema import TrainConfig
 from hostward.errors import DataError
-from hostward.train import loop
-from hostward.train.garbage import collected_by_hand
-from hostward.train.loop import Run
+from hostward.trainer import loop
+from hostward.trainer.garbage_collection import collected_by_hand
+from hostward.trainer.loop import Run
 
 
 @contextmanager

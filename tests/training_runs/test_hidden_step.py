@@ -14,19 +14,18 @@ from conftest import Cli
 from hypothesis import given, strategies as st
 
 from hostward import recipes
-from hostward.config import Config
-from hostward.engine import simulated
-from hostward.engine.trace import SpanKind, Trace, from_chrome
-from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
-from hostward.overrides import apply_overrides
-from hostward.plan import Plan
-from hostward.planner import place_fraction
-from hostward.schedule import Lane
-from hostward.train import loop, passes
-from hostward.train.placing import gradient_bytes
-from hostward.train.readback import Numbers, Readback
-from hostward.train.report import measured
-from hostward.train.shares import Shares, shares
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.core.inventory import Dtype, Inventory, Parameter, cut_buckets
+from hostward.core.placement import Plan, place_fraction
+from hostward.runtime.simulated import backend
+from hostward.runtime.step_trace import SpanKind, Trace, from_chrome
+from hostward.schedule.ops import Lane
+from hostward.trainer import loop, microbatches
+from hostward.trainer.offload_options import gradient_bytes
+from hostward.trainer.plan_request import Shares, shares
+from hostward.trainer.readback import Numbers, Readback
+from hostward.trainer.report import measured
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 STREAMED = ["optimizer.offload_optimizer_states=True"]
@@ -235,13 +234,13 @@ def test_numbers_that_are_late_make_the_same_report(
 
 def test_skipped_steps_keep_their_iteration(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the third iteration is infinite."""
-    real, calls = passes.training_loss, []
+    real, calls = microbatches.training_loss, []
 
     def spoilt(*arguments: Any) -> torch.Tensor:
         calls.append(None)
         return real(*arguments) * (float("inf") if len(calls) == 6 else 1.0)
 
-    monkeypatch.setattr(passes, "training_loss", spoilt)
+    monkeypatch.setattr(microbatches, "training_loss", spoilt)
     monkeypatch.setattr(loop, "Readback", lambda device: Readback(device, late=1))
     report = train("train.train_iters=4", *offloaded(1)).report
     assert report["skipped_iterations"] == [2]
@@ -320,7 +319,7 @@ def test_an_interrupt_while_metering_stops_the_meter(text: Path, monkeypatch: py
     """Ctrl-C in a host step of the last iteration: it reaches the caller, and no operation is timed any more."""
     config = tiny(*SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=3")
     run = loop.prepare(TINY, config)
-    real: Callable[..., None] = simulated.adamw_step
+    real: Callable[..., None] = backend.adamw_step
     calls: list[None] = []
 
     def interrupted(task: Any) -> None:
@@ -329,7 +328,7 @@ def test_an_interrupt_while_metering_stops_the_meter(text: Path, monkeypatch: py
             raise KeyboardInterrupt
         real(task)
 
-    monkeypatch.setattr(simulated, "adamw_step", interrupted)
+    monkeypatch.setattr(backend, "adamw_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         loop.train(run, metered=3)
     assert run.optimizer.backend.meter is None

@@ -12,7 +12,7 @@ from cli_runs import SMALL, different, iterations_saved, offloaded, saved, start
 from conftest import Cli
 
 from hostward.cli import run_files
-from hostward.train import loop
+from hostward.trainer import loop
 
 LOITER = """
 import sys, time

@@ -15,8 +15,8 @@ import pytest
 from cli_runs import ROOT, SMALL
 from conftest import Cli
 
-from hostward.hardware_profile import profile
-from hostward.planning import plan_file
+from hostward.plan import plan_file
+from hostward.plan.hardware_profile import profile
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 
@@ -151,7 +151,7 @@ def test_options_by_hand_are_judged_before_the_model_is_traced(
     def traced(*_: object, **__: object) -> None:
         raise AssertionError("the model was traced first")
 
-    monkeypatch.setattr("hostward.train.workload.recipe_workload", traced)
+    monkeypatch.setattr("hostward.trainer.workload.recipe_workload", traced)
     found = cli("plan", *TINY, *words)
     assert found.code == 2
     assert f"error: {words[0]}" in found.err

@@ -16,34 +16,30 @@ from conftest import Cli
 
 import hostward
 from hostward import recipes
-from hostward.choice import Choice, Keep
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import SimulatedBackend
+from hostward.config.overrides import apply_overrides
+from hostward.core.host_limits import host_memory
+from hostward.core.placement import Placement
+from hostward.core.units import MIB
 from hostward.errors import ConfigError, MemoryLimitError
-from hostward.hardware import host_memory
-from hostward.hardware_profile import profile
-from hostward.memory_model import STEADY_STEP, required
-from hostward.overrides import apply_overrides
-from hostward.plan import Placement
-from hostward.planning import plan_file
-from hostward.planning.costs import Costs
-from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets
-from hostward.planning.plan_file import PlanFile, plan_of
-from hostward.planning.refuse import refuse
-from hostward.planning.speeds import speeds_of
-from hostward.planning.time_model import predict
-from hostward.sizes import MIB
-from hostward.train.activations import recompute_layers
-from hostward.train.models import build_model
-from hostward.train.placing import with_plan
-from hostward.train.planning import unplanned
-from hostward.train.refusal import CURE, CURE_UNPLANNED, asked_choice, cure_of, estimate
-from hostward.train.report import options_set
-from hostward.train.shares import shares
-from hostward.train.tokenizer import ByteTokenizer
-from hostward.train.workload import recipe_workload
-from hostward.workload import Workload
+from hostward.plan import plan_file
+from hostward.plan.budgets import Budgets, refuse
+from hostward.plan.cost_model import Costs, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import STEADY_STEP, required
+from hostward.plan.plan_file import PlanFile, plan_of
+from hostward.plan.search import Candidate
+from hostward.plan.step_time import predict
+from hostward.plan.workload import Workload
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
+from hostward.trainer.data.tokenizer import ByteTokenizer
+from hostward.trainer.memory_check import CURE, CURE_UNPLANNED, asked_choice, cure_of, estimate
+from hostward.trainer.models import build_model
+from hostward.trainer.offload_options import recompute_layers, with_plan
+from hostward.trainer.plan_request import shares, unplanned
+from hostward.trainer.report import options_set
+from hostward.trainer.workload import recipe_workload
 
 WORDS = [word for word in SMALL if not word.startswith("train.")]
 TINY = "qwen3_moe_tiny_pretrain_config"

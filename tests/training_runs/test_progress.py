@@ -16,12 +16,12 @@ from cli_runs import SMALL, offloaded
 from conftest import Cli
 
 from hostward.cli import run_files
-from hostward.cli.progress import Progress, fitted, parts
-from hostward.overrides import apply_overrides
+from hostward.cli.output import Progress, fitted, parts
+from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
-from hostward.train import loop
-from hostward.train.report import newest_row
-from hostward.train.scalars import Scalars
+from hostward.trainer import loop
+from hostward.trainer.report import newest_row
+from hostward.trainer.tensorboard import Scalars
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 

@@ -12,15 +12,15 @@ from cli_runs import SMALL, offloaded, read_json, start_process, wait_for
 from conftest import Cli
 from test_interrupts import loitering
 
-from hostward import folder_lock
 from hostward.cli import run_files
 from hostward.cli.output import require_writable
-from hostward.engine.trace import from_chrome
-from hostward.overrides import apply_overrides
+from hostward.config.overrides import apply_overrides
+from hostward.files import folder_lock
 from hostward.recipes import load
-from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport, read_report
-from hostward.train import loop
-from hostward.train.sampling import FIRST_ITERATIONS, MOST_SAMPLED, MemorySampler
+from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport, read_report
+from hostward.runtime.step_trace import from_chrome
+from hostward.trainer import loop
+from hostward.trainer.memory_sampler import FIRST_ITERATIONS, MOST_SAMPLED, MemorySampler
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 

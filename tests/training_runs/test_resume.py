@@ -16,10 +16,11 @@ import torch
 from cli_runs import SMALL, Outcome, different, iterations_saved, offloaded, saved, start_process, wait_for
 from conftest import Cli
 
-from hostward import checkpoint, recipes
-from hostward.folder_lock import FILE as LOCK_FILE
-from hostward.overrides import apply_overrides
-from hostward.train import loop, resume
+from hostward import recipes
+from hostward.checkpoint import api
+from hostward.config.overrides import apply_overrides
+from hostward.files.folder_lock import FILE as LOCK_FILE
+from hostward.trainer import checkpointing, loop
 
 
 def run_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -151,7 +152,7 @@ def draws() -> tuple[Any, ...]:
 def test_t48_random_number_generators_go_on(start: Callable[..., loop.Run], tmp_path: Path) -> None:
     run = start(f"checkpoint.save={tmp_path}")
     fresh = draws()
-    resume.save(run)
+    checkpointing.save(run)
     following = draws()
     start(f"checkpoint.load={tmp_path}")
     assert draws() == following
@@ -258,7 +259,7 @@ def rewritten(folder: Path, leave_out: str = "", **plain_changes: object) -> Non
     kept = {n: t for n, t in tensors.items() if n != leave_out}
     plain = {k: v for k, v in {**plain, **plain_changes}.items() if v != "missing"}
     assert len(kept) == len(tensors) - bool(leave_out)
-    checkpoint.save(folder, plain.get("iteration", 2), tensors=kept, plain=plain)
+    api.save(folder, plain.get("iteration", 2), tensors=kept, plain=plain)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from cli_runs import SMALL, iterations_saved, saved, start_process, wait_for
 from conftest import Cli
 from test_interrupts import loitering
 
-from hostward import folder_lock
 from hostward.cli import run_files
+from hostward.config.overrides import apply_overrides
 from hostward.errors import ConfigError
-from hostward.overrides import apply_overrides
+from hostward.files import folder_lock
 from hostward.recipes import load
-from hostward.run_report import RunReport
-from hostward.train import loop
+from hostward.report.schema import RunReport
+from hostward.trainer import loop
 
 
 @pytest.fixture(autouse=True)

@@ -14,16 +14,16 @@ from cli_runs import SMALL, Outcome
 from conftest import Cli
 
 from hostward import recipes
-from hostward.engine import simulated
-from hostward.engine.backend import AdamWOperands, Buffer, Tier
-from hostward.host.adamw import AdamWTask
-from hostward.rules import check
-from hostward.schedule import Lane
-from hostward.train import loop, passes
-from hostward.train.after_step import AfterStep
-from hostward.train.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
-from hostward.train.shares import Shares, shares
-from hostward.train.verify import clipped
+from hostward.config.validate import check
+from hostward.kernels.cpu.adamw import AdamWTask
+from hostward.runtime.backend import AdamWOperands, Buffer, Tier
+from hostward.runtime.simulated import backend as simulated
+from hostward.schedule.ops import Lane
+from hostward.trainer import loop, microbatches
+from hostward.trainer.plan_request import Shares, shares
+from hostward.trainer.verify.after_step import AfterStep
+from hostward.trainer.verify.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
+from hostward.trainer.verify.command import clipped
 
 LEAVING = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=1"]
 LARGER = ["model.hidden_size=256", "model.seq_length=512"]
@@ -471,8 +471,8 @@ def test_a_run_without_iterations_is_refused(verify: Cli, train: Cli, tmp_path: 
 
 
 def test_equal_garbage_is_no_identity(verify: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = passes.training_loss
-    monkeypatch.setattr(passes, "training_loss", lambda *arguments: right(*arguments) * float("nan"))
+    right = microbatches.training_loss
+    monkeypatch.setattr(microbatches, "training_loss", lambda *arguments: right(*arguments) * float("nan"))
     outcome = verify("--fraction", "0.5")
     assert outcome.code == 1
     assert broken_claims(outcome) == {"the run without offloading trained"}

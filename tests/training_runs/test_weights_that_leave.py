@@ -20,31 +20,28 @@ from cli_runs import SMALL, different, offloaded, saved
 from conftest import Cli
 
 from hostward import recipes
-from hostward.choice import Choice, Keep
-from hostward.config import Config
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.core.host_limits import Rates
+from hostward.core.placement import Placement
+from hostward.core.units import GIB, MIB
 from hostward.errors import MemoryLimitError
-from hostward.fence import unfenced
-from hostward.hardware import Rates
-from hostward.hardware_profile import profile
-from hostward.memory_model import LOAD, required
-from hostward.overrides import apply_overrides
-from hostward.plan import Placement
-from hostward.planning import plan_file
-from hostward.planning.balance import best_share
-from hostward.planning.costs import Costs
-from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets
-from hostward.planning.speeds import measured, speeds_of
-from hostward.sizes import GIB, MIB
-from hostward.train import loop
-from hostward.train.memory import require_memory
-from hostward.train.models import build_model, on_meta, transformers_config
-from hostward.train.parts import Held
-from hostward.train.ranks import Ranks
-from hostward.train.refusal import Weighed, cure_of_plan, require_fit
-from hostward.train.waiting import leaving_weights
-from hostward.train.workload import recipe_workload
-from hostward.training.away import is_away
+from hostward.model.fence import unfenced
+from hostward.plan import plan_file
+from hostward.plan.budgets import Budgets
+from hostward.plan.cost_model import Costs, measured, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import LOAD, required
+from hostward.plan.search import Candidate, best_share
+from hostward.trainer import loop
+from hostward.trainer.deferred_init import leaving_weights
+from hostward.trainer.memory_check import Weighed, cure_of_plan, require_fit, require_memory
+from hostward.trainer.models import build_model, on_meta, transformers_config
+from hostward.trainer.parallel import Held
+from hostward.trainer.process_group import Ranks
+from hostward.trainer.workload import recipe_workload
+from hostward.weights.deferred_init import is_away
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 COMMON = ["model.num_layers=3", "model.params_dtype=bf16", "model.experts_implementation=eager"]

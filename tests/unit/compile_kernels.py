@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
-from hostward.kernels import adamw, norm
-from hostward.kernels.launcher import Launch
+from hostward.kernels.cuda import adamw, norm
+from hostward.kernels.cuda.launcher import Launch
 
 
 class NoGpu(GPUDriver):

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from fake_driver import FakeDriver
 
-from hostward.engine.backend import RING, Event, Ledger
-from hostward.engine.commands import KernelLaunch, Streams
-from hostward.engine.cuda_lanes import INDEX, LANES, SECOND, STREAMS
-from hostward.engine.cuda_timing import Timings
-from hostward.engine.cuda_work import TableKernel
-from hostward.engine.uploads import Table, Uploads
-from hostward.schedule import Lane
+from hostward.runtime.backend import RING, Event, Ledger
+from hostward.runtime.cuda.argument_tables import Table, Uploads
+from hostward.runtime.cuda.commands import KernelLaunch, Streams
+from hostward.runtime.cuda.streams import INDEX, LANES, SECOND, STREAMS
+from hostward.runtime.cuda.timing import Timings
+from hostward.runtime.cuda.work import TableKernel
+from hostward.schedule.ops import Lane
 
 STREAM_OF = {lane: 0x100 * (i + 1) for i, lane in enumerate(LANES)}
 SECOND_OF = {lane: 0x10000 + STREAM_OF[lane] for lane in SECOND}

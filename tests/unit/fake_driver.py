@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostward.engine.commands import DriverTable, Streams
+from hostward.runtime.cuda.commands import DriverTable, Streams
 
 STREAMS = (0x7F0000001000, 0, 0x7F0000003000)
 KERNEL_TYPE = ctypes.CFUNCTYPE(

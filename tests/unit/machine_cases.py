@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hostward.hardware import HostMemory
-from hostward.host.threads import CpuFacts
+from hostward.core.host_limits import HostMemory
+from hostward.kernels.cpu.affinity import CpuFacts
 from hostward.machine.facts import DeviceFacts, Facts, GpuFacts
 
 GIB = 1 << 30

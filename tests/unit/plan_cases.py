@@ -6,13 +6,13 @@ from functools import cache
 
 from workload_cases import llama
 
-from hostward.hardware_profile import profile
-from hostward.planning.answer import Answer, Question, answer, default_budgets
-from hostward.planning.assignment import Forced
-from hostward.planning.needs import Budgets
-from hostward.planning.shards import required_of, sharded
-from hostward.sizes import GIB
-from hostward.workload import Workload
+from hostward.core.units import GIB
+from hostward.plan.budgets import Budgets
+from hostward.plan.hardware_profile import profile
+from hostward.plan.rank_partition import required_of, sharded
+from hostward.plan.result import Answer, Question, answer, default_budgets
+from hostward.plan.solver import Forced
+from hostward.plan.workload import Workload
 
 
 def llama_1b(batch: int = 4) -> Workload:

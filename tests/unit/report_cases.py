@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hostward.engine.trace import Span, SpanKind, Trace
-from hostward.plan import PlacedBucket, Placement
-from hostward.run_report import (
+from hostward.core.placement import PlacedBucket, Placement
+from hostward.report.schema import (
     FORMAT,
     VERSION,
     Ended,
@@ -19,7 +18,8 @@ from hostward.run_report import (
     RunReport,
     StepMemory,
 )
-from hostward.schedule import Lane
+from hostward.runtime.step_trace import Span, SpanKind, Trace
+from hostward.schedule.ops import Lane
 
 MIB, GIB = 2**20, 2**30
 ITERATIONS = 40

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from hostward.engine.across import Across, Fragment
-from hostward.engine.backend import Buffer, Partials, Tier
-from hostward.host import reference
+from hostward.kernels import reference
+from hostward.runtime.backend import Buffer, Partials, Tier
+from hostward.runtime.global_norm import Across, Fragment
 
 CHUNK = 4096
 NUMEL = 5 * CHUNK + 1234

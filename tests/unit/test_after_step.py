@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hostward.train.after_step import CLAMPED_AT, AfterStep, claims_after_steps
+from hostward.trainer.verify.after_step import CLAMPED_AT, AfterStep, claims_after_steps
 
 Model = torch.nn.Sequential
 READERS = {

@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given, settings
 from workload_cases import chosen, llama
 
-from hostward.choice import Choice, Keep
-from hostward.hardware import Rates
-from hostward.hardware_profile import profile
-from hostward.memory_model import required
-from hostward.planner import place_fraction
-from hostward.planning.balance import best_share
-from hostward.planning.costs import Costs
-from hostward.planning.speeds import Speeds, measured, speeds_of
-from hostward.planning.time_model import predict_of
-from hostward.workload import Workload
+from hostward.core.host_limits import Rates
+from hostward.core.placement import place_fraction
+from hostward.plan.cost_model import Costs, Speeds, measured, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import required
+from hostward.plan.search import best_share
+from hostward.plan.step_time import predict_of
+from hostward.plan.workload import Workload
 
 H200 = speeds_of(profile("h200"))
 SMALL = llama(layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=8, vocab=8000, sequence=2048)

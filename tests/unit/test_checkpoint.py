@@ -19,10 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
-from hostward import checkpoint, checkpoint_files
-from hostward.checkpoint_manifest import FORMAT
-from hostward.checkpoint_request import plain_bytes
-from hostward.checkpoint_save import typed_failures
+from hostward.checkpoint import api, files
+from hostward.checkpoint.manifest import FORMAT
+from hostward.checkpoint.saving import typed_failures
+from hostward.checkpoint.validate import plain_bytes
 from hostward.errors import CheckpointError
 
 DTYPES = [
@@ -63,7 +63,7 @@ def empty_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def save(directory: Path, iteration: int, **options: Any) -> Path:
     tensors = options.pop("tensors", None) or make_tensors(iteration)
-    return checkpoint.save(directory, iteration, tensors=tensors, plain={"iteration": iteration}, **options)
+    return api.save(directory, iteration, tensors=tensors, plain={"iteration": iteration}, **options)
 
 
 def hidden(directory: Path) -> list[str]:
@@ -74,12 +74,12 @@ def test_t48_save_and_load_return_every_bit(tmp_path: Path) -> None:
     tensors = make_tensors()
     path = save(tmp_path / "a" / "b", 50, tensors=tensors)
     assert path == tmp_path / "a" / "b" / "iter_0000050"
-    assert checkpoint.latest(tmp_path / "a" / "b") == path
-    assert checkpoint.read_plain(path) == {"iteration": 50}
-    assert checkpoint.tensor_index(path) == {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
+    assert api.latest(tmp_path / "a" / "b") == path
+    assert api.read_plain(path) == {"iteration": 50}
+    assert api.tensor_index(path) == {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
     into = empty_like(tensors)
     pointers = {name: tensor.data_ptr() for name, tensor in into.items()}
-    checkpoint.load(path, into)
+    api.load(path, into)
     assert all(same_bits(into[name], tensors[name]) for name in tensors)
     assert {name: tensor.data_ptr() for name, tensor in into.items()} == pointers
     assert hidden(tmp_path / "a" / "b") == []
@@ -99,21 +99,21 @@ def test_t48_every_dtype_and_shape_keeps_its_bits(tmp_path: Path, dtype: torch.d
         "parameter": torch.nn.Parameter(base.clone(), requires_grad=False),
     }
     into = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in tensors.items()}
-    checkpoint.load(checkpoint.save(tmp_path, 0, tensors=tensors, plain={}), into)
+    api.load(api.save(tmp_path, 0, tensors=tensors, plain={}), into)
     assert all(same_bits(into[name], tensors[name]) for name in tensors)
 
 
 def test_t48_nan_payloads_denormals_and_zeros_keep_their_bits(tmp_path: Path) -> None:
     patterns = torch.tensor([0x7FC01234, 0x7F800001, -1, 1, -(2**31), 0x7F800000], dtype=torch.int32)
     into = {"x": torch.zeros(6)}
-    checkpoint.load(checkpoint.save(tmp_path, 0, tensors={"x": patterns.view(torch.float32)}, plain={}), into)
+    api.load(api.save(tmp_path, 0, tensors={"x": patterns.view(torch.float32)}, plain={}), into)
     assert torch.equal(into["x"].view(torch.int32), patterns)
 
 
 def test_load_fills_parameters_that_need_gradients_and_views(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tensors={"w": torch.arange(6.0), "m": torch.arange(6.0) + 10})
     weight, slab = torch.nn.Parameter(torch.zeros(6)), torch.zeros(10)
-    checkpoint.load(path, {"w": weight, "m": slab[2:8]})
+    api.load(path, {"w": weight, "m": slab[2:8]})
     assert torch.equal(weight.detach(), torch.arange(6.0))
     assert torch.equal(slab, torch.tensor([0.0, 0, 10, 11, 12, 13, 14, 15, 0, 0]))
 
@@ -173,12 +173,12 @@ def test_plain_values_come_back_equal(plain: dict[str, Any]) -> None:
 
 
 def test_plain_values_that_are_not_finite_come_back(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, tensors={}, plain={"loss": math.nan, "norm": math.inf, "betas": (0.9, 0.95)})
-    plain = checkpoint.read_plain(path)
+    path = api.save(tmp_path, 1, tensors={}, plain={"loss": math.nan, "norm": math.inf, "betas": (0.9, 0.95)})
+    plain = api.read_plain(path)
     assert math.isnan(plain["loss"])  # type: ignore[arg-type]
     assert plain["norm"] == math.inf
     assert plain["betas"] == [0.9, 0.95]
-    checkpoint.load(path, {})
+    api.load(path, {})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_plain_values_that_are_not_finite_come_back(tmp_path: Path) -> None:
 )
 def test_plain_values_that_json_would_lose_are_refused(tmp_path: Path, plain: Any, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.save(tmp_path / "new", 1, tensors={}, plain=plain)
+        api.save(tmp_path / "new", 1, tensors={}, plain=plain)
     assert not (tmp_path / "new").exists()
 
 
@@ -211,7 +211,7 @@ def test_requests_that_cannot_be_met_are_refused_before_writing(tmp_path: Path) 
             request()
     unknown: Any = "async"
     with pytest.raises(CheckpointError, match=r"no way of saving 'async'\n  why: .*\n  fix: mode=None, 'snapshot' or"):
-        checkpoint.Saver(tmp_path, mode=unknown)
+        api.Saver(tmp_path, mode=unknown)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,7 +219,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5, tensors=make_tensors(1))
     path = save(tmp_path, 5, tensors=make_tensors(2))
     into = empty_like(make_tensors())
-    checkpoint.load(path, into)
+    api.load(path, into)
     assert same_bits(into["layer.0.weight"], make_tensors(2)["layer.0.weight"])
     assert sorted(p.name for p in tmp_path.iterdir()) == [".save.lock", "iter_0000005", "latest"]
 
@@ -233,7 +233,7 @@ def test_most_recent_k_keeps_the_newest_and_spares_later_and_foreign_folders(tmp
     save(tmp_path, 4, most_recent_k=2)
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names == ["iter_0000000", "iter_0000003", "iter_0000004", "iter_0000009", "notes"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000004"
+    assert api.latest(tmp_path) == tmp_path / "iter_0000004"
 
 
 def test_leftovers_are_removed_and_look_alikes_are_not(tmp_path: Path) -> None:
@@ -255,9 +255,9 @@ def test_a_replaced_checkpoint_counts_until_its_successor_is_there(tmp_path: Pat
     path = save(tmp_path, 7)
     aside = tmp_path / ".iter_0000007.replaced-0123abcd"
     path.rename(aside)
-    found = checkpoint.latest(tmp_path)
+    found = api.latest(tmp_path)
     assert found == aside
-    checkpoint.verify(found)
+    api.verify(found)
     save(tmp_path, 3)
     assert (tmp_path / "iter_0000007").is_dir()
     assert hidden(tmp_path) == []
@@ -266,15 +266,15 @@ def test_a_replaced_checkpoint_counts_until_its_successor_is_there(tmp_path: Pat
 def test_a_folder_is_locked_while_another_save_runs(tmp_path: Path) -> None:
     save(tmp_path, 1)
     text = r"cannot save into .*\n.*another process is saving there\n.*a folder of its own to save into"
-    with checkpoint_files.locked(tmp_path), pytest.raises(CheckpointError, match=text):
+    with files.locked(tmp_path), pytest.raises(CheckpointError, match=text):
         save(tmp_path, 2)
-    assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000001"
+    assert api.latest(tmp_path) == tmp_path / "iter_0000001"
     save(tmp_path, 2)
 
 
 def test_latest_is_none_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.latest(tmp_path / "missing") is None
+    assert api.latest(tmp_path) is None
+    assert api.latest(tmp_path / "missing") is None
 
 
 def test_latest_names_the_newest_complete_checkpoint_when_its_own_is_unusable(tmp_path: Path) -> None:
@@ -282,16 +282,16 @@ def test_latest_names_the_newest_complete_checkpoint_when_its_own_is_unusable(tm
     (paths[2] / "manifest.json").unlink()
     cure = f"write iter_0000002 into {tmp_path / 'latest'}"
     with pytest.raises(CheckpointError, match=r"iter_0000030, which is not complete\n.*no manifest.json") as caught:
-        checkpoint.latest(tmp_path)
+        api.latest(tmp_path)
     assert cure in str(caught.value)
     shutil.rmtree(paths[2])
     with pytest.raises(CheckpointError, match="iter_0000030, which does not exist") as caught:
-        checkpoint.latest(tmp_path)
+        api.latest(tmp_path)
     assert cure in str(caught.value)
     shutil.rmtree(paths[0])
     shutil.rmtree(paths[1])
     with pytest.raises(CheckpointError, match="no other complete one"):
-        checkpoint.latest(tmp_path)
+        api.latest(tmp_path)
 
 
 def test_the_way_out_of_a_damaged_checkpoint_leads_back_not_on(tmp_path: Path) -> None:
@@ -304,18 +304,18 @@ def test_the_way_out_of_a_damaged_checkpoint_leads_back_not_on(tmp_path: Path) -
     damaged = save(tmp_path, 2)
     (damaged / "__0_0.distcp").write_bytes(b"")
     latest = tmp_path / "latest"
-    for look in (lambda: checkpoint.latest(tmp_path), lambda: checkpoint.verify(damaged)):
+    for look in (lambda: api.latest(tmp_path), lambda: api.verify(damaged)):
         with pytest.raises(CheckpointError) as caught:
             look()
         assert caught.value.fix == f"to go on from the newest complete one before it, write iter_0000001 into {latest}"
     shutil.rmtree(tmp_path / "iter_0000001")
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.latest(tmp_path)
+        api.latest(tmp_path)
     later = "to go on from a later one, as no complete one lies before it"
     assert caught.value.fix == f"{later}, write iter_0000006 into {latest}"
     latest.write_text("nonsense")
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.latest(tmp_path)
+        api.latest(tmp_path)
     assert caught.value.fix == f"to go on from the newest complete one, write iter_0000006 into {latest}"
 
 
@@ -328,10 +328,10 @@ def test_any_pointer_text_is_a_checkpoint_or_a_typed_error(
     directory.mkdir(exist_ok=True)
     (directory / "latest").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"latest (holds|names)"):
-        checkpoint.latest(directory)
+        api.latest(directory)
 
 
-@pytest.mark.parametrize("read", [checkpoint.verify, checkpoint.read_plain, checkpoint.tensor_index])
+@pytest.mark.parametrize("read", [api.verify, api.read_plain, api.tensor_index])
 def test_a_path_that_is_no_checkpoint_is_a_typed_error(tmp_path: Path, read: Callable[[Path], object]) -> None:
     with pytest.raises(CheckpointError, match=r"missing is not a checkpoint\n.*no such folder"):
         read(tmp_path / "missing")
@@ -360,7 +360,7 @@ def test_t51_a_checkpoint_of_another_model_lists_what_differs_and_touches_nothin
         "head": torch.zeros(1),
     }
     with pytest.raises(CheckpointError, match="is of another model") as caught:
-        checkpoint.load(path, into)
+        api.load(path, into)
     assert caught.value.why == (
         "1 missing in the checkpoint: head; 3 only in the checkpoint: layer.3, layer.4, layer.5; 2 of another shape "
         "or dtype: layer.1 (saved float32[2, 3], wanted float32[3, 2]), layer.2 (saved "
@@ -369,7 +369,7 @@ def test_t51_a_checkpoint_of_another_model_lists_what_differs_and_touches_nothin
     assert caught.value.fix == "build the model as the run did that saved it, or load a checkpoint of this model"
     assert all(not tensor.any() for tensor in into.values())
     with pytest.raises(CheckpointError, match=r"6 missing in the checkpoint: other.0, other.1, other.2 and 3 more"):
-        checkpoint.load(path, {f"other.{index}": torch.zeros(1) for index in range(6)})
+        api.load(path, {f"other.{index}": torch.zeros(1) for index in range(6)})
 
 
 def test_t56_a_table_of_contents_that_names_other_code_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -380,8 +380,8 @@ def test_t56_a_table_of_contents_that_names_other_code_is_refused_and_not_run(tm
     path = save(tmp_path, 1)
     (path / ".metadata").write_bytes(pickle.dumps(Touch()))
     (path / "manifest.json").unlink()
-    checkpoint_files.seal(path, 1)
-    for read in (checkpoint.tensor_index, lambda path: checkpoint.load(path, make_tensors())):
+    files.seal(path, 1)
+    for read in (api.tensor_index, lambda path: api.load(path, make_tensors())):
         with pytest.raises(CheckpointError, match=r"cannot read .metadata\n.*posix.mkdir"):
             read(path)
     assert not (tmp_path / "pwned").exists()
@@ -393,7 +393,7 @@ def test_a_manifest_of_a_newer_format_asks_for_an_upgrade(tmp_path: Path) -> Non
     (path / "manifest.json").write_text(json.dumps(body | {"format": FORMAT + 1}))
     text = f"manifest.json has format {FORMAT + 1}\n.*reads formats up to {FORMAT}\n.*upgrade hostward"
     with pytest.raises(CheckpointError, match=text):
-        checkpoint.load(path, empty_like(make_tensors()))
+        api.load(path, empty_like(make_tensors()))
 
 
 def test_files_get_the_permissions_of_the_umask(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from hostward import checkpoint, checkpoint_files
+from hostward.checkpoint import api, files
 
 
 def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut keeps what was synced and any part of the rest: first contents, then the name, then the pointer."""
     tensors = {"x": torch.ones(3)}
-    checkpoint.save(tmp_path, 1, tensors=tensors, plain={})
+    api.save(tmp_path, 1, tensors=tensors, plain={})
     steps: list[str] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -40,7 +40,7 @@ def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", logging_fsync)
     monkeypatch.setattr(os, "rename", logging_rename)
     monkeypatch.setattr(os, "replace", logging_replace)
-    checkpoint.save(tmp_path, 2, tensors=tensors, plain={})
+    api.save(tmp_path, 2, tensors=tensors, plain={})
     partial = "PARTIAL-iter_0000002"
     assert steps == [
         *(f"sync {partial}/{name}" for name in ("__0_0.distcp", ".metadata", "plain.json")),
@@ -56,15 +56,15 @@ def test_everything_is_durable_before_it_is_named(tmp_path: Path, monkeypatch: p
 
 def test_what_cannot_be_looked_into_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever writes there says why it fails: an error here ended runs that a full disk does not end."""
-    assert not checkpoint_files.is_checkpoint(tmp_path / ("x" * 300))
+    assert not files.is_checkpoint(tmp_path / ("x" * 300))
 
     def stale(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", stale)
-        assert not checkpoint_files.is_checkpoint(tmp_path)
+        assert not files.is_checkpoint(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")  # of something else
-    assert not checkpoint_files.is_checkpoint(tmp_path)
-    assert checkpoint_files.is_checkpoint(checkpoint.save(tmp_path, 1, tensors={"x": torch.ones(3)}, plain={}))
-    assert checkpoint_files.is_checkpoint(checkpoint.save(tmp_path, 2, tensors={}, plain={}))
+    assert not files.is_checkpoint(tmp_path)
+    assert files.is_checkpoint(api.save(tmp_path, 1, tensors={"x": torch.ones(3)}, plain={}))
+    assert files.is_checkpoint(api.save(tmp_path, 2, tensors={}, plain={}))

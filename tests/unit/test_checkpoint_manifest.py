@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from hostward.checkpoint_manifest import FileRecord, Manifest
+from hostward.checkpoint.manifest import FileRecord, Manifest
 from hostward.errors import CheckpointError
 
 json_texts = st.recursive(

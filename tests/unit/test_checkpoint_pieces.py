@@ -19,12 +19,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
-from hostward import checkpoint, checkpoint_files, checkpoint_writer
-from hostward.checkpoint_manifest import CHUNK_BYTES, FileRecord, read_checksums
-from hostward.checkpoint_plan import boxes_of
-from hostward.checkpoint_writer import BLOCK_BYTES, STAGED_BYTES, CheckedFile, DirectFile, new_file, save_tensor
+from hostward.checkpoint import api, files, writer
+from hostward.checkpoint.manifest import CHUNK_BYTES, FileRecord, read_checksums
+from hostward.checkpoint.save_plan import boxes_of
+from hostward.checkpoint.writer import BLOCK_BYTES, STAGED_BYTES, CheckedFile, DirectFile, new_file, save_tensor
 from hostward.errors import CheckpointError
-from hostward.save_buffers import PIECE_BYTES, writer_count
+from hostward.plan.memory_model import PIECE_BYTES, writer_count
 
 
 @settings(deadline=None)
@@ -63,14 +63,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     """A checkpoint whose first tensor is of three pieces, and a view without all of its columns."""
     whole = torch.arange(3 * PIECE_BYTES // 4, dtype=torch.int32).view(6, -1)
     tensors = {"rows": whole, "view": whole[:, 5:105], "one": torch.tensor(3)}
-    return checkpoint.save(tmp_path_factory.mktemp("large"), 1, tensors=tensors, plain={}), tensors
+    return api.save(tmp_path_factory.mktemp("large"), 1, tensors=tensors, plain={}), tensors
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pieces_come_back_and_dcp_reads_them(large: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, tensors = large
     assert len(list(path.glob("*.distcp"))) == min(3, writer_count())
-    for load in (checkpoint.load, lambda p, into: dcp.load(into, checkpoint_id=p, no_dist=True)):
+    for load in (api.load, lambda p, into: dcp.load(into, checkpoint_id=p, no_dist=True)):
         into = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}
         load(path, into)
         assert all(torch.equal(into[name], tensors[name]) for name in tensors)
@@ -85,7 +85,7 @@ def test_ranks_of_a_machine_share_its_writers(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     pieces = torch.empty(9, PIECE_BYTES, dtype=torch.uint8)
-    path = checkpoint.save(tmp_path, 1, tensors={"t": pieces}, plain={})
+    path = api.save(tmp_path, 1, tensors={"t": pieces}, plain={})
     assert len(list(path.glob("*.distcp"))) == writers
 
 
@@ -144,7 +144,7 @@ def test_the_disk_begins_chunk_by_chunk_and_memory_lets_go_of_those_before(
         there.append(os.fstat(descriptor).st_size)
         asked.append((start, start + size_bytes))
 
-    monkeypatch.setattr("hostward.checkpoint_writer.os.posix_fadvise", advise)
+    monkeypatch.setattr("hostward.checkpoint.writer.os.posix_fadvise", advise)
     with new_file(tmp_path / "file", direct=False) as file:
         for size_bytes in (5, CHUNK_BYTES, 3, CHUNK_BYTES - 8, *[CHUNK_BYTES] * 10, 1):
             file.write(bytes(size_bytes))
@@ -168,11 +168,11 @@ class Writes:
         self.file = DirectFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         self.addresses: list[int] = []
         self.lengths: list[int] = []
-        self._write = checkpoint_writer.write_all
-        monkeypatch.setattr(checkpoint_writer, "write_all", self._note)
+        self._write = writer.write_all
+        monkeypatch.setattr(writer, "write_all", self._note)
 
     def _note(self, descriptor: int, data: memoryview) -> None:
-        self.addresses.append(checkpoint_writer._address(data) if data else 0)
+        self.addresses.append(writer._address(data) if data else 0)
         self.lengths.append(len(data))
         self._write(descriptor, data)
 
@@ -256,7 +256,7 @@ def test_a_file_system_that_takes_none_past_its_cache_gets_a_plain_file(
             raise OSError(fails_with, os.strerror(fails_with), str(path))
         return descriptor
 
-    monkeypatch.setattr("hostward.checkpoint_writer.os.open", refuses)
+    monkeypatch.setattr("hostward.checkpoint.writer.os.open", refuses)
     with new_file(tmp_path / "file", direct=True) as file:
         assert type(file) is CheckedFile
         file.write(b"bits")
@@ -271,7 +271,7 @@ def test_a_disk_of_larger_blocks_is_written_through_the_cache(tmp_path: Path) ->
         if not isinstance(file, DirectFile):
             pytest.skip("this file system takes none past its cache")
         file.write(bytes(STAGED_BYTES))
-        checkpoint_writer.write_all(file.fileno(), memoryview(b"bits"))  # no block of this disk either
+        writer.write_all(file.fileno(), memoryview(b"bits"))  # no block of this disk either
         file.write(b"more")
         file.settle()
     assert (tmp_path / "file").read_bytes() == bytes(STAGED_BYTES) + b"bitsmore"
@@ -281,7 +281,7 @@ def test_a_disk_that_takes_nothing_is_not_asked_for_ever(tmp_path: Path, monkeyp
     def refuses(descriptor: int, data: memoryview) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr("hostward.checkpoint_writer.os.write", refuses)
+    monkeypatch.setattr("hostward.checkpoint.writer.os.write", refuses)
     for direct in (False, True):
         with (
             new_file(tmp_path / f"{direct}", direct=direct) as file,
@@ -306,11 +306,11 @@ def test_only_the_chunks_that_are_read_have_to_be_sound(large: tuple[Path, dict[
         file.seek(size_bytes - 5)
         file.write(bytes([byte[0] ^ 1]))
     try:
-        checkpoint_files.verify_ranges(path, {name: [(0, 100)]})
+        files.verify_ranges(path, {name: [(0, 100)]})
         with pytest.raises(CheckpointError, match=f"{name} is damaged in chunk"):
-            checkpoint_files.verify_ranges(path, {name: [(0, 100), (size_bytes - 10, size_bytes)]})
+            files.verify_ranges(path, {name: [(0, 100), (size_bytes - 10, size_bytes)]})
         with pytest.raises(CheckpointError, match=f"{name} is damaged in chunk"):
-            checkpoint.verify(path)
+            api.verify(path)
     finally:
         with (path / name).open("r+b") as file:
             file.seek(size_bytes - 5)

@@ -13,8 +13,8 @@ import pytest
 import hostward
 from hostward.cli import machine, main
 from hostward.doctor.finding import Severity
-from hostward.hardware_profile import Hardware, load, profile, save
 from hostward.machine import devices, facts, measure
+from hostward.plan.hardware_profile import Hardware, load, profile, save
 
 from machine_cases import ONE_GPU, sound
 

@@ -9,8 +9,8 @@ import pytest
 from fake_driver import STREAMS, FakeDriver, streams
 from hypothesis import given, strategies as st
 
-from hostward.engine.commands import Command, CommandBatch, CommandList, DriverTable, KernelLaunch, Streams, Verb
 from hostward.errors import DeviceError
+from hostward.runtime.cuda.commands import Command, CommandBatch, CommandList, DriverTable, KernelLaunch, Streams, Verb
 
 ADDRESSES = st.integers(0, 2**64 - 1)
 LAUNCH = KernelLaunch(0xF00D, programs=3, threads=128, shared_bytes=64, parameters=[(7).to_bytes(8, "little")])

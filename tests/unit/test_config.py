@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from hostward import recipes
-from hostward.config import NAMESPACES, Config, OptionInfo, from_dict, get_option, options, to_dict
+from hostward.config.overrides import DEEPSPEED, DROPPED, FLAGS, MOVED, apply_overrides, parse_value, unknown_flag
+from hostward.config.schema import NAMESPACES, Config, OptionInfo, from_dict, get_option, options, to_dict
+from hostward.config.validate import check
 from hostward.errors import ConfigError, UnknownNameError
-from hostward.overrides import DEEPSPEED, DROPPED, FLAGS, MOVED, apply_overrides, parse_value, unknown_flag
-from hostward.rules import check
 
 # Renaming or dropping an option breaks its users: this list changes only together with the changelog.
 OPTION_NAMES = {

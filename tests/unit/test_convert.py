@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hostward.convert import from_torch_adamw, to_torch_adamw
+from hostward.checkpoint.torch_adamw import from_torch_adamw, to_torch_adamw
 from hostward.errors import CheckpointError
 
 SHAPES = {"embed.weight": (8, 6), "norm.bias": (6,), "scale": (), "head.weight": (6, 8)}

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hostward.host.cpus import RankCpus, bind, cpus_for
-from hostward.host.threads import CpuFacts, default_threads
-from hostward.train import beside_gpu
-from hostward.train.beside_gpu import bind_beside_gpu
-from hostward.train.ranks import Ranks
+from hostward.kernels.cpu.affinity import CpuFacts, RankCpus, bind, cpus_for, default_threads
+from hostward.trainer import process_group
+from hostward.trainer.process_group import Ranks, bind_beside_gpu
 
 ALL = frozenset(range(16))
 
@@ -76,7 +74,7 @@ def test_what_a_launcher_has_bound_stays_and_is_not_divided_again(root: Path) ->
 
 BOUND = """
 import os, sys, threading
-from hostward.host.cpus import bind
+from hostward.kernels.cpu.affinity import bind
 ended = threading.Event()
 before = threading.Thread(target=ended.wait)
 before.start()
@@ -104,9 +102,9 @@ class OneOfTwo(Ranks):
 
 def test_threads_are_counted_by_the_cpus_that_a_rank_was_bound_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[object] = []
-    monkeypatch.setattr(beside_gpu.os, "sched_getaffinity", lambda _: set(ALL))
-    monkeypatch.setattr(beside_gpu, "_numa_node", lambda *_: 1)
-    monkeypatch.setattr(beside_gpu, "bind", bound.append)
+    monkeypatch.setattr(process_group.os, "sched_getaffinity", lambda _: set(ALL))
+    monkeypatch.setattr(process_group, "_numa_node", lambda *_: 1)
+    monkeypatch.setattr(process_group, "bind", bound.append)
     ranks = OneOfTwo(0, 2, 0, 2)
     facts = bind_beside_gpu(ranks, torch.device("cpu"), root)
     assert bound == [{4, 12, 5, 13}]
@@ -121,9 +119,9 @@ def test_t78_a_system_that_allows_no_binding_is_told(
     def refused(cpus: object) -> None:
         raise PermissionError(1, "not permitted")
 
-    monkeypatch.setattr(beside_gpu.os, "sched_getaffinity", lambda _: set(ALL))
-    monkeypatch.setattr(beside_gpu, "_numa_node", lambda *_: 1)
-    monkeypatch.setattr(beside_gpu, "bind", refused)
+    monkeypatch.setattr(process_group.os, "sched_getaffinity", lambda _: set(ALL))
+    monkeypatch.setattr(process_group, "_numa_node", lambda *_: 1)
+    monkeypatch.setattr(process_group, "bind", refused)
     assert bind_beside_gpu(OneOfTwo(0, 2, 0, 2), torch.device("cpu"), root) is None
     assert "could not be bound to the CPUs beside the GPU (not permitted)" in caplog.text
 

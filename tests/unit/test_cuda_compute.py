@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from fake_driver import FakeDriver
 
-from hostward.engine.commands import Command, CommandList, Streams, Verb
-from hostward.engine.cuda_compute import ComputeLane
+from hostward.runtime.cuda.commands import Command, CommandList, Streams, Verb
+from hostward.runtime.cuda.streams import ComputeLane
 
 TURNED, PROBE = 0x11, 0x22
 FIRST, OTHER, GRAPH = 0xA00, 0xB00, 0xC00
@@ -67,6 +67,6 @@ def test_t44_the_stream_of_a_capture_used_outside_of_it() -> None:
 
 def test_changes_of_stream_build_no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller()
-    monkeypatch.setattr("hostward.engine.cuda_compute.CommandList", None)
+    monkeypatch.setattr("hostward.runtime.cuda.streams.CommandList", None)
     assert caller.issue(OTHER) == [*turn(FIRST, OTHER), ("record", PROBE, OTHER)]
     assert caller.issue(FIRST) == [*turn(OTHER, FIRST), ("record", PROBE, FIRST)]

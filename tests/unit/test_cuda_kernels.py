@@ -14,13 +14,13 @@ import pytest
 import torch
 from fake_backend import launch_of
 
-from hostward.engine.backend import AdamWOperands, BoundRange, Buffer, Constants, Hyper, Partials, Scalars, Tier
-from hostward.engine.commands import KernelLaunch
-from hostward.engine.cuda_kernels import KernelTables
-from hostward.host.adamw import bias_tables
-from hostward.inventory import MasterKind
-from hostward.kernels import adamw, norm
-from hostward.schedule import Lane
+from hostward.core.inventory import MasterKind
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.kernels.cuda import adamw, norm
+from hostward.runtime.backend import AdamWOperands, BoundRange, Buffer, Constants, Hyper, Partials, Scalars, Tier
+from hostward.runtime.cuda.commands import KernelLaunch
+from hostward.runtime.cuda.kernels import KernelTables
+from hostward.schedule.ops import Lane
 
 
 class FakeLaunch:

@@ -21,19 +21,26 @@ import torch
 from fake_backend import SECOND_OF, STREAM_OF, TURNED, FakeBackend, TwoTables, launch_of
 from hypothesis import given, strategies as st
 
-from hostward.engine.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
-from hostward.engine.commands import Command, NativeCall, Verb
-from hostward.engine.cuda_copies import copying
-from hostward.engine.cuda_host_work import HostWork, TaskWork
-from hostward.engine.cuda_lanes import INDEX, PIECE_BYTES, SECOND, copy_commands
-from hostward.engine.cuda_timing import Timings
-from hostward.engine.cuda_work import TOGETHER, CommandWork, KernelWork, TableWork, batch_of
-from hostward.engine.host_task import add_task
+from hostward.core.inventory import MasterKind
 from hostward.errors import DeviceError
-from hostward.host.adamw import bias_tables
-from hostward.host.library import AccumulateTaskStruct, ClockedCall, Task, load
-from hostward.inventory import MasterKind
-from hostward.schedule import Lane
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.kernels.cpu.library import AccumulateTaskStruct, ClockedCall, Task, load
+from hostward.runtime.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.runtime.cuda.commands import Command, NativeCall, Verb
+from hostward.runtime.cuda.streams import INDEX, PIECE_BYTES, SECOND, copy_commands
+from hostward.runtime.cuda.timing import Timings
+from hostward.runtime.cuda.work import (
+    TOGETHER,
+    CommandWork,
+    HostWork,
+    KernelWork,
+    TableWork,
+    TaskWork,
+    batch_of,
+    copying,
+)
+from hostward.runtime.host_tasks import add_task
+from hostward.schedule.ops import Lane
 
 UPDATE = STREAM_OF[Lane.UPDATE]
 TABLE_BYTES, FIXED_BYTES = 32, 16

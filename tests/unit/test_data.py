@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hostward.errors import DataError
-from hostward.train.data import MemoryTokens, TokenDataset, build_dataset, epoch_permutation
-from hostward.train.documents import STDLIB_LIMIT_BYTES, stdlib_files
+from hostward.trainer.data.dataset import MemoryTokens, TokenDataset, build_dataset, epoch_permutation
+from hostward.trainer.data.documents import STDLIB_LIMIT_BYTES, stdlib_files
 
 OPTIONS: dict[str, Any] = {
     "data_format": "auto",

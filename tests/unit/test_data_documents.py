@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hostward.errors import DataError
-from hostward.train.data import TokenDataset, build_dataset
-from hostward.train.documents import jsonl_documents
-from hostward.train.tokenizer import ByteTokenizer, Document
+from hostward.trainer.data.dataset import TokenDataset, build_dataset
+from hostward.trainer.data.documents import jsonl_documents
+from hostward.trainer.data.tokenizer import ByteTokenizer, Document
 
 END = ByteTokenizer.end_of_document
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hostward.errors import DataError
-from hostward.train.data import TokenDataset, build_dataset
-from hostward.train.indexed import IndexedTokens, write_indexed
+from hostward.trainer.data.dataset import TokenDataset, build_dataset
+from hostward.trainer.data.megatron_indexed import IndexedTokens, write_indexed
 
 
 def build(path: Path | str, **changes: Any) -> TokenDataset:

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hostward import checkpoint, checkpoint_files, recipes
-from hostward.config import Config
+from hostward import recipes
+from hostward.checkpoint import api, files
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
 from hostward.errors import CheckpointError
-from hostward.overrides import apply_overrides
-from hostward.train import disk
-from hostward.train.disk import checkpoint_bytes, require_room, saves_to_come
+from hostward.trainer import memory_check
+from hostward.trainer.memory_check import checkpoint_bytes, require_room, saves_to_come
 
 VOCABULARY = 257
 
@@ -27,14 +28,14 @@ def configured(*words: str) -> Config:
 def saved(directory: Path, iteration: int, numel: int = 0) -> Path:
     """A checkpoint of an iteration, with a tensor of so many bytes."""
     tensors = {"filling": torch.zeros(numel, dtype=torch.uint8)}
-    return checkpoint.save(directory, iteration, tensors=tensors, plain={"iteration": iteration})
+    return api.save(directory, iteration, tensors=tensors, plain={"iteration": iteration})
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A disk with `bytes` free, so many checkpoints of the recipe and some more."""
     told = SimpleNamespace(bytes=0)
-    monkeypatch.setattr(disk, "room_bytes", lambda folder: told.bytes)
+    monkeypatch.setattr(memory_check, "room_bytes", lambda folder: told.bytes)
     return told
 
 
@@ -164,7 +165,7 @@ def test_what_is_removed_while_it_is_weighed_weighs_nothing(tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(Path, "is_file", gone)
-    assert checkpoint_files.leftover_bytes(tmp_path) == 10
+    assert files.leftover_bytes(tmp_path) == 10
 
 
 def test_room_is_that_of_the_nearest_folder_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def test_room_is_that_of_the_nearest_folder_there_is(tmp_path: Path, monkeypatch
         return SimpleNamespace(f_blocks=9, f_bfree=3, f_bavail=3, f_frsize=4096)
 
     monkeypatch.setattr(os, "statvfs", free)
-    assert disk.room_bytes(tmp_path) == disk.room_bytes(tmp_path / "not" / "yet") == 3 * 4096
+    assert memory_check.room_bytes(tmp_path) == memory_check.room_bytes(tmp_path / "not" / "yet") == 3 * 4096
     assert asked == [tmp_path, tmp_path]
 
 

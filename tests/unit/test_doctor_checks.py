@@ -10,12 +10,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hostward.core.host_limits import HostMemory
 from hostward.doctor.examine import CHECKS, examine, is_bad, render, to_dict
 from hostward.doctor.finding import Finding, Severity
-from hostward.hardware import HostMemory
-from hostward.hardware_profile import Hardware, profile
-from hostward.host.threads import CpuFacts
+from hostward.kernels.cpu.affinity import CpuFacts
 from hostward.machine.facts import NO_DEVICES, DeviceFacts, Facts
+from hostward.plan.hardware_profile import Hardware, profile
 
 from machine_cases import GIB, H200, ONE_GPU, SOUND, sound, with_gpu
 

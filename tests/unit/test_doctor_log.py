@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward.doctor.failures import Breadth
-from hostward.doctor.failures_at_run import FAILURES
+from hostward.doctor.known_failures import FAILURES, Breadth
 from hostward.doctor.log import is_bad, recognise, render, to_dict
 
 BY_NAME = {failure.name: failure for failure in FAILURES}

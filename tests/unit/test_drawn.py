@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from hostward import recipes
+from hostward.config.overrides import apply_overrides
 from hostward.errors import ModelError
-from hostward.overrides import apply_overrides
-from hostward.train.drawn import noted
-from hostward.train.models import build_model, empty_model, transformers_config
-from hostward.train.waiting import build_on_cpu
+from hostward.trainer.deferred_init import build_on_cpu, noted
+from hostward.trainer.models import build_model, empty_model, transformers_config
 
 WORDS = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=50"]
 CPU = torch.device("cpu")

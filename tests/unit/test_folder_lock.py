@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from hostward import checkpoint, folder_lock
+from hostward.checkpoint import api
 from hostward.errors import ConfigError
-from hostward.folder_lock import FILE, FolderLock
+from hostward.files import folder_lock
+from hostward.files.folder_lock import FILE, FolderLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hostward.folder_lock import FolderLock
+from hostward.files.folder_lock import FolderLock
 lock = FolderLock("theirs", Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -209,8 +210,8 @@ def test_a_file_system_without_locks_is_told_of(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     FolderLock("mine", tmp_path).release()
-    checkpoint.save(tmp_path, 1, tensors={}, plain={})
-    assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000001"
+    api.save(tmp_path, 1, tensors={}, plain={})
+    assert api.latest(tmp_path) == tmp_path / "iter_0000001"
     told = f"the file system of {tmp_path} keeps no locks ({os.strerror(number)}): nothing keeps other runs out"
     assert caplog.messages == [told]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hostward.engine.backend import Tier
-from hostward.engine.simulated import SimulatedBackend
-from hostward.training.fragments import KeepFragments
+from hostward.optim.op_binding import KeepFragments
+from hostward.runtime.backend import Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
 
 
 def test_elements_are_counted_in_the_flattened_gradient_and_kept_in_float32() -> None:

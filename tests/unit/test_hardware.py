@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward.hardware import HostMemory, host_memory, resident_bytes
+from hostward.core.host_limits import HostMemory, host_memory, resident_bytes
 
 GIB = 1024**3
 MACHINE = HostMemory(64 * GIB, 48 * GIB, "the machine")

@@ -14,9 +14,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hostward.core.host_limits import Rates
 from hostward.errors import ConfigError
-from hostward.hardware import Rates
-from hostward.hardware_profile import (
+from hostward.plan.hardware_profile import (
     PROFILES,
     VERSION,
     Cpu,

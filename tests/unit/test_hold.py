@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fake_backend import STREAM_OF, FakeBackend
 
-from hostward.engine.backend import RING, Event, Held
-from hostward.engine.cuda import CudaBackend
-from hostward.schedule import Lane
+from hostward.runtime.backend import RING, Event, Held
+from hostward.runtime.cuda.backend import CudaBackend
+from hostward.schedule.ops import Lane
 
 COPY_IN: Any = SimpleNamespace(cuda_stream=0xABC)
 GATHER: Any = SimpleNamespace(cuda_event=0x99)

@@ -13,10 +13,10 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from hostward.engine.backend import Event, Tier
-from hostward.engine.host_arena import Block, HostArena
-from hostward.engine.simulated import Order, SimulatedBackend
 from hostward.errors import MemoryLimitError, ModelError
+from hostward.runtime.backend import Event, Tier
+from hostward.runtime.pinned_arena import Block, HostArena
+from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
 KIB = 1024
 

@@ -9,9 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward import inventory
-from hostward.errors import ConfigError
-from hostward.inventory import (
+from hostward.core import inventory
+from hostward.core.inventory import (
     LARGEST_BUCKET_CAP,
     RANGE_ALIGNMENT_ELEMENTS,
     SMALLEST_BUCKET_CAP,
@@ -30,6 +29,7 @@ from hostward.inventory import (
     master_kind,
     state_bytes_per_element,
 )
+from hostward.errors import ConfigError
 
 caps = st.integers(1, 6).map(lambda k: k * SPLIT_ELEMENTS)
 sizes = st.one_of(

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from hostward.errors import ConfigError, DeviceError, PlacementError
-from hostward.host.adamw import bias_tables
-from hostward.kernels import adamw, norm
-from hostward.kernels.operand import dtype_code, require_device_operand, require_triton
+from hostward.kernels.cpu.adamw import bias_tables
+from hostward.kernels.cuda import adamw, norm
+from hostward.kernels.cuda.operand import dtype_code, require_device_operand, require_triton
 
 GPU_TESTS = [str(Path(__file__).parents[1] / "gpu" / f"test_{name}.py") for name in ("kernels", "kernels_norm")]
 
@@ -33,7 +33,7 @@ def test_device_kernels_equal_numpy_in_the_interpreter() -> None:
 
 
 def test_importing_the_kernels_does_not_import_triton() -> None:
-    code = "import sys, hostward.kernels.adamw, hostward.kernels.norm; sys.exit('triton' in sys.modules)"
+    code = "import sys, hostward.kernels.cuda.adamw, hostward.kernels.cuda.norm; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

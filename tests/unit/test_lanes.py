@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward.planning.lanes import UNSHARED, Program, Queue, Slowdown, run
+from hostward.plan.lane_simulator import UNSHARED, Program, Queue, Slowdown, run
 
 HALVED: Slowdown = tuple(
     (1.0, *((0.5, 0.5) if bits & 3 == 3 else (1.0, 1.0)), 1.0 - 0.25 * bool(bits & 3)) for bits in range(8)

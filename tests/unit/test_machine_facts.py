@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hostward.core.host_limits import HostMemory
 from hostward.errors import NativeError
-from hostward.hardware import HostMemory
-from hostward.host.library import Library
-from hostward.host.threads import CpuFacts
+from hostward.kernels.cpu.affinity import CpuFacts
+from hostward.kernels.cpu.library import Library
 from hostward.machine.devices import read_devices
 from hostward.machine.facts import NO_DEVICES, Facts, cpu_list, gather, read_pci
 

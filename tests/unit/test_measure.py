@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from hostward.engine.roofs import RMW_BYTES, ReadModifyWrite
-from hostward.hardware_profile import Hardware, profile
 from hostward.machine import measure
 from hostward.machine.measure import measure_machine, render
+from hostward.plan.hardware_profile import Hardware, profile
+from hostward.runtime.calibrate import RMW_BYTES, ReadModifyWrite
 
 SMALL = measure._Effort((1 << 20, 4 << 20), 16 << 20, 32 << 20, 1 << 20, 2)
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hostward.choice import Choice, Keep
+from hostward.core.inventory import Dtype, Inventory, Parameter, cut_buckets
+from hostward.core.placement import Placement
 from hostward.errors import ConfigError
-from hostward.gradient_model import Facts, Gradients
-from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
-from hostward.lowering.optimizer import GRADIENTS_IN_FLIGHT
-from hostward.memory_model import (
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.gradient_memory import Facts, Gradients
+from hostward.plan.memory_model import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACES,
     FIRST_STEP,
@@ -26,8 +26,8 @@ from hostward.memory_model import (
     Needs,
     required,
 )
-from hostward.plan import Placement
-from hostward.workload import Curve, Layer, Moment, PerToken, Saved, Way, Workload
+from hostward.plan.workload import Curve, Layer, Moment, PerToken, Saved, Way, Workload
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 
 LAYERS, NUMEL, TOKENS = 6, 1 << 20, 1024
 SAVED, INPUT, SPARE = 1000.0, 100.0, 300.0

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import masking_utils
 
 from hostward import recipes
-from hostward.config import Config
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
 from hostward.errors import ConfigError, ModelError
-from hostward.overrides import apply_overrides
-from hostward.train.models import MASKLESS, build_model, named_shapes, parameter_count, training_loss
+from hostward.trainer.models import MASKLESS, build_model, named_shapes, parameter_count, training_loss
 
 SMALL = (
     "model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=96 model.num_attention_heads=4 "

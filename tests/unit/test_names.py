@@ -13,9 +13,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hostward import names
 from hostward.errors import CheckpointError
-from hostward.names import by_plain_name, matched, plain_name
+from hostward.model import parameter_names
+from hostward.model.parameter_names import by_plain_name, matched, plain_name
 
 PLAIN = {
     "_orig_mod.w": "w",
@@ -83,4 +83,4 @@ def test_names_that_become_equal_are_an_error(side: str) -> None:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(names).failed == 0
+    assert doctest.testmod(parameter_names).failed == 0

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hostward.combinations import COMBINATIONS
-from hostward.config import options
-from hostward.options_doc import option_row, render, rule_row, status
-from hostward.overrides import DROPPED
-from hostward.rule_table import DIFFERENCES
+from hostward.config.overrides import DROPPED
+from hostward.config.reference_page import option_row, render, rule_row, status
+from hostward.config.rules.combinations import COMBINATIONS
+from hostward.config.rules.table import DIFFERENCES
+from hostward.config.schema import options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 
 def test_committed_page_equals_the_generated_one() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m hostward.options_doc docs/options.md"
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m hostward.config.reference_page docs/options.md"
 
 
 def test_every_option_rule_and_dropped_name_is_listed() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hostward.lowering.staging import FEWEST
-from hostward.schedule import Lane
-from hostward.training.pace import Pace
+from hostward.optim.staging_slots import Pace
+from hostward.schedule.ops import Lane
+from hostward.schedule.staging import FEWEST
 
 
 class Watch:

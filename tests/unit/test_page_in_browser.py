@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from report_cases import cut_short, gpu_report, gpu_trace
 
-from hostward.pages.page import render
-from hostward.run_report import Ended
+from hostward.report.page import render
+from hostward.report.schema import Ended
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)

@@ -11,16 +11,14 @@ import pytest
 from html_reader import Element, read_html
 from report_cases import GIB, MIB, cut_short, gpu_report, gpu_trace
 
-from hostward.engine.trace import Span, SpanKind, Trace
 from hostward.errors import ConfigError
-from hostward.pages import pictures, words
-from hostward.pages.charts import axis_around, axis_from_zero, axis_of_iterations
-from hostward.pages.lanes import Window, boxes_of, ticks
-from hostward.pages.page import render, unit_of
-from hostward.pages.series import SEEN, device_stack, host_stack, line
-from hostward.pages.timeline import chosen_step
-from hostward.run_report import Ended, OffloadReport, OwnerSamples, RunReport, StepMemory
-from hostward.schedule import Lane
+from hostward.report import formatting, png
+from hostward.report.formatting import SEEN, device_stack, host_stack, line
+from hostward.report.page import render, unit_of
+from hostward.report.schema import Ended, OffloadReport, OwnerSamples, RunReport, StepMemory
+from hostward.report.svg import Window, axis_around, axis_from_zero, axis_of_iterations, boxes_of, chosen_step, ticks
+from hostward.runtime.step_trace import Span, SpanKind, Trace
+from hostward.schedule.ops import Lane
 
 NOTHING = OwnerSamples((), (), {}, None, {}, ())
 
@@ -166,31 +164,31 @@ def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activat
 
 
 def test_the_answer_says_how_much_left_and_at_what_cost() -> None:
-    assert words.answer(gpu_report()) == (
+    assert formatting.answer(gpu_report()) == (
         "9.0 GiB of optimizer state (60 % of it) and 2.0 GiB of saved activations per step left the device, at the "
         "cost of 24.0 ms in each step of 430 ms (5.6 %) in which the GPU stood still for it; 310 ms of copies and "
         "host steps were hidden."
     )
     says = "left the simulated device; without a GPU there is no cost in time to tell."
-    assert words.answer(simulated(gpu_report())).endswith(says)
-    assert words.answer(cut_short(Ended.FAILED, "x")).endswith("; what that cost in time was not measured.")
+    assert formatting.answer(simulated(gpu_report())).endswith(says)
+    assert formatting.answer(cut_short(Ended.FAILED, "x")).endswith("; what that cost in time was not measured.")
     nothing = replace(gpu_report(), offloaded_bytes=0, activations=None)
-    assert words.answer(nothing) == "Nothing was offloaded: all 15.0 GiB of optimizer state stayed on the device."
+    assert formatting.answer(nothing) == "Nothing was offloaded: all 15.0 GiB of optimizer state stayed on the device."
     only = replace(gpu_report(), offloaded_bytes=0)
-    assert words.answer(only).startswith("2.0 GiB of saved activations per step left the device, at")
+    assert formatting.answer(only).startswith("2.0 GiB of saved activations per step left the device, at")
     weights = {"offloaded_bytes": 5 * GIB, "words": "weights: 5 GiB on the host"}
     both = replace(gpu_report(), activations={**(gpu_report().activations or {}), "weights": weights})
-    assert words.answer(both).startswith(
+    assert formatting.answer(both).startswith(
         "9.0 GiB of optimizer state (60 % of it), 5.0 GiB of weights of layers and 2.0 GiB of saved activations "
     )
     alone = replace(gpu_report(), offloaded_bytes=0, activations={"weights": weights, "words": ""})
-    assert words.answer(alone).startswith("5.0 GiB of weights of layers left the device, at")
+    assert formatting.answer(alone).startswith("5.0 GiB of weights of layers left the device, at")
 
 
 def test_a_cost_is_never_more_than_the_step() -> None:
     offload = gpu_report().offload
     assert isinstance(offload, OffloadReport)
-    assert "(100 %)" in words.answer(replace(gpu_report(), offload=replace(offload, exposed_s=0.6)))
+    assert "(100 %)" in formatting.answer(replace(gpu_report(), offload=replace(offload, exposed_s=0.6)))
 
 
 @pytest.mark.parametrize(
@@ -205,22 +203,28 @@ def test_a_cost_is_never_more_than_the_step() -> None:
 def test_a_run_that_did_not_finish_is_told_first(ended: Ended, says: str) -> None:
     (notice,) = read_html(render(cut_short(ended, "full"))).all("p", class_="notice")
     assert notice.text.startswith(says)
-    assert words.status(gpu_report()) is None
+    assert formatting.status(gpu_report()) is None
     assert not read_html(render(gpu_report())).all("p", class_="notice")
 
 
 def test_sizes_times_and_errors() -> None:
     sizes = {0: "0 B", 1023: "1,023 B", 1024: "1.0 KiB", 1536 * 1024: "1.5 MiB", 1023.99 * GIB: "1,024 GiB"}
-    assert [words.size(n) for n in sizes] == list(sizes.values())
-    assert words.size(2**50) == "1,048,576 GiB"
-    assert words.size(1024 * MIB - 1) == "1.0 GiB"
+    assert [formatting.size(n) for n in sizes] == list(sizes.values())
+    assert formatting.size(2**50) == "1,048,576 GiB"
+    assert formatting.size(1024 * MIB - 1) == "1.0 GiB"
     times = {0: "0.00 s", 2e-6: "2.0 µs", 0.0123: "12.3 ms", 0.43: "430 ms", 0.9996: "1.00 s", 1234.5: "1,234.50 s"}
-    assert [words.duration(s) for s in times] == list(times.values())
-    assert [words.number(v) for v in (0, 0.01234, 3.14159, 123456.7, None)] == ["0", "0.01234", "3.142", "123,457", "–"]
-    assert words.error_percent(110, 100) == "+10.0 %"
-    assert words.error_percent(90, 100) == "-10.0 %"
-    assert words.error_percent(0, 0) == "0.0 %"
-    assert [words.error_percent(p, m) for p, m in ((None, 1), (1, None), (1, 0))] == ["–"] * 3
+    assert [formatting.duration(s) for s in times] == list(times.values())
+    assert [formatting.number(v) for v in (0, 0.01234, 3.14159, 123456.7, None)] == [
+        "0",
+        "0.01234",
+        "3.142",
+        "123,457",
+        "–",
+    ]
+    assert formatting.error_percent(110, 100) == "+10.0 %"
+    assert formatting.error_percent(90, 100) == "-10.0 %"
+    assert formatting.error_percent(0, 0) == "0.0 %"
+    assert [formatting.error_percent(p, m) for p, m in ((None, 1), (1, None), (1, 0))] == ["–"] * 3
 
 
 def test_predictions_stand_beside_what_was_measured() -> None:
@@ -235,7 +239,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
 
 
 def test_placements_are_told_in_runs() -> None:
-    runs = words.placed_runs(gpu_report())
+    runs = formatting.placed_runs(gpu_report())
     assert [(r.placement, r.buckets) for r in runs] == [("device", 4), ("host", 5), ("streamed", 3)]
     assert sum(r.state_bytes for r in runs) == sum(b.state_bytes for b in gpu_report().plan)
     assert (runs[1].first, runs[1].last) == ("0004.model.layers.4", "0008.model.layers.8")
@@ -391,14 +395,14 @@ def test_pictures_need_matplotlib_and_say_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(ConfigError, match=r"--png needs the package matplotlib.*\n  fix: pip install matplotlib"):
-        pictures.draw_all(gpu_report(), None, tmp_path)
+        png.draw_all(gpu_report(), None, tmp_path)
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = pictures.draw_all(gpu_report(), gpu_trace(), tmp_path)
+    files = png.draw_all(gpu_report(), gpu_trace(), tmp_path)
     assert [file.name for file in files] == ["memory.png", "step.png", "frontier.png", "loss.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-    assert pictures.draw_all(empty(), Trace(), tmp_path) == []
+    assert png.draw_all(empty(), Trace(), tmp_path) == []
     with pytest.raises(ConfigError, match=r"memory\.png cannot be written"):
-        pictures.draw_all(gpu_report(), None, tmp_path / "missing")
+        png.draw_all(gpu_report(), None, tmp_path / "missing")

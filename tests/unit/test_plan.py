@@ -13,9 +13,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hostward.core.inventory import Dtype, Parameter, cut_buckets
+from hostward.core.placement import PlacedBucket, Placement, Plan, placed
 from hostward.errors import ConfigError
-from hostward.inventory import Dtype, Parameter, cut_buckets
-from hostward.plan import PlacedBucket, Placement, Plan, placed
 
 counts = st.integers(0, 2**62)
 rows = st.builds(PlacedBucket, st.text(max_size=20), counts, counts, counts, st.sampled_from(Placement))

@@ -15,11 +15,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from hostward.core.host_limits import Rates
+from hostward.core.inventory import Bucket, Dtype, MasterKind, Range, state_bytes_per_element
+from hostward.core.placement import Placement, checked_fraction, place_fraction, streamed_share, summed_on_host
 from hostward.errors import ConfigError
-from hostward.hardware import Rates
-from hostward.inventory import Bucket, Dtype, MasterKind, Range, state_bytes_per_element
-from hostward.plan import Placement
-from hostward.planner import checked_fraction, place_fraction, streamed_share, summed_on_host
 
 kinds = st.sampled_from(
     [(Dtype.FP32, MasterKind.WEIGHT), (Dtype.BF16, MasterKind.SPLIT), (Dtype.FP16, MasterKind.PLAIN)]

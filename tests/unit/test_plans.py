@@ -21,27 +21,26 @@ from hypothesis import given, settings
 from plan_cases import PAIRS, answered, llama_1b, llama_8b, llama_70b, qwen_30b
 from workload_cases import llama
 
-from hostward.choice import LEAVES, Choice, Keep
+from hostward.core.inventory import align
+from hostward.core.placement import Placement
+from hostward.core.units import GIB
 from hostward.errors import ConfigError
-from hostward.gradient_model import Facts, Gradients
-from hostward.hardware_profile import profile
-from hostward.inventory import align
-from hostward.lowering.optimizer import StepShape, lower_step
-from hostward.memory_model import STEADY_STEP, required
-from hostward.plan import Placement
-from hostward.planning.answer import Question, answer, default_budgets, verdict
-from hostward.planning.assignment import LAST_STAY, Forced, rounded_up
-from hostward.planning.costs import Costs
-from hostward.planning.frontier import Candidate, Frontier
-from hostward.planning.needs import Budgets
-from hostward.planning.plan_text import render
-from hostward.planning.shards import required_of, sharded
-from hostward.planning.speeds import speeds_of
-from hostward.planning.time_model import least_s, predict, predict_of
-from hostward.planning.turn import Turn
-from hostward.schedule import operands
-from hostward.sizes import GIB
-from hostward.step_model import StepModel
+from hostward.plan.budgets import Budgets
+from hostward.plan.cost_model import Costs, speeds_of
+from hostward.plan.decisions import LEAVES, Choice, Keep
+from hostward.plan.gradient_memory import Facts, Gradients
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import STEADY_STEP, required
+from hostward.plan.rank_partition import required_of, sharded
+from hostward.plan.render import render
+from hostward.plan.result import Question, answer, default_budgets, verdict
+from hostward.plan.search import Candidate, Frontier
+from hostward.plan.solver import LAST_STAY, Forced, rounded_up
+from hostward.plan.step_memory import StepModel
+from hostward.plan.step_time import least_s, predict, predict_of
+from hostward.plan.step_timeline import Turn
+from hostward.schedule.ops import operands
+from hostward.schedule.optimizer import StepShape, lower_step
 
 pytest.importorskip("scipy", reason="planning needs SciPy")
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hostward.engine import pools
-from hostward.engine.pools import HUGE_PAGE_BYTES, host_slab, host_slabs, numa_node_of
+from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.errors import MemoryLimitError
-from hostward.hardware import host_memory, resident_bytes
+from hostward.runtime import pinned_memory
+from hostward.runtime.pinned_memory import HUGE_PAGE_BYTES, host_slab, host_slabs, numa_node_of
 
 MIB = 1024**2
 
@@ -234,7 +234,7 @@ def test_the_next_slab_is_touched_while_one_is_being_locked() -> None:
 
 @pytest.mark.parametrize("locks", [False, True])
 def test_progress_rises_to_the_total(monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
-    monkeypatch.setattr(pools, "_TOUCH_BYTES", 4096)
+    monkeypatch.setattr(pinned_memory, "_TOUCH_BYTES", 4096)
     seen: list[tuple[int, int]] = []
     host_slabs(
         [10_000, 0, 6000, 384],
@@ -257,9 +257,9 @@ def test_a_bar_is_drawn_for_large_memory_on_a_terminal_only(monkeypatch: pytest.
         host_slab(size_bytes, owner="exp_avg", threads=1, lock=FakeLock())
         return stream.getvalue()
 
-    assert pools.BAR_BYTES == 8 << 30
-    monkeypatch.setattr(pools, "BAR_BYTES", 16 * MIB)
-    monkeypatch.setattr(pools, "_TOUCH_BYTES", 8 * MIB)
+    assert pinned_memory.BAR_BYTES == 8 << 30
+    monkeypatch.setattr(pinned_memory, "BAR_BYTES", 16 * MIB)
+    monkeypatch.setattr(pinned_memory, "_TOUCH_BYTES", 8 * MIB)
     assert drawn(io.StringIO(), 32 * MIB) == ""
     assert drawn(FakeTerminal(), 16 * MIB - 1) == ""
     lines = drawn(FakeTerminal(), 16 * MIB).split("\r")
@@ -354,7 +354,8 @@ def test_t01_more_than_is_left_is_refused_before_memory_is_touched() -> None:
 
 def test_t01_a_refusal_of_the_system_says_where_to_look() -> None:
     code = (
-        "import resource\nfrom hostward.engine.pools import host_slab\nfrom hostward.errors import MemoryLimitError\n"
+        "import resource\nfrom hostward.runtime.pinned_memory import host_slab\n"
+        "from hostward.errors import MemoryLimitError\n"
         "host_slab(4096, owner='warm-up', threads=1)\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))\n"
@@ -368,7 +369,7 @@ def test_t01_a_refusal_of_the_system_says_where_to_look() -> None:
 
 def test_h22_nothing_is_released_at_exit() -> None:
     code = (
-        "import builtins, os\nfrom hostward.engine.pools import host_slab\n"
+        "import builtins, os\nfrom hostward.runtime.pinned_memory import host_slab\n"
         "def slab(mark):\n"
         "    return host_slab(4096, owner='x', threads=1, lock=lambda a, n: lambda: os.write(1, mark))\n"
         "dropped = slab(b'dropped')\ndel dropped\nbuiltins.kept_to_the_end = slab(b'kept')\n"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from hostward.inventory import SPLIT_ELEMENTS, Dtype, Parameter, cut_buckets
-from hostward.rank_parts import cut_alike, first_parts
+from hostward.core.inventory import SPLIT_ELEMENTS, Dtype, Parameter, cut_buckets
+from hostward.plan.rank_partition import cut_alike, first_parts
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 64, 1000, 4096])), min_size=1, max_size=6)
 

@@ -11,24 +11,23 @@ import torch
 from workload_cases import chosen, llama
 
 from hostward import recipes
-from hostward.config import Config, options
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config, options
+from hostward.distributed.rank_failures import Failure, raised_by_all
 from hostward.errors import CheckpointError, ConfigError, DataError, MemoryLimitError
-from hostward.hardware_profile import profile
-from hostward.host.threads import CpuFacts
-from hostward.memory_model import required
-from hostward.overrides import apply_overrides
-from hostward.planning.costs import Costs
-from hostward.planning.frontier import Candidate
-from hostward.planning.needs import Budgets
-from hostward.planning.plan_file import PlanFile, plan_of
-from hostward.planning.speeds import speeds_of
-from hostward.rank_failures import Failure, raised_by_all
-from hostward.run_ranks import NodeRow, RankRow
-from hostward.train import memory
-from hostward.train.alike import OWN, differing, what_runs
-from hostward.train.models import named_shapes
-from hostward.train.ranks import Ranks
-from hostward.train.ranks_report import division, nodes, stragglers
+from hostward.kernels.cpu.affinity import CpuFacts
+from hostward.plan.budgets import Budgets
+from hostward.plan.cost_model import Costs, speeds_of
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import required
+from hostward.plan.plan_file import PlanFile, plan_of
+from hostward.plan.search import Candidate
+from hostward.report.schema import NodeRow, RankRow
+from hostward.trainer import memory_check
+from hostward.trainer.models import named_shapes
+from hostward.trainer.process_group import Ranks
+from hostward.trainer.report import division, nodes, stragglers
+from hostward.trainer.setup import OWN, differing, what_runs
 
 ROW = RankRow(0, "a", "cpu", 100, 60, None, data_s=0.001, host_step_s=0.1, transfer_s=0.05)
 
@@ -100,7 +99,7 @@ def test_each_rank_is_weighed_for_its_stages(stages: int, rounds: int | None) ->
     expected[0] += sizes["model.embed_tokens.weight"]
     expected[-1] += sizes["model.norm.weight"] + sizes["lm_head.weight"]
     ranks = [replace(Ranks(i, stages), stages=stages) for i in range(stages)]
-    found = [memory.require_memory(config, torch.device("cpu"), 300, rank).parameters for rank in ranks]
+    found = [memory_check.require_memory(config, torch.device("cpu"), 300, rank).parameters for rank in ranks]
     assert found == expected
     assert sum(found) == sum(sizes.values())
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hostward.engine import rates
-from hostward.engine.backend import Backend, Work
-from hostward.engine.simulated import SimulatedBackend
+from hostward.core.host_limits import Rates
+from hostward.core.inventory import cut_buckets
 from hostward.errors import ConfigError
-from hostward.hardware import Rates
-from hostward.inspect import Tracked
-from hostward.inventory import cut_buckets
-from hostward.schedule import Lane
-from hostward.training.mix import Mix
+from hostward.model.parameters import Tracked
+from hostward.optim.placement import Mix
+from hostward.runtime import calibrate
+from hostward.runtime.backend import Backend, Work
+from hostward.runtime.simulated.backend import SimulatedBackend
+from hostward.schedule.ops import Lane
 
 
 class Others:
@@ -38,16 +38,16 @@ class Others:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_ELEMENTS", 8192)
-    monkeypatch.setattr(rates, "_COPIED_BYTES", 8192)
+    monkeypatch.setattr(calibrate, "_ELEMENTS", 8192)
+    monkeypatch.setattr(calibrate, "_COPIED_BYTES", 8192)
 
 
 def test_ranks_measure_at_once_and_take_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: Callable[..., float] = lambda *_: 2.0  # noqa: E731
-    monkeypatch.setattr(rates, "_seconds", seconds)
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
     others = Others(rate=0.0)
-    alone = rates.measure_rates(SimulatedBackend(threads=1))
-    found = rates.measure_rates(SimulatedBackend(threads=1), others)
+    alone = calibrate.measure_rates(SimulatedBackend(threads=1))
+    found = calibrate.measure_rates(SimulatedBackend(threads=1), others)
     assert others.told == [1, 1, 1, 1, 1, 6]  # before each measurement, and at the end
     assert found.host_parameters_per_s == alone.host_parameters_per_s / 4
     assert found.duplex_bytes_per_s == alone.duplex_bytes_per_s / 4
@@ -64,8 +64,8 @@ def test_what_is_timed_beside_others_ends_before_them(monkeypatch: pytest.Monkey
         timed.append((Counter(work.lane for work in works), [work.lane for work in last]))
         return max(took[work.lane] for work in last)
 
-    monkeypatch.setattr(rates, "_seconds", seconds)
-    found = rates.measure_rates(SimulatedBackend(threads=1))
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
+    found = calibrate.measure_rates(SimulatedBackend(threads=1))
     # Three works take 1 s on the host and 4 s on the link, alone.
     assert timed[2] == ({Lane.D2H: 3}, [Lane.D2H])
     assert timed[3:] == [
@@ -96,7 +96,7 @@ def test_who_knows_more_of_the_step_tells_the_share_by_the_rates() -> None:
     asked: list[Rates] = []
 
     def told(rates: Rates) -> float:
-        asked.append(rates)
+        asked.append(calibrate)
         return 0.75
 
     mix, buckets = Mix(1.0, told), cut_buckets(tuple(t.facts for t in tracked_weights()))
@@ -114,7 +114,7 @@ def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: p
         told.append(own())
         return max(0.6, told[-1])
 
-    monkeypatch.setattr("hostward.training.mix._most", most)
+    monkeypatch.setattr("hostward.optim.placement._most", most)
     for buckets in (cut_buckets(tuple(t.facts for t in tracked_weights())), ()):
         mix = Mix(1.0, lambda _: 0.25)
         mix.rates = RATES

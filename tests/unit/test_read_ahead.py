@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from workload_cases import chosen, llama
 
-from hostward.choice import Choice, Keep
-from hostward.hardware_profile import profile
-from hostward.memory_model import Needs, required
-from hostward.planning.ahead import read_ahead
-from hostward.planning.costs import Costs
-from hostward.planning.speeds import Speeds, balanced_share, speeds_of
-from hostward.sizes import MIB
-from hostward.workload import Workload
+from hostward.core.units import MIB
+from hostward.plan.cost_model import Costs, Speeds, balanced_share, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import profile
+from hostward.plan.memory_model import Needs, required
+from hostward.plan.search import read_ahead
+from hostward.plan.workload import Workload
 
 H200 = speeds_of(profile("h200"))
 SMALL = llama(layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=8, vocab=8000, sequence=2048)

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from hostward import recipes
-from hostward.config import Config, OptimizerConfig, SchedulerConfig
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config, OptimizerConfig, SchedulerConfig
+from hostward.core.inventory import Dtype, Parameter, cut_buckets, layer_of
 from hostward.errors import ConfigError, UnknownNameError
-from hostward.inventory import Dtype, Parameter, cut_buckets, layer_of
-from hostward.overrides import apply_overrides
-from hostward.train.models import named_shapes
-from hostward.train.schedule_lr import learning_rate
+from hostward.trainer.lr_schedule import learning_rate
+from hostward.trainer.models import named_shapes
 
 
 def test_names() -> None:

@@ -10,12 +10,21 @@ from hypothesis import given, strategies as st
 from rule_cases import COMBINATION_CASES, SFT, TINY
 
 from hostward import recipes
-from hostward.combinations import COMBINATIONS
-from hostward.config import NAMESPACES, Config, get_option, options
+from hostward.config.overrides import apply_overrides
+from hostward.config.rules.combinations import COMBINATIONS
+from hostward.config.rules.table import (
+    DEPENDENT,
+    FROM_FOLDER,
+    NOT_BUILT,
+    NOT_BUILT_FOR_RANKS,
+    RANGES,
+    SIZES,
+    Kind,
+    Rule,
+)
+from hostward.config.schema import NAMESPACES, Config, get_option, options
+from hostward.config.validate import check, shown, violations
 from hostward.errors import ConfigError, NotBuiltError
-from hostward.overrides import apply_overrides
-from hostward.rule_table import DEPENDENT, FROM_FOLDER, NOT_BUILT, NOT_BUILT_FOR_RANKS, RANGES, SIZES, Kind, Rule
-from hostward.rules import check, shown, violations
 
 
 def tiny(words: str = "") -> Config:

@@ -14,8 +14,8 @@ import pytest
 from report_cases import ITERATIONS, cut_short, gpu_report
 
 from hostward.errors import ConfigError
-from hostward.run_report import REPORT_FILE, Ended, StepMemory, finite, read_report
-from hostward.text_files import replace_text
+from hostward.files.atomic_file import replace_text
+from hostward.report.schema import REPORT_FILE, Ended, StepMemory, finite, read_report
 
 
 def test_a_report_reads_back_as_it_was(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hostward.engine.backend import Ledger, Tier
-from hostward.train.sampling import BACKWARD, FORWARD, MemorySampler
+from hostward.runtime.backend import Ledger, Tier
+from hostward.trainer.memory_sampler import BACKWARD, FORWARD, MemorySampler
 
 
 class FakeAllocator:

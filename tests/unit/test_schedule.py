@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hostward.errors import ConfigError
-from hostward.schedule import Kind, Lane, Op, Schedule, operands
+from hostward.schedule.ops import Kind, Lane, Op, Schedule, operands
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_.]{0,6}(/[0-9]{1,3})?", fullmatch=True)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from hostward import recipes
-from hostward.overrides import apply_overrides
-from hostward.train.placing import accumulates_in_fp32, share_of
+from hostward.config.overrides import apply_overrides
+from hostward.trainer.offload_options import accumulates_in_fp32, share_of
 
 
 @pytest.mark.parametrize(

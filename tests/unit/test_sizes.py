@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from hostward.core.units import gib, size_bytes, sizes_apart
 from hostward.errors import ConfigError
-from hostward.sizes import gib, size_bytes, sizes_apart
 
 
 @pytest.mark.parametrize(

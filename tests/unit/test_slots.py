@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hostward.engine.backend import Buffer, Tier
-from hostward.engine.simulated import SimulatedBackend
+from hostward.core.placement import Placement
 from hostward.errors import MemoryLimitError
-from hostward.lowering.optimizer import StepShape, lower_step, slots_by_last_use, slots_of
-from hostward.lowering.staging import FEWEST, Span, late_bucket, settle
-from hostward.plan import Placement
-from hostward.schedule import Lane
-from hostward.training.slots import Slots
+from hostward.optim.staging_slots import Slots
+from hostward.runtime.backend import Buffer, Tier
+from hostward.runtime.simulated.backend import SimulatedBackend
+from hostward.schedule.ops import Lane
+from hostward.schedule.optimizer import StepShape, lower_step, slots_by_last_use, slots_of
+from hostward.schedule.staging import FEWEST, Span, late_bucket, settle
 
 SLOT = 1024
 

@@ -15,16 +15,15 @@ import pytest
 from hypothesis import given, settings
 from workload_cases import all_device, chosen, llama
 
-from hostward.choice import Choice, Keep
+from hostward.core.inventory import Inventory
 from hostward.errors import ConfigError
-from hostward.hardware_profile import PROFILES, profile
-from hostward.inventory import Inventory
-from hostward.planning.costs import Costs
-from hostward.planning.lanes import Queue
-from hostward.planning.shards import sharded
-from hostward.planning.speeds import EXCHANGE_TRAFFIC, HOST_STEP_BYTES, Speeds, balanced_share, speeds_of
-from hostward.planning.time_model import explain, predict
-from hostward.workload import Workload
+from hostward.plan.cost_model import EXCHANGE_TRAFFIC, HOST_STEP_BYTES, Costs, Speeds, balanced_share, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import PROFILES, profile
+from hostward.plan.lane_simulator import Queue
+from hostward.plan.rank_partition import sharded
+from hostward.plan.step_time import explain, predict
+from hostward.plan.workload import Workload
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = speeds_of(profile("h200"))

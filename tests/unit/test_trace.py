@@ -24,9 +24,9 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hostward.engine.trace import Span, SpanKind, Summary, Trace, from_chrome, union_s
 from hostward.errors import ConfigError
-from hostward.schedule import Lane
+from hostward.runtime.step_trace import Span, SpanKind, Summary, Trace, from_chrome, union_s
+from hostward.schedule.ops import Lane
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "trace_picture.py"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hostward.engine.trace import SpanKind
-from hostward.schedule import Lane
-from hostward.training.tracing import Tracing
-from hostward.training.weight_residency import GATHERED, ROOM
+from hostward.optim.diagnostics import Tracing
+from hostward.runtime.step_trace import SpanKind
+from hostward.schedule.ops import Lane
+from hostward.weights.residency import GATHERED, ROOM
 
 
 def test_a_wait_for_a_gather_lies_within_the_forward_of_its_layer() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hostward.run_report import StepBytes
-from hostward.train.watermark import FullDevice, Watermark
+from hostward.report.schema import StepBytes
+from hostward.trainer.memory_sampler import FullDevice, Watermark
 
 KIB_PER_GIB = 1024 * 1024
 GIB = 1 << 30

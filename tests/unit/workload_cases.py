@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hostward.choice import Choice, Keep
-from hostward.inventory import Dtype, Inventory, Parameter, cut_buckets
-from hostward.plan import Placement
-from hostward.planner import place_fraction
-from hostward.workload import Layer, PerToken, Saved, Workload
+from hostward.core.inventory import Dtype, Inventory, Parameter, cut_buckets
+from hostward.core.placement import Placement, place_fraction
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.workload import Layer, PerToken, Saved, Workload
 
 
 def llama(

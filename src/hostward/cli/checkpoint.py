@@ -19,7 +19,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell what a checkpoint holds."""
-    from hostward.train import export
+    from hostward.trainer import export
 
     contents = export.inspect(folder, verify=verify)
     typer.echo(json.dumps(contents.to_dict(), indent=1) if as_json else contents.to_text())
@@ -33,7 +33,7 @@ def convert(
     ] = "safetensors",
 ) -> None:
     """Write the weights as transformers loads them, or weights and state for torch.optim.AdamW."""
-    from hostward.train import export
+    from hostward.trainer import export
 
     for path in export.convert(folder, out, form):
         typer.echo(path)

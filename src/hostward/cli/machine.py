@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hostward.cli.output import print_tables, require_replaceable, require_writable, write_report
 from hostward.errors import ConfigError
-
-from .output import print_tables, require_replaceable, require_writable, write_report
 
 if TYPE_CHECKING:
     from hostward.doctor.finding import Finding
     from hostward.doctor.log import Recognised
-    from hostward.hardware_profile import Hardware
+    from hostward.plan.hardware_profile import Hardware
 
 HARDWARE_FILE = Path("hardware.json")
 
@@ -57,8 +56,8 @@ def bench_machine(
 ) -> None:
     """Measure this machine (link, host memory, host step, page-locking, matrix products) and write a hardware file."""
     require_replaceable("--json", json_file)
-    from hostward.hardware_profile import save
     from hostward.machine.measure import measure_machine, render
+    from hostward.plan.hardware_profile import save
 
     hardware = measure_machine(quick=quick, threads=threads, progress=lambda stage: print(stage, file=sys.stderr))
     save(hardware, json_file)
@@ -85,7 +84,7 @@ def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
 
 def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
     """The rates to look at, or why there are none. A file that was named must be one; one that lies about need not."""
-    from hostward.hardware_profile import PROFILES, load
+    from hostward.plan.hardware_profile import PROFILES, load
 
     if file is not None:
         if str(file) in PROFILES and not file.exists():

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hostward.collector import uncollected
+from hostward.cli.output import require_replaceable, require_writable
+from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.errors import ConfigError, HostwardError, UnknownNameError
-
-from .output import require_replaceable, require_writable
-from .recipe import DEFAULT_RECIPE, configured
+from hostward.trainer.garbage_collection import uncollected
 
 if TYPE_CHECKING:
-    from hostward.config import Config
-    from hostward.hardware_profile import Hardware
-    from hostward.planning.answer import Answer, Question
-    from hostward.planning.assignment import Forced
-    from hostward.planning.needs import Budgets
-    from hostward.planning.speeds import Speeds
-    from hostward.workload import Workload
+    from hostward.config.schema import Config
+    from hostward.plan.budgets import Budgets
+    from hostward.plan.cost_model import Speeds
+    from hostward.plan.hardware_profile import Hardware
+    from hostward.plan.result import Answer, Question
+    from hostward.plan.solver import Forced
+    from hostward.plan.workload import Workload
 
 DEFAULT_PROFILE = "h200"
 
@@ -106,11 +105,11 @@ def plan(
         raise UnknownNameError(f"hostward plan has no command {words[0]!r}", fix="hostward plan diff A.json B.json")
     require_replaceable("--json", json_file)
     require_writable("--plot", plot)
-    from hostward.hardware_profile import PROFILES
-    from hostward.planning.answer import Question
-    from hostward.planning.plan_text import compared, render
-    from hostward.planning.speeds import speeds_of
-    from hostward.train.planning import by_hand, forced_by_hand
+    from hostward.plan.cost_model import speeds_of
+    from hostward.plan.hardware_profile import PROFILES
+    from hostward.plan.render import compared, render
+    from hostward.plan.result import Question
+    from hostward.trainer.plan_request import by_hand, forced_by_hand
 
     counts = _counts(gpus)
     if len(counts) > 1 and (plot is not None or json_file is not None):
@@ -165,7 +164,7 @@ def _answers(
     counts: list[int], asked: Callable[[int], Question], plot: Path | None, json_file: Path | None
 ) -> tuple[list[Answer], dict[int, HostwardError]]:
     """For these numbers of GPUs; and those among which the step cannot be divided, unless these are all."""
-    from hostward.planning.shards import UndividedError
+    from hostward.plan.rank_partition import UndividedError
 
     answers: list[Answer] = []
     undivided: dict[int, HostwardError] = {}
@@ -180,14 +179,14 @@ def _answers(
 
 
 def _answer(question: Question, plot: Path | None, json_file: Path | None) -> Answer:
-    from hostward.planning import plan_file
-    from hostward.planning.answer import answer
-    from hostward.planning.plan_text import frontier_points
-    from hostward.planning.shards import required_of
+    from hostward.plan import plan_file
+    from hostward.plan.rank_partition import required_of
+    from hostward.plan.render import frontier_points
+    from hostward.plan.result import answer
 
     found = answer(question, required_of(question.workload))
     if plot is not None:
-        from hostward.planning.plan_picture import draw
+        from hostward.plan.render import draw
 
         found.frontier.widen()  # its line goes on to the right of what the device has
         draw(found, plot)
@@ -208,8 +207,8 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
 
 def _tell_refused(file: Path) -> None:
     """What was chosen by hand may be more than training carries out."""
-    from hostward.planning import plan_file
-    from hostward.training.planned import layers_of
+    from hostward.attachment import layers_of
+    from hostward.plan import plan_file
 
     if file.exists():
         try:
@@ -219,12 +218,12 @@ def _tell_refused(file: Path) -> None:
 
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
-    from hostward.planning.shards import sharded
-    from hostward.rule_table import captured, resharded, widened
-    from hostward.rules import check
-    from hostward.train.kept import usual_folder
-    from hostward.train.planning import asked_of, phases_of, require_by_rows, require_planned, unplanned_graphs
-    from hostward.train.workload import recipe_workload
+    from hostward.config.rules.table import captured, resharded, widened
+    from hostward.config.validate import check
+    from hostward.plan.rank_partition import sharded
+    from hostward.trainer.plan_request import asked_of, phases_of, require_by_rows, require_planned, unplanned_graphs
+    from hostward.trainer.workload import recipe_workload
+    from hostward.trainer.workload_cache import usual_folder
 
     require_by_rows(config, "hostward plan", gpus)
     check(config, world_size=1)
@@ -250,11 +249,11 @@ def _require_none_of_a_file(given: dict[str, int | None]) -> None:
 def _of_file(
     path: Path, sequence: int | None, batch: int | None, micro_batch: int | None, gpus: int, *, resharded: bool
 ) -> tuple[Workload, Forced, tuple[str, ...]]:
-    from hostward.memory_model import TRAINING
-    from hostward.planning.assignment import Forced
-    from hostward.planning.shards import sharded
-    from hostward.train.kept import usual_folder
-    from hostward.train.workload import config_workload
+    from hostward.plan.memory_model import TRAINING
+    from hostward.plan.rank_partition import sharded
+    from hostward.plan.solver import Forced
+    from hostward.trainer.workload import config_workload
+    from hostward.trainer.workload_cache import usual_folder
 
     size = micro_batch or 1
     total = batch or size * gpus
@@ -273,7 +272,7 @@ def _of_file(
 
 
 def _hardware(text: str | None) -> Hardware:
-    from hostward import hardware_profile
+    from hostward.plan import hardware_profile
 
     if text is None:
         return hardware_profile.profile(DEFAULT_PROFILE)
@@ -290,9 +289,9 @@ def _hardware(text: str | None) -> Hardware:
 
 def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None, pinned: str | None) -> Budgets:
     """Of one GPU; what is not given is what the machine has less a reserve."""
-    from hostward.planning.answer import default_budgets
-    from hostward.planning.needs import Budgets
-    from hostward.sizes import size_bytes
+    from hostward.core.units import size_bytes
+    from hostward.plan.budgets import Budgets
+    from hostward.plan.result import default_budgets
 
     usual = default_budgets(machine, gpus)
     return Budgets(
@@ -304,14 +303,14 @@ def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None,
 
 def _diff(words: list[str]) -> None:
     """Exit code 1 if the plans differ."""
-    from hostward.planning import plan_diff, plan_file
+    from hostward.plan import diff, plan_file
 
     if len(words) != 2:
         raise ConfigError(f"plan diff takes two files, got {len(words)}", fix="hostward plan diff A.json B.json")
     plans = plan_file.load(Path(words[0])), plan_file.load(Path(words[1]))
-    lines = plan_diff.differences(*plans)
+    lines = diff.differences(*plans)
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([plan_diff.summary(*plans), *lines]))
+    typer.echo("\n".join([diff.summary(*plans), *lines]))
     raise typer.Exit(1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import ranks
+from hostward.cli import ranks
 
 if TYPE_CHECKING:
-    from hostward.config import Config
+    from hostward.config.schema import Config
 
 DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
 
@@ -16,7 +16,7 @@ DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
 def configured(recipe: str, overrides: Sequence[str] | None) -> Config:
     """The recipe's options with these in their place. Raises ConfigError, UnknownNameError."""
     from hostward import recipes
-    from hostward.overrides import apply_overrides
+    from hostward.config.overrides import apply_overrides
 
     return apply_overrides(recipes.load(recipe), overrides or [])
 
@@ -25,7 +25,7 @@ def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
     """As `configured`, and refused here if the options alone say that nothing will come of it: to import what trains
     takes seconds. Several processes are counted there first.
     """
-    from hostward.rules import check
+    from hostward.config.validate import check
 
     with ranks.alike():
         config = configured(recipe, overrides)
@@ -46,7 +46,7 @@ def listing() -> list[str]:
 
 
 def _needs(config: Config) -> tuple[str, str, str, str]:
-    from hostward.rule_table import unset_sizes
+    from hostward.config.rules.table import unset_sizes
 
     model, sizes, asks = config.model, "sizes of the folder", "needs model.hf_model_path=FOLDER"
     if not unset_sizes(config):

@@ -13,15 +13,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hostward.checkpoint_files import read_latest
+from hostward.checkpoint.files import read_latest
+from hostward.cli.output import require_folder
 from hostward.errors import HostwardError
-from hostward.run_report import REPORT_FILE, TRACE_FILE, Ended, RunReport
-
-from .output import require_folder
+from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport
 
 if TYPE_CHECKING:
-    from hostward.config import CheckpointConfig
-    from hostward.train.loop import Run
+    from hostward.config.schema import CheckpointConfig
+    from hostward.trainer.loop import Run
 
 log = logging.getLogger("hostward")
 
@@ -139,7 +138,7 @@ class RunFiles:
         self._next_s = ended_s + max(INTERVAL_S, (ended_s - began_s) / _SHARE)
 
     def _made(self, ended: Ended, reason: str | None) -> RunReport:
-        from hostward.train.report import report
+        from hostward.trainer.report import report
 
         return report(self._run, self._circumstances(), ended=ended, reason=reason)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hostward.doctor.finding import Finding, Severity
 from hostward.machine.facts import Facts
-
-from .finding import Finding, Severity
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 

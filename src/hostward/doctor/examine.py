@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostward import __version__
-from hostward.host.threads import default_threads
+from hostward.doctor.environment_checks import ENVIRONMENT_CHECKS
+from hostward.doctor.finding import Finding, Severity
+from hostward.doctor.machine_checks import MACHINE_CHECKS, gib
+from hostward.doctor.rate_checks import RATE_CHECKS
+from hostward.kernels.cpu.affinity import default_threads
 from hostward.machine.facts import Facts
-
-from .environment_checks import ENVIRONMENT_CHECKS
-from .finding import Finding, Severity
-from .machine_checks import MACHINE_CHECKS, gib
-from .rate_checks import RATE_CHECKS
 
 if TYPE_CHECKING:
     from rich.table import Table

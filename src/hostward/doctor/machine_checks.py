@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hostward.host.threads import LAUNCH_THREADS_PER_RANK, default_threads
+from hostward.core.units import GIB, MIB
+from hostward.doctor.finding import Finding, Severity
+from hostward.kernels.cpu.affinity import LAUNCH_THREADS_PER_RANK, default_threads
 from hostward.machine.facts import (
     LOCK_LIMIT_FIX,
     LOCK_LIMIT_WHY,
@@ -11,9 +13,6 @@ from hostward.machine.facts import (
     Facts,
     has_slow_halves,
 )
-from hostward.sizes import GIB, MIB
-
-from .finding import Finding, Severity
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 _FEW_THREADS = 4

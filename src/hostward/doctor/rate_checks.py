@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hostward.hardware_profile import Gpu, Hardware, LinkRate, profile_of
+from hostward.doctor.finding import Finding, Severity
 from hostward.machine.facts import Facts
-
-from .finding import Finding, Severity
+from hostward.plan.hardware_profile import Gpu, Hardware, LinkRate, profile_of
 
 WARNING = Severity.WARNING
 

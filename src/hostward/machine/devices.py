@@ -7,8 +7,7 @@ import warnings
 from pathlib import Path
 
 from hostward.errors import HostwardError
-
-from .facts import NO_DEVICES, DeviceFacts, GpuFacts, read_pci
+from hostward.machine.facts import NO_DEVICES, DeviceFacts, GpuFacts, read_pci
 
 PROBE_BYTES = 64 << 20
 """Page-locked once, to see that it works."""
@@ -52,7 +51,7 @@ def _reason(heard: list[warnings.WarningMessage]) -> str:
 def _gpu(index: int, root: Path) -> GpuFacts:
     import torch
 
-    from hostward.engine.driver import pci_address
+    from hostward.runtime.cuda.driver import pci_address
 
     properties = torch.cuda.get_device_properties(index)
     try:
@@ -76,7 +75,7 @@ def _gpu(index: int, root: Path) -> GpuFacts:
 def _pinned_error() -> str | None:
     import torch
 
-    from hostward.engine.cuda_memory import host_blocks
+    from hostward.runtime.cuda.memory import host_blocks
 
     try:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from hostward.core.host_limits import HostMemory, host_memory
 from hostward.errors import NativeError
-from hostward.hardware import HostMemory, host_memory
-from hostward.hardware_profile import Hardware
-from hostward.host.library import Library, load
-from hostward.host.threads import CpuFacts, cpu_list, read_cpu_facts
+from hostward.kernels.cpu.affinity import CpuFacts, cpu_list, read_cpu_facts
+from hostward.kernels.cpu.library import Library, load
+from hostward.plan.hardware_profile import Hardware
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "safetensors")
 VARIABLES = (

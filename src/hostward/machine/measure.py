@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hostward.engine.backend import Backend, Tier
-from hostward.engine.choose import backend_for
-from hostward.engine.host_task import own_threads
-from hostward.engine.rates import measure_host_step, measure_rates
-from hostward.engine.roofs import RMW_BYTES, RMW_ELEMENTS, Links, ReadModifyWrite, recorded
-from hostward.hardware import Rates
-from hostward.hardware_profile import VERSION, Cpu, Gpu, Hardware, Limits, LinkRate
-from hostward.sizes import GIB, MIB
-
-from .facts import NO_DEVICES, Facts, gather
+from hostward.core.host_limits import Rates
+from hostward.core.units import GIB, MIB
+from hostward.machine.facts import NO_DEVICES, Facts, gather
+from hostward.plan.hardware_profile import VERSION, Cpu, Gpu, Hardware, Limits, LinkRate
+from hostward.runtime.backend import Backend, Tier
+from hostward.runtime.backend_choice import backend_for
+from hostward.runtime.calibrate import (
+    RMW_BYTES,
+    RMW_ELEMENTS,
+    Links,
+    ReadModifyWrite,
+    measure_host_step,
+    measure_rates,
+    recorded,
+)
+from hostward.runtime.host_tasks import own_threads
 
 if TYPE_CHECKING:
     from rich.table import Table

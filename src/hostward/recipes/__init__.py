@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hostward.config import Config
+from hostward.config.schema import Config, nearest
 from hostward.errors import UnknownNameError
-from hostward.option_fields import nearest
 from hostward.recipes.llama import llama32_1b_pretrain_config
 from hostward.recipes.qwen3 import qwen3_8b_pretrain_config, qwen3_600m_sft_config
 from hostward.recipes.qwen3_moe import qwen3_30b_a3b_pretrain_config, qwen3_moe_tiny_pretrain_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostward.config import Config
+from hostward.config.schema import Config
 
 
 def llama32_1b_pretrain_config() -> Config:

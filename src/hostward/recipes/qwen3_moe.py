@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostward.config import Config
+from hostward.config.schema import Config
 
 
 def qwen3_30b_a3b_pretrain_config() -> Config:

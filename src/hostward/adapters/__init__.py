@@ -1,1 +1,0 @@
-"""Glue to the libraries that people train with, one file for each."""

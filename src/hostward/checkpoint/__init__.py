@@ -1,0 +1,1 @@
+"""Save and load training state: atomic, sharded, checksummed, beside training."""

@@ -1,0 +1,370 @@
+"""Save and load checkpoints: tensors through torch.distributed.checkpoint (DCP), made atomic and checked.
+
+DCP is neither. It writes into the final folder, so a killed save can leave one that loads, and it checks nothing. Here
+each save goes to a hidden folder, which gets a manifest with a checksum per chunk, is made durable, is renamed, and is
+then named by `DIR/latest`. Plans, file format and table of contents are DCP's: it reads these folders too.
+
+    checkpoint_files, checkpoint_manifest   the folder and its manifest (no torch)
+    checkpoint_request                      what may be saved
+    checkpoint_plan, checkpoint_writer      pieces of tensors, and the files that they are written to
+    checkpoint_ranks                        processes that save together
+    checkpoint_save, checkpoint_saver       one save; the saves of a run, waited for or beside training
+    checkpoint_snapshot                     the copy that is written while training goes on
+    checkpoint_state                        the state of a model and its optimizer, by name
+
+Trust: DCP keeps its table of contents as a pickle. It is read only after its checksum agreed, with an unpickler that
+knows nothing but DCP's own data classes, and tensors are read with torch's `weights_only`. So loading runs no code from
+a checkpoint. The checksums find damage, not forgery: whoever can write the files can change the numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from hostward.checkpoint import files
+from hostward.checkpoint.async_saver import MODES as MODES, Mode as Mode, Saver as Saver
+from hostward.checkpoint.collective import Ranks, Stop
+from hostward.checkpoint.save_plan import Value
+from hostward.checkpoint.saving import PLAIN, RANKS, typed_failures
+from hostward.checkpoint.state_dict import (
+    empty_optimizer_tensors as empty_optimizer_tensors,
+    optimizer_state as optimizer_state,
+    parts_of as parts_of,
+)
+from hostward.checkpoint.validate import JSON
+from hostward.checkpoint.writer import in_threads
+from hostward.errors import CheckpointError
+from hostward.model.parameter_names import matched
+from hostward.plan.memory_model import writer_count
+
+_SHOWN_NAMES = 3
+
+_METADATA_CLASSES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+
+
+# --- saving ---
+
+
+def save(
+    directory: Path,
+    iteration: int,
+    *,
+    tensors: Mapping[str, Value],
+    plain: Mapping[str, JSON],
+    most_recent_k: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save one checkpoint and wait for it: `Saver(directory, ...).save(...)`, which says all about it.
+
+    The tensors must not change until this returns. Besides them, host memory holds copies of a few pieces at a time (of
+    device tensors and views that are not contiguous), never of all.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError, MemoryLimitError: as `Saver.save`.
+    """
+    saver = Saver(directory, group=group, most_recent_k=most_recent_k)
+    try:
+        path = saver.save(iteration, tensors=tensors, plain=plain)
+    finally:
+        saver.close()
+    return cast(Path, path)
+
+
+# --- loading ---
+
+
+def latest(directory: Path) -> Path | None:
+    """Return the checkpoint that `directory/latest` names, or None where nothing has been saved.
+
+    Sizes are checked here, contents by `load` and `verify`.
+
+    Raises:
+        CheckpointError: the pointer is malformed, or names a folder that is missing or incomplete; the text names the
+            newest complete one before it. `directory` is not a folder or cannot be read.
+    """
+    with files.system_errors(f"cannot read checkpoints in {directory}"):
+        return files.read_latest(Path(directory))
+
+
+def verify(path: Path) -> None:
+    """Check the size of every file of a checkpoint and the checksum of every chunk.
+
+    Raises:
+        CheckpointError: names the file and the chunk, and the newest complete checkpoint before it.
+    """
+    files.verify_files(Path(path))
+
+
+def read_plain(path: Path) -> dict[str, JSON]:
+    """Return what was saved as `plain`, after checking its file.
+
+    Raises:
+        CheckpointError: as `verify`.
+    """
+    return cast(dict[str, JSON], json.loads(_read_verified(Path(path), PLAIN)))
+
+
+def tensor_index(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every tensor by name, after checking the table of contents; reads no tensor.
+
+    Raises:
+        CheckpointError: as `verify`.
+    """
+    return _index(_read_metadata(Path(path)))
+
+
+def read_own(path: Path) -> list[Any]:
+    """Return what each rank saved as its `own`, by rank; empty where none did. The file is checked.
+
+    Raises:
+        CheckpointError: as `verify`.
+    """
+    path = Path(path)
+    if RANKS not in files.file_names(path):
+        return []
+    return cast(list[Any], json.loads(_read_verified(path, RANKS)))
+
+
+def load(
+    path: Path,
+    into: Mapping[str, torch.Tensor],
+    *,
+    ignore: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a checkpoint into existing tensors, in place, whatever their device and however they are divided.
+
+    Every name, shape and dtype is checked first, and every chunk: of all files, or with `group` of what this rank
+    reads. `into` is not touched unless all agree, on all ranks. Host memory holds a few pieces besides `into` (a whole
+    tensor of a checkpoint that an earlier version saved).
+
+    Args:
+        path: the folder of the checkpoint, as `latest` returns it.
+        into: the tensors by name: all that the checkpoint holds besides `ignore`, no others. A name means the same
+            with and without what torch.compile (`_orig_mod.`) and data parallelism (`module.`) put into it.
+        ignore: names that the checkpoint may hold and that are not loaded, such as optimizer state.
+        group: of the processes that load together, all of which call this; any number, whoever saved it. None: one.
+
+    Raises:
+        CheckpointError: as `verify`; or the checkpoint is of another model (names, shapes or dtypes differ); or another
+            rank failed. A disk that fails between check and read raises it too, and leaves `into` partly filled.
+    """
+    path, what, stop = Path(path), f"cannot load checkpoint {path}", Stop()
+    ranks = Ranks(group)
+    try:
+        reading = _Reading(path, into, ignore)
+        ranks.together(what, lambda: reading.check(whole=ranks.size == 1), stop, arriving=True)
+        ranks.together(what, reading.read, stop)
+    finally:
+        ranks.close()
+
+
+def load_some(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Load these tensors of a checkpoint and no others, in place. What is read of it is checked first.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    index = tensor_index(Path(path))
+    reading = _Reading(Path(path), into, set(index) - set(into))
+    reading.check(whole=False)
+    reading.read()
+
+
+class _Reading:
+    """One load by this process."""
+
+    def __init__(self, path: Path, into: Mapping[str, torch.Tensor], ignore: Collection[str]) -> None:
+        self._path, self._into, self._ignore = path, into, ignore
+        self._planner = DefaultLoadPlanner()
+        self._reader: _CheckedReader
+        self._plan: LoadPlan
+
+    def check(self, *, whole: bool) -> None:
+        """Everything, before anything is loaded. `whole`: all files, else what will be read."""
+        path = self._path
+        if whole:
+            verify(path)
+        metadata = _read_metadata(path)
+        found = _index(metadata)
+        saved_names = matched(self._into, found)
+        into = {saved_names.get(name, name): tensor for name, tensor in self._into.items()}
+        ignored = {*self._ignore, *matched(self._ignore, found).values()}
+        index = {name: entry for name, entry in found.items() if name in into or name not in ignored}
+        _check_same_model(path, index, into)
+        self._reader = _CheckedReader(str(path), metadata)
+        with typed_failures(f"cannot load checkpoint {path}"):
+            self._planner.set_up_planner(into, metadata, True)
+            self._reader.set_up_storage_reader(metadata, True)
+            self._plan = self._planner.create_local_plan()
+        if not whole:
+            files.verify_ranges(path, self._reader.ranges(self._plan))
+
+    def read(self) -> None:
+        """Fill the tensors."""
+        shares = self._reader.by_file(self._plan, writer_count())
+        with typed_failures(f"cannot load checkpoint {self._path}"):
+            in_threads([partial(self._read, share) for share in shares], Stop())
+
+    def _read(self, plan: LoadPlan) -> None:
+        with torch.no_grad():
+            self._reader.read_data(plan, self._planner).wait()
+
+
+def restore(
+    path: Path | None,
+    model: torch.nn.Module,
+    optimizer: Any,
+    *,
+    with_state: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load what `parts_of` told, saved with `plain={"optimizer": parts.optimizer, ...}`, at any placement and any
+    number of ranks. Call it before weights are offloaded (`attach(weights=)`).
+
+    Args:
+        with_state: False: weights only; moments and step counts stay as they are.
+
+    Raises:
+        CheckpointError: as `load`; None, which `latest` returns where there is none. MemoryLimitError: no room for the
+            state on its way.
+    """
+    if path is None:
+        raise CheckpointError(
+            "there is no checkpoint to restore",
+            why="the path is None, which checkpoint.latest returns for a folder without one",
+            fix="go on without it where it is None, as in the first run",
+        )
+    plain = read_plain(path)
+    index = tensor_index(path)
+    into = {f"model/{name}": t for name, t in model.state_dict().items()}
+    saved_names = matched(into, index)  # of tied weights the first alone
+    into = {name: t for name, t in into.items() if name in saved_names}
+    state = empty_optimizer_tensors(optimizer) if with_state else {}
+    others = {name for name in index if not name.startswith("model/")} - set(state)
+    load(path, {**into, **state}, ignore=others, group=group)
+    optimizer.reseed()
+    if with_state:
+        optimizer.load_state_dict(optimizer_state(cast("Mapping[str, Any]", plain["optimizer"]), state))
+
+
+class _CheckedReader(FileSystemReader):
+    """DCP's file reader with a table of contents that was checked and read without running code."""
+
+    def __init__(self, path: str | os.PathLike[str], metadata: Metadata) -> None:
+        super().__init__(path)
+        self._checked_metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._checked_metadata
+
+    def ranges(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:
+        """Bytes [start, stop) that a plan reads, by file."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            found.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
+        return found
+
+    def by_file(self, plan: LoadPlan, most: int) -> list[LoadPlan]:
+        """The plan in at most so many parts, of different files."""
+        names = {name: i % most for i, name in enumerate(self.ranges(plan))}
+        shares: list[list[Any]] = [[] for _ in range(max(1, min(most, len(names))))]
+        for item in plan.items:
+            shares[names[self.storage_data[item.storage_index].relative_path]].append(item)
+        return [replace(plan, items=share) for share in shares]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows DCP's data classes and torch's dtypes; anything else in the pickle is refused."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) in _METADATA_CLASSES:
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
+            return getattr(torch, global_name)
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no table of contents needs")
+
+
+def _read_verified(path: Path, name: str) -> bytes:
+    files.verify_files(path, [name])
+    with files.system_errors(f"cannot read checkpoint {path}"):
+        return (path / name).read_bytes()
+
+
+def _read_metadata(path: Path) -> Metadata:
+    content = _read_verified(path, files.METADATA)
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError, IndexError, ImportError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: cannot read {files.METADATA}",
+            why=str(error),
+            fix="load it with the version of torch that saved it",
+        ) from error
+    return cast(Metadata, metadata)
+
+
+def _index(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _check_same_model(
+    path: Path, index: Mapping[str, tuple[tuple[int, ...], torch.dtype]], into: Mapping[str, torch.Tensor]
+) -> None:
+    differing = [
+        f"{name} (saved {_describe(*index[name])}, wanted {_describe(tuple(tensor.shape), tensor.dtype)})"
+        for name, tensor in into.items()
+        if name in index and (tensor.is_meta or index[name] != (tuple(tensor.shape), tensor.dtype))
+    ]
+    groups = {
+        "missing in the checkpoint": [name for name in into if name not in index],
+        "only in the checkpoint": [name for name in index if name not in into],
+        "of another shape or dtype": differing,
+    }
+    found = [f"{len(names)} {kind}: {_first(names)}" for kind, names in groups.items() if names]
+    if found:
+        raise CheckpointError(
+            f"checkpoint {path} is of another model",
+            why="; ".join(found),
+            fix="build the model as the run did that saved it, or load a checkpoint of this model",
+        )
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more

@@ -1,0 +1,223 @@
+"""Processes that save or load together: each learns within a minute when another one fails, dies or stops answering.
+
+What they do is cut into steps. Every rank carries out a step on a thread of its own and meanwhile tells the others,
+several times a second, whether it is at work, done or failed. A rank that ends closes its connections, which its
+neighbours see at once; one whose machine is gone is missed after `ANSWER_S`. Nobody goes on to the next step alone.
+
+Ranks talk over Gloo, in a group of their own: collectives of training go on beside it, and no GPU takes part.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hostward.distributed.rank_failures import Failure, raised_by_all
+from hostward.errors import CheckpointError, HostwardError
+
+T = TypeVar("T")
+
+ARRIVE_S = 600.0
+"""Ranks come to a save or a load within so long of each other, or within what their process group waits, if that is
+less.
+"""
+ANSWER_S = 30.0
+"""From then on each tells how it is doing within so long, or that."""
+ROUND_S = 0.2
+_FAREWELL_S = 5.0
+_INTACT = "the last complete checkpoint is as it was"
+_BUSY, _DONE, _FAILED = 0, 1, 2
+
+
+class StoppedError(CheckpointError):
+    """The save has been given up, by whoever made it or because something else has failed."""
+
+
+class Stop:
+    """Asks what is under way to end early."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ask(self) -> None:
+        self._event.set()
+
+    def asked(self) -> bool:
+        return self._event.is_set()
+
+    def check(self) -> None:
+        """Raises StoppedError if it was asked."""
+        if self._event.is_set():
+            raise StoppedError("stopped half way", why="the save was given up, here or on another rank")
+
+
+class _Step(Generic[T]):
+    """A step on a thread of its own.
+
+    Never on the main one, which alone Python interrupts: between a file's last piece and its end, torch's zip writer
+    takes an interrupt for nothing else than a reason to abort the process.
+    """
+
+    def __init__(self, body: Callable[[], T]) -> None:
+        self._body = body
+        self._future: Future[T] = Future()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="hostward checkpoint step").start()
+
+    def _run(self) -> None:
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            self._future.set_result(self._body())
+        except BaseException as error:  # noqa: BLE001 - `value` raises it
+            self._future.set_exception(error)
+
+    def end(self) -> None:
+        """Return when it is over; what has not begun does not. `start` may have been interrupted anywhere."""
+        if not self._future.cancel():
+            wait([self._future])
+
+    def wait(self, limit_s: float | None = None) -> int:
+        wait([self._future], limit_s)
+        return _BUSY if not self._future.done() else _DONE if self.error is None else _FAILED
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with. It is over."""
+        return self._future.exception() if self._future.done() else None
+
+    @property
+    def value(self) -> T:
+        return self._future.result()
+
+
+def patience_s(group: dist.ProcessGroup) -> float:
+    """How long processes of the group wait for one another."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(float(backend.options._timeout.total_seconds()) for backend in backends)
+
+
+class Ranks:
+    """The processes of a group, or this one alone.
+
+    Args:
+        group: a process group of any kind; all of its processes make this object. None: one process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = 0, 1
+        self._gloo: Any = None
+        self._arrive_s, self._answer_s = ARRIVE_S, ANSWER_S
+        if group is None:
+            return
+        most_s = patience_s(group)
+        self._arrive_s, self._answer_s = min(ARRIVE_S, most_s), min(ANSWER_S, most_s)
+        members = dist.get_process_group_ranks(group)
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        if self.size > 1:
+            # Not `new_group`: it takes part of all processes, or a name that the store has had before.
+            name = [secrets.token_hex(8)]
+            dist.broadcast_object_list(name, src=members[0], group=group)
+            store = PrefixStore(f"hostward/{name[0]}", _get_default_store())
+            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._arrive_s))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that does what is done once."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """End the connections. Nobody talks any more."""
+        self._gloo = None
+
+    def together(self, what: str, body: Callable[[], T], stop: Stop, *, arriving: bool = False) -> list[T]:
+        """Carry out `body` on every rank; returns what it returned on each, which is pickled on the way.
+
+        Args:
+            what: for errors: what cannot be done if this fails.
+            stop: asked if another rank fails; `body` looks at it if it takes long.
+            arriving: ranks may come to this step at different times.
+
+        Raises:
+            CheckpointError, MemoryLimitError: a rank failed; the same on all of them. On a rank that was interrupted:
+                what interrupted it.
+        """
+        step = _Step(body)
+        try:
+            step.start()
+            if self._gloo is None:
+                return [step.value]
+            self._until_done(what, step, arriving)
+            return [cast(T, value) for value in self._exchange(what, step.value)]
+        except BaseException as error:
+            stop.ask()
+            step.end()
+            if self._gloo is not None and not isinstance(error, HostwardError):
+                self._say_failed(error)
+            raise
+
+    def _until_done(self, what: str, step: _Step[Any], arriving: bool) -> None:
+        limit_s = self._arrive_s if arriving else self._answer_s
+        while True:
+            own = step.wait(ROUND_S)
+            found = self._gather(what, torch.tensor([own]), limit_s)
+            limit_s = self._answer_s
+            states = [int(state) for state in found]
+            if _FAILED in states:
+                causes = self._exchange(what, Failure.of(step.error) if step.error is not None else None)
+                if step.error is not None and not isinstance(step.error, Exception):
+                    raise step.error
+                told = [(f"rank {rank}", cause) for rank, cause in enumerate(causes)]
+                error = raised_by_all(told, what=what, fix=_INTACT, kind=CheckpointError)
+                error.everywhere = False  # each rank says so: the first may be ended while it clears up
+                raise error from step.error
+            if _BUSY not in states:
+                return
+
+    def _say_failed(self, error: BaseException) -> None:
+        """To ranks that are in the middle of this step. They may not hear it, and miss this rank then."""
+        try:
+            self._gather("", torch.tensor([_FAILED]), _FAREWELL_S)
+            self._exchange("", Failure.of(error), _FAREWELL_S)
+        except HostwardError:
+            return
+
+    def _exchange(self, what: str, value: object, limit_s: float | None = None) -> list[Any]:
+        limit_s = self._answer_s if limit_s is None else limit_s
+        stream = io.BytesIO()
+        pickle.dump(value, stream)
+        own = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        lengths = [int(length) for length in self._gather(what, torch.tensor([len(own)]), limit_s)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = own
+        parts = self._gather(what, padded, limit_s)
+        # Written by a process of this very run a moment ago.
+        return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def _gather(self, what: str, own: torch.Tensor, limit_s: float) -> Sequence[torch.Tensor]:
+        """Raises CheckpointError if a rank is gone."""
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        start_s = time.monotonic()
+        try:
+            self._gloo.allgather([found], [own]).wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            waited_s = time.monotonic() - start_s
+            raise CheckpointError(
+                what or "the other ranks were not told",
+                why=f"another rank ended or did not answer for {waited_s:.0f} s ({str(error).splitlines()[0]})",
+                fix=f"see the output of the other ranks; {_INTACT}",
+            ) from error
+        return found

@@ -1,0 +1,96 @@
+"""The state of a run by name: what a checkpoint holds of a model and its optimizer, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostward.checkpoint.save_plan import Value
+from hostward.model.parameter_names import plain_name
+from hostward.model.parameters import is_plain
+from hostward.optim.state_reader import Source, StateSources, Stretch
+
+if TYPE_CHECKING:
+    from hostward.optim.adamw import AdamW
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What `Saver.save` takes of a model and its optimizer.
+
+    tensors: `model/NAME` and `optimizer/NAME/ROLE`. optimizer: format and parameter groups, plain values.
+    """
+
+    tensors: dict[str, Value]
+    optimizer: dict[str, Any]
+
+
+def parts_of(model: torch.nn.Module, optimizer: AdamW) -> Parts:
+    """The state as it lies, nothing of it copied but buffers and offloaded weights that are not trained.
+
+    Raises:
+        ModelError: as `AdamW.sources`.
+    """
+    sources = optimizer.sources()
+    tensors: dict[str, Value] = {f"{MODEL}{n}": v for n, v in _model_values(model, optimizer, sources)}
+    for name, roles in sources.state.items():
+        tensors[f"{OPTIMIZER}{name}/step"] = sources.steps[name]
+        tensors |= {f"{OPTIMIZER}{name}/{role}": source for role, source in roles.items()}
+    groups = [dict(group) for group in sources.param_groups]
+    return Parts(tensors, {"format": sources.format, "param_groups": groups})
+
+
+def _model_values(model: torch.nn.Module, optimizer: AdamW, sources: StateSources) -> Iterator[tuple[str, Value]]:
+    """Parameters and saved buffers by plain name, tied ones once."""
+    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    trained = {plain: sources.names.get(id(p)) for plain, p in parameters.items()}
+    saved: Mapping[str, torch.Tensor] = {}
+    if None in trained.values():  # of weights that are not trained only the module knows whether they are here
+        saved = {plain_name(name): t for name, t in model.state_dict().items()}
+    readers = next(iter(sources.weights.values())).readers if sources.weights else None
+    for plain, parameter in parameters.items():
+        name = trained[plain]
+        if name is not None:
+            yield plain, sources.weights[name]
+        elif plain in saved:
+            here = saved[plain]
+            flat = is_plain(here) and here.is_contiguous() and here.numel() and readers is not None
+            if flat and here.data_ptr() == parameter.data_ptr() and readers is not None:
+                whole = torch.empty(here.shape, dtype=here.dtype, device="meta")
+                stretch = Stretch(0, math.prod(here.shape), here.detach().view(-1))
+                yield plain, Source(here.shape, here.dtype, (stretch,), whole, optimizer.backend, readers)
+            else:
+                yield plain, here
+    yield from _saved_buffers(model)
+
+
+def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield plain_name(f"{path}.{name}" if path else name), buffer
+
+
+def empty_optimizer_tensors(optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """Host tensors by the names of `parts_of`, to load the optimizer's state into. Raises MemoryLimitError."""
+    state = optimizer.empty_state()
+    return {f"{OPTIMIZER}{n}/{role}": t for n, entry in state.items() for role, t in entry.items()}
+
+
+def optimizer_state(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What `AdamW.load_state_dict` takes, of plain values and tensors as `parts_of` names them."""
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(OPTIMIZER):
+            name, role = key.removeprefix(OPTIMIZER).rsplit("/", 1)
+            state.setdefault(name, {})[role] = tensor
+    return {**plain, "state": state}

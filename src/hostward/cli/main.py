@@ -1,0 +1,359 @@
+"""`hostward train | report | verify | plan | recipes | checkpoint | doctor | bench`, and what happens when they fail.
+
+Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 nobody reads the
+output, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from hostward import __version__
+from hostward.cli import checkpoint, machine, output, plan, ranks, report, run_files
+from hostward.cli.output import (
+    Marked,
+    circumstances,
+    command_words,
+    gone_if_refused,
+    print_tables,
+    require_folder,
+    require_replaceable,
+    require_writable,
+    write_json,
+    write_report,
+)
+from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
+from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+TERMINATED = 143
+_LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="hostward",
+    help="CPU offloading for PyTorch training that keeps the same bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Options as namespace.option=value; docs/options.md lists them.")
+]
+Recipe = Annotated[str, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
+]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hostward {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _face(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """For what stands before a command."""
+
+
+def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:
+    """Let typer parse the words and hand the command back, to be run outside: typer turns Ctrl-C into an exit code."""
+
+    @wraps(command)
+    def chosen(*arguments: P.args, **options: P.kwargs) -> Callable[[], None]:
+        return partial(command, *arguments, **options)
+
+    return chosen
+
+
+@app.command()
+@_deferred
+def train(
+    overrides: Overrides = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+    json_file: JsonFile = None,
+    trace_file: TraceFile = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            metavar="FOLDER",
+            help="The run's folder, for report.json and trace.json; checkpoint.save by default.",
+        ),
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Where everything goes, from `hostward plan --json`.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if it does not fit the memory, by the model, or the disk.")
+    ] = False,
+) -> None:
+    """Train a recipe, and print what moved, what it holds and how fast it went."""
+    config = checked(recipe, overrides)
+    require_writable("--json", json_file)
+    require_replaceable("--trace", trace_file)
+    if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
+        with ranks.alike():
+            raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
+    planned = None
+    if plan_file is not None:
+        from hostward.plan.plan_file import load
+
+        planned = load(plan_file)
+    _seed_environment(config.model.deterministic_mode)
+    from hostward.trainer import loop, tensorboard
+    from hostward.trainer.report import render
+
+    # Of logits that are gathered: nothing is done to them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
+    with gone_if_refused(run_dir if first_rank else None):
+        if first_rank and run_dir is not None:
+            require_folder(f"--run-dir {run_dir}", run_dir)
+        if first_rank and tensorboard_dir is not None:
+            tensorboard.require_tensorboard(tensorboard_dir)
+            require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
+        run = loop.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
+    run.keeps_folders = True
+    over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
+    folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
+    timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
+    with ExitStack() as stack:
+        stack.callback(run.let_go)
+        stack.enter_context(run_files.how_to_go_on(config.checkpoint))
+        asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None
+        stack.enter_context(run_files.terminable(asked))
+        files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))
+        tell: list[Callable[[Any], None]] = [files.going_on] if first_rank else []
+        if first_rank:
+            tell.append(stack.enter_context(output.Progress(sys.stderr)).show)
+        if first_rank and tensorboard_dir is not None:
+            tell.append(stack.enter_context(tensorboard.Scalars(tensorboard.open_writer(tensorboard_dir))).write)
+        metered = loop.METERED_ITERATIONS if timed else 0
+        loop.train(run, progress=partial(_tell, tell), metered=metered)
+    with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
+        stack.callback(run.ranks.gather, None)  # `main` ends each rank when all are here
+        if first_rank and files.report is not None:
+            stack.callback(write_json, json_file, files.report.to_json())
+            if trace_file is not None and run.trace is not None:
+                stack.callback(run.trace.write, trace_file)
+            if not over:
+                print_tables(render(files.report))
+            if folder is not None:
+                typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
+            if run.stopped:
+                print(_stopped(run), file=sys.stderr)
+    if run.stopped:
+        raise typer.Exit(TERMINATED)
+
+
+def _stopped(run: Any) -> str:
+    done = f"{run.iteration} of {run.config.train.train_iters} iterations"
+    return f"terminated after {done}; saved {run.saved}; {run_files.going_on(run.config.checkpoint)}"
+
+
+def _tell(those: Sequence[Callable[[Any], None]], run: Any) -> None:
+    for each in those:
+        each(run)
+
+
+@app.command()
+@_deferred
+def verify(
+    overrides: Overrides = None,
+    recipe: Recipe = DEFAULT_RECIPE,
+    fraction: Annotated[
+        list[str] | None,
+        typer.Option("--fraction", metavar="FRACTION", help="Share of the state to offload; may be given repeatedly."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option("--placement", metavar="host|streamed|mixed", help="Where that share is stepped; repeatable."),
+    ] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option("--schedule", metavar="hidden|serial", help="When it is stepped; repeatable."),
+    ] = None,
+    microbatches: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--microbatches", metavar="COUNT", help="Microbatches of a rank per step, each compared; repeatable."
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Train without and with offloading on the same data, and compare every loss, weight and moment, bit for bit.
+
+    Without options: 0.25 of the state on the host with the serial schedule, 0.5 half streamed, all on the host, and
+    all streamed; with options that offload something, be it activations or weights of layers alone: these. --fraction,
+    --placement, --schedule and --microbatches are combined with each other. A second pair of runs reads, copies and
+    changes the weights after each step. Under torchrun each rank compares its own part, and all end with one verdict.
+    The verdict is the first line; details follow.
+    """
+    config = checked(recipe, overrides)
+    require_writable("--json", json_file)
+    _seed_environment(True)
+    from hostward.trainer.process_group import Ranks
+    from hostward.trainer.verify import command as verification
+    from hostward.trainer.verify.cases import choose
+
+    here = Ranks.of(os.environ)
+    with ranks.alike():
+        fractions = [_number("--fraction", text) for text in fraction or []]
+        given = placement or [], schedule or [], microbatches or []
+        sized = any(word.partition("=")[0].strip() == "train.micro_batch_size" for word in overrides or [])
+        chosen = choose(config, fractions, *given, world_size=here.size, divide=not sized)
+    verdict = verification.verify(recipe, config, chosen)
+    with ExitStack() as stack:
+        # When one rank ends with an exit code the launcher ends the rest.
+        stack.callback(here.gather, None)
+        if here.first:
+            stack.callback(write_report, json_file, verdict.to_dict())
+            typer.echo(verdict.sentence)
+            print_tables(verification.render(verdict))
+    if not verdict.passed:
+        ranks.leave_for_launcher(verdict.sentence if here.first else ranks.AS_THE_FIRST)
+        raise typer.Exit(1)
+
+
+@app.command()
+@_deferred
+def recipes() -> None:
+    """List the recipes: name, layers, length of sequences, dtype, and what has to be named."""
+    typer.echo("\n".join(listing()))
+
+
+app.command("report")(_deferred(report.report))
+app.command()(_deferred(plan.plan))
+app.command()(_deferred(machine.doctor))
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench.command("machine")(_deferred(machine.bench_machine))
+app.add_typer(bench, name="bench")
+saved = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and write them in other forms.")
+saved.command("inspect")(_deferred(checkpoint.inspect))
+saved.command("convert")(_deferred(checkpoint.convert))
+app.add_typer(saved, name="checkpoint")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. `--debug` anywhere shows tracebacks."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [w for w in words if w != "--debug"]
+    command_words.set(words)
+    level = logging.INFO if ranks.is_first() else logging.WARNING
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Marked(ranks.prefix()))
+    logging.basicConfig(level=level, handlers=[handler])
+    try:
+        code = _run(words, debug)
+    except BaseException:
+        if ranks.met():
+            sys.excepthook(*sys.exc_info())
+            ranks.end_at_once(1)
+        raise
+    if ranks.met():
+        ranks.end_at_once(code)
+    return code
+
+
+def _run(words: list[str], debug: bool) -> int:
+    try:
+        chosen = app(words, standalone_mode=False, prog_name="hostward")
+        if isinstance(chosen, int):  # --help
+            return chosen
+        chosen()
+        return 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, run_files.Terminated) as ended:
+        if debug:
+            raise
+        interrupted = isinstance(ended, KeyboardInterrupt)
+        print("; ".join(["interrupted" if interrupted else "terminated", *_notes(ended)]), file=sys.stderr)
+        return INTERRUPTED if interrupted else TERMINATED
+    except BrokenPipeError:
+        # Nobody reads on, as in `hostward train | head`. The interpreter would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except HostwardError as error:
+        if debug:
+            raise
+        if ranks.tells(error.everywhere):
+            ranks.tell(f"error: {error}")
+        if error.everywhere:
+            ranks.wait_for_others()
+        return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        lost = None if debug else ranks.of_lost_rank(error)
+        if lost is not None:
+            ranks.tell(f"error: {lost}")
+            return lost.exit_code
+        if debug or not _is_out_of_memory(error):
+            raise
+        ranks.tell(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
+        return MemoryLimitError.exit_code
+    except _usage_errors() as error:
+        if ranks.tells(everywhere=True):
+            error.show()
+            ranks.leave_for_launcher(f"error: {error.format_message()}")
+            _tell_flag(getattr(error, "option_name", None) or "")
+        ranks.wait_for_others()
+        return 2
+
+
+def _notes(ended: BaseException) -> list[str]:
+    """What was added on the way; of several ranks by the first, for all have the same to say."""
+    return getattr(ended, "__notes__", []) if ranks.is_first() else []
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch has a class for a full device only; on the CPU its text tells."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "not enough memory" in text
+
+
+def _tell_flag(flag: str) -> None:
+    from hostward.config.overrides import unknown_flag
+
+    fix = unknown_flag(flag)
+    if fix is not None:
+        print(f"  fix: {fix}", file=sys.stderr)
+
+
+def _usage_errors() -> type[Any]:
+    # typer brings its own copy of click or imports it, depending on its version; its public subclass knows which.
+    return next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _seed_environment(deterministic: bool) -> None:
+    # cuBLAS reads this once, when it starts: before torch touches the device.
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text} is no number", fix=f"write, for example, {option} 0.5") from error

@@ -1,0 +1,1 @@
+"""Options with Megatron's names: their declaration, parsing and validation. No torch."""

@@ -1,0 +1,61 @@
+"""Options of public calls: names that are none and values out of range are refused here, before anything is done."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from hostward.config.schema import nearest
+from hostward.errors import ConfigError, UnknownNameError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C")
+
+
+def named_options(call: Callable[P, R]) -> Callable[P, R]:
+    """The call, which raises UnknownNameError, with the nearest name, for a keyword that it does not have."""
+    names = list(inspect.signature(call).parameters)
+    called = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        for name in options:
+            if name not in names:
+                closest = nearest(name, names)
+                known = ", ".join(n for n in names if n != "self")
+                raise UnknownNameError(
+                    f"{called}() has no option {name!r}",
+                    fix=f"did you mean {closest}?" if closest else f"options are {known}",
+                )
+        return call(*args, **options)
+
+    return checked
+
+
+def named_fields(kind: type[C]) -> type[C]:
+    """The same of a dataclass."""
+    kind.__init__ = named_options(kind.__init__)  # type: ignore[method-assign]
+    return kind
+
+
+def require_whole(option: str, value: object, *, least: int, optional: bool = False) -> None:
+    """Raises ConfigError unless the value of an option is a whole number of at least `least`, 0 or 1; or None."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{option} must be a whole number, got {value!r}", fix=f"{option.rpartition('.')[2]}=1")
+    if value < least:
+        raise ConfigError(f"{option} must {'not be negative' if least == 0 else 'be at least 1'}, got {value}")
+
+
+def require_fewer(count: int | None, layers: int) -> None:
+    """Raises ConfigError unless so many first layers leave the last one of `layers` where it is. None: all but it."""
+    if count is not None and not 0 < count < layers:
+        raise ConfigError(
+            f"CPU offloading can be done only for layers less than {layers}",
+            why=f"the model has {layers} layers, and {count} were asked for",
+            fix=f"num_layers between 1 and {layers - 1}: the last layer's backward begins as soon as its forward ends",
+        )

@@ -1,0 +1,1 @@
+"""Rules that options keep together, and what is said where they do not."""

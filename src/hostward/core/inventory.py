@@ -1,0 +1,226 @@
+"""What exists: the parameters of an optimizer, cut into buckets. Facts as frozen data; no torch.
+
+Glossary:
+    parameter   one tensor that the optimizer updates, flattened in row-major order
+    range       elements [start, stop) of one parameter
+    bucket      a run of ranges of one layer, dtype and parameter group, in order of use in forward; the unit of
+                placing, moving and stepping. Buckets never change a result (docs/exactness.md), only when and where
+                it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from hostward.errors import ConfigError
+
+SPLIT_ELEMENTS = 4096
+"""A tensor is split only at multiples of this, so that the chunks of the norm never straddle two ranges."""
+
+SMALLEST_BUCKET_CAP = 64 * 1024
+LARGEST_BUCKET_CAP = 64 * 1024 * 1024
+RANGE_ALIGNMENT_ELEMENTS = 128
+"""Each range starts at a multiple of this within its bucket: 256 bytes of 16-bit elements, for vector code."""
+
+
+class Dtype(StrEnum):
+    """Element types of weights and gradients."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def itemsize_bytes(self) -> int:
+        return 4 if self is Dtype.FP32 else 2
+
+
+class MasterKind(StrEnum):
+    """How the fp32 master of a weight is stored."""
+
+    WEIGHT = "weight"
+    """The weight is fp32 and is itself the master."""
+    SPLIT = "split"
+    """bf16 weight (high half) and int16 remainder (low half): together the fp32 master, losslessly."""
+    PLAIN = "plain"
+    """A 16-bit weight beside a separate fp32 master."""
+
+
+def master_kind(dtype: Dtype, *, split: bool = True) -> MasterKind:
+    """The master kept for a weight of `dtype`; `split=False` keeps a bf16 master unsplit."""
+    if dtype is Dtype.FP32:
+        return MasterKind.WEIGHT
+    return MasterKind.SPLIT if dtype is Dtype.BF16 and split else MasterKind.PLAIN
+
+
+def state_bytes_per_element(kind: MasterKind) -> int:
+    """Bytes of optimizer state that leave the device with one offloaded element: moments 8, remainder 2 or master 4."""
+    return {MasterKind.WEIGHT: 8, MasterKind.SPLIT: 10, MasterKind.PLAIN: 12}[kind]
+
+
+def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
+    """Host bytes of one offloaded element, gradients aside: its state and its weight as the source of the upload."""
+    return state_bytes_per_element(kind) + dtype.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One trainable tensor, or the part of it that this process has: `numel` elements from `first` on. `layer` names
+    the part of the model that uses it, `group` its optimizer parameter group. `rows` is the first dimension of the
+    whole tensor, by which ranks divide it; 0: not known.
+    """
+
+    name: str
+    numel: int
+    dtype: Dtype
+    layer: str
+    group: int = 0
+    first: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements [start, stop) of the flattened parameter `name`, counted from the first one that this process has."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A run of ranges that are placed, moved and stepped together. Without slots: sums over its ranges are kept, since
+    planning asks for them a million times.
+    """
+
+    index: int
+    layer: str
+    dtype: Dtype
+    group: int
+    kind: MasterKind
+    ranges: tuple[Range, ...]
+
+    @cached_property
+    def name(self) -> str:
+        return f"{self.index:04d}.{self.layer}"
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(r.numel for r in self.ranges)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First element of each range within the bucket's slabs; the last entry is the padded length."""
+        offsets = [0]
+        for r in self.ranges:
+            offsets.append(align(offsets[-1] + r.numel, RANGE_ALIGNMENT_ELEMENTS))
+        return tuple(offsets)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        return self.numel * state_bytes_per_element(self.kind)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        return self.numel * host_bytes_per_element(self.dtype, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The trainable parameters and their buckets, in order of use in forward."""
+
+    parameters: tuple[Parameter, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(b.state_bytes for b in self.buckets)
+
+
+def align(value: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `value`."""
+    return -(-value // unit) * unit
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter by its dotted name: up to the first number, else the module that owns it.
+
+    >>> layer_of("model.layers.3.mlp.down_proj.weight"), layer_of("model.embed_tokens.weight"), layer_of("bias")
+    ('model.layers.3', 'model.embed_tokens', '')
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1])
+
+
+def bucket_cap(numel: int) -> int:
+    """Largest bucket, in elements, for a model of `numel`: a 64th of it, at least 64 Ki and at most 64 Mi."""
+    return max(SMALLEST_BUCKET_CAP, min(LARGEST_BUCKET_CAP, numel // 64)) // SPLIT_ELEMENTS * SPLIT_ELEMENTS
+
+
+def cut_buckets(
+    parameters: Iterable[Parameter], *, cap: int | None = None, first_index: int = 0, split_master: bool = True
+) -> tuple[Bucket, ...]:
+    """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
+
+    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest whole one:
+    a staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. A part that begins within a
+    chunk of the norm is cut where the next chunk begins. Zero-size parameters belong to no bucket. Raises ConfigError
+    for a `cap` that is not a positive multiple of 4,096.
+    """
+    parameters = tuple(parameters)
+    cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap
+    if cap < SPLIT_ELEMENTS or cap % SPLIT_ELEMENTS:
+        raise ConfigError(
+            f"a bucket cap of {cap} elements",
+            why=f"tensors are split at multiples of {SPLIT_ELEMENTS}, so that no chunk of the norm is cut in two",
+            fix=f"choose a positive multiple of {SPLIT_ELEMENTS}",
+        )
+    largest = max((p.numel for p in parameters if p.numel <= cap), default=cap)
+    buckets: list[Bucket] = []
+    open_ranges: list[Range] = []
+    open_key: tuple[str, Dtype, int] | None = None
+
+    def close() -> None:
+        if open_ranges and open_key is not None:
+            layer, dtype, group = open_key
+            kind = master_kind(dtype, split=split_master)
+            buckets.append(Bucket(first_index + len(buckets), layer, dtype, group, kind, tuple(open_ranges)))
+            open_ranges.clear()
+
+    for parameter in (p for p in parameters if p.numel):
+        key = (parameter.layer, parameter.dtype, parameter.group)
+        if key != open_key:
+            close()
+            open_key = key
+        for piece in _pieces(parameter, cap, largest):
+            if sum(r.numel for r in open_ranges) + piece.numel > cap:
+                close()
+            open_ranges.append(piece)
+    close()
+    return tuple(buckets)
+
+
+def _pieces(parameter: Parameter, cap: int, largest: int) -> Sequence[Range]:
+    name, numel = parameter.name, parameter.numel
+    head = min(-parameter.first % SPLIT_ELEMENTS, numel)
+    step = cap
+    if numel - head > cap:
+        about = largest if 2 * largest >= cap else cap
+        step = min(cap, align(-(-(numel - head) // -(-(numel - head) // about)), SPLIT_ELEMENTS))
+    before = [Range(name, 0, head)] if head else []
+    return [*before, *(Range(name, start, min(start + step, numel)) for start in range(head, numel, step))]

@@ -1,0 +1,261 @@
+"""The plan: one placement per bucket, as data that prints, and goes to JSON and back. No torch."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from hostward.core.host_limits import Rates
+from hostward.core.inventory import Bucket
+from hostward.errors import ConfigError
+
+
+class Placement(StrEnum):
+    """Where the optimizer state of a bucket lives and where it is stepped."""
+
+    DEVICE = "device"
+    """State and step on the device."""
+    STREAMED = "streamed"
+    """State on the host, step on the device: the state comes and goes at every step."""
+    HOST = "host"
+    """State and step on the host; the gradient goes there and the weight comes back."""
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the state lives on the host."""
+        return self is not Placement.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBucket:
+    """A bucket's name, size and placement."""
+
+    name: str
+    numel: int
+    state_bytes: int
+    host_bytes: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Placements of all buckets, in order of use in forward, and the share of state bytes that was asked for the
+    host.
+    """
+
+    asked_fraction: float
+    buckets: tuple[PlacedBucket, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(b.state_bytes for b in self.buckets)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """State bytes that leave the device."""
+        return sum(b.state_bytes for b in self.buckets if b.placement.offloaded)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes of the offloaded buckets, upload sources included, gradients not."""
+        streamed = sum(b.state_bytes for b in self.buckets if b.placement is Placement.STREAMED)
+        return streamed + sum(b.host_bytes for b in self.buckets if b.placement is Placement.HOST)
+
+    def count(self, placement: Placement) -> int:
+        """How many buckets have this placement."""
+        return sum(b.placement is placement for b in self.buckets)
+
+    @property
+    def placed_fraction(self) -> float:
+        return self.offloaded_bytes / self.state_bytes if self.state_bytes else 0.0
+
+    def explain(self) -> str:
+        """One line: the share asked, the share placed, and what it is made of."""
+        on_host, streamed = self.count(Placement.HOST), self.count(Placement.STREAMED)
+        text = (
+            f"optimizer state on the host: asked {self.asked_fraction:.4f}, placed {self.placed_fraction:.4f} "
+            f"({self.offloaded_bytes:,} of {self.state_bytes:,} bytes, "
+            f"{on_host + streamed} of {len(self.buckets)} buckets"
+        )
+        text += f": {on_host} stepped on the host, {streamed} streamed)" if streamed else ")"
+        return text if on_host + streamed else text + "; no state is offloaded"
+
+    def to_json(self) -> str:
+        rows = [
+            {
+                "name": b.name,
+                "numel": b.numel,
+                "state_bytes": b.state_bytes,
+                "host_bytes": b.host_bytes,
+                "placement": b.placement.value,
+            }
+            for b in self.buckets
+        ]
+        return json.dumps({"asked_fraction": self.asked_fraction, "buckets": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises ConfigError if `text` is not a plan."""
+        try:
+            data = json.loads(text)
+            fraction, rows = data["asked_fraction"], data["buckets"]
+            if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+                raise ValueError(f"asked_fraction is {fraction!r}, not a number in [0.0, 1.0]")
+            if not isinstance(rows, list):
+                raise TypeError("buckets is not a list")
+            return cls(float(fraction), tuple(_placed_bucket(row) for row in rows))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError("not a plan file", why=why, fix="write one with Plan.to_json()") from error
+
+
+def _placed_bucket(row: dict[str, object]) -> PlacedBucket:
+    name = row["name"]
+    if not isinstance(name, str):
+        raise TypeError(f"a bucket's name is {name!r}")
+    numel, state_bytes, host_bytes = (_count(row, key) for key in ("numel", "state_bytes", "host_bytes"))
+    return PlacedBucket(name, numel, state_bytes, host_bytes, Placement(str(row["placement"])))
+
+
+def _count(row: dict[str, object], key: str) -> int:
+    value = row[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} of bucket {row['name']!r} is {value!r}, not a count")
+    return value
+
+
+def placed(buckets: Sequence[Bucket], placements: Sequence[Placement], asked_fraction: float) -> Plan:
+    """The plan that gives `placements[i]` to `buckets[i]`."""
+    rows = tuple(
+        PlacedBucket(b.name, b.numel, b.state_bytes, b.host_bytes, p) for b, p in zip(buckets, placements, strict=True)
+    )
+    return Plan(asked_fraction, rows)
+
+
+# Choosing placements. Pure functions of the inventory and what the user asked; no torch.
+
+
+LARGEST_STREAMED = 1.25
+"""Buckets above this many times the middle size are stepped on the host, where both ways are in use."""
+
+
+_SHARE_OF = {
+    "offload_fraction": "of optimizer-state bytes that lives on the host",
+    "streamed_fraction": "of the state on the host that is streamed through the device for its step",
+}
+_OR = {"offload_fraction": ' or "auto" with device_memory'}
+_HALF_OF = {
+    "offload_fraction": "puts half of the state on the host",
+    "streamed_fraction": "streams half of it",
+}
+
+
+def checked_fraction(value: object, option: str = "offload_fraction") -> float:
+    """`value` as a fraction in [0, 1]; None means 0. Raises ConfigError for anything else, strings and NaN included."""
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(
+            f"{option} must be a number in [0.0, 1.0]{_OR.get(option, '')}, got {value!r}",
+            why=f"it is the share {_SHARE_OF.get(option, _SHARE_OF['offload_fraction'])}",
+            fix=f"{option}=0.5 {_HALF_OF.get(option, _HALF_OF['offload_fraction'])}, 0 none, 1 all",
+        )
+    return abs(float(value))  # -0.0 is 0.0
+
+
+def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction: float = 0.0) -> Plan:
+    """Take `fraction` of the state bytes off the device, to within half of one bucket; of those, `streamed_fraction` is
+    streamed and the rest stepped on the host, to within one bucket.
+
+    Buckets used first in forward stay on the device first: the weights of the last buckets are the last that the next
+    forward needs, so their step and upload have the most time. Streamed and host buckets take turns, a streamed one
+    first: its state can be read while the norm is not yet known, so that the next forward starts without a bubble.
+    """
+    fraction = checked_fraction(fraction)
+    share = checked_fraction(streamed_fraction, "streamed_fraction")
+    total = sum(b.state_bytes for b in buckets)
+    cumulative = [0, *accumulate(b.state_bytes for b in reversed(buckets))]
+    above = min(bisect_left(cumulative, fraction * total), len(buckets))
+    count = min(max(0, above - 1), above, key=lambda k: abs(cumulative[k] - fraction * total))
+    on_device = len(buckets) - count
+    placements = [Placement.DEVICE] * on_device
+    offloaded = buckets[on_device:]
+    # A staging slot holds the largest streamed bucket: a few large ones would make every slot as large.
+    middle = sorted(b.state_bytes for b in offloaded)[len(offloaded) // 2] if offloaded else 0
+    small_bytes = sum(b.state_bytes for b in offloaded if b.state_bytes <= LARGEST_STREAMED * middle)
+    asked_bytes = share * sum(b.state_bytes for b in offloaded)
+    among_small = asked_bytes <= small_bytes
+    if among_small and small_bytes:
+        share = asked_bytes / small_bytes
+    seen = streamed = 0
+    for bucket in offloaded:
+        if among_small and bucket.state_bytes > LARGEST_STREAMED * middle:
+            placements.append(Placement.HOST)
+            continue
+        seen += bucket.state_bytes
+        if share and share * seen - streamed >= min(share, 1 - share) * bucket.state_bytes:
+            placements.append(Placement.STREAMED)
+            streamed += bucket.state_bytes
+        else:
+            placements.append(Placement.HOST)
+    return placed(buckets, placements, fraction)
+
+
+def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> frozenset[int]:
+    """Positions of the buckets whose gradients can be added up on the host: a gradient is added up in one place, so
+    what shares a parameter with a bucket elsewhere, or with a bucket that shares one, stays out.
+    """
+    names = [{r.name for r in bucket.ranges} for bucket in buckets]
+    found = {b for b, placement in enumerate(placements) if placement is Placement.HOST}
+    while True:
+        elsewhere = {name for b, held in enumerate(names) if b not in found for name in held}
+        kept = {b for b in found if not names[b] & elsewhere}
+        if kept == found:
+            return frozenset(found)
+        found = kept
+
+
+def host_step_bytes(*, state_bytes: int, weight_bytes: int) -> int:
+    """Host memory that the host's step moves per parameter: it reads and writes the state, reads the gradient, and
+    writes the weight, whose lines are read before.
+    """
+    return 2 * state_bytes + 3 * weight_bytes
+
+
+def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: float | None = None) -> float:
+    """The share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
+
+    Once the norm is known host and link start together, and slow one another down until one of them has ended; from
+    then on the other goes at the rate that it has alone. The host steps 1 - s. The link writes the state of s, and
+    reads what was not read while backward ran; and the weights that the host has stepped come over it. One direction
+    alone gets what both would, up to the rate that it has with nothing beside it. Host and link end together at one s:
+    the best is that, or one at which the link gains enough by a host that stands still, or the other way round.
+
+    Args:
+        ahead: share of the offloaded state that can be read while backward runs. None: not known; then that and the
+            weights are left out, which make up for one another in part.
+    """
+    early_bytes = 0.0 if ahead is None else ahead * state_bytes
+
+    def seconds(s: float, host_per_s: float, duplex_per_s: float) -> tuple[float, float]:
+        """Of host and link, each for itself, per parameter."""
+        reads, writes = max(0.0, s * state_bytes - early_bytes), s * state_bytes
+        if ahead is not None:
+            reads += (1 - s) * weight_bytes
+        one_way_s = 0.0 if ahead is None else max(reads, writes) / rates.d2h_bytes_per_s
+        return (1 - s) / host_per_s, max((reads + writes) / duplex_per_s, one_way_s)
+
+    def until_both_end_s(s: float) -> float:
+        beside = seconds(s, rates.busy_host_parameters_per_s, rates.busy_duplex_bytes_per_s)
+        alone = seconds(s, rates.host_parameters_per_s, rates.duplex_bytes_per_s)
+        together_s = min(beside)
+        left = (a * (1 - together_s / b) if b else 0.0 for a, b in zip(alone, beside, strict=True))
+        return together_s + max(left)
+
+    busy_link = rates.busy_duplex_bytes_per_s / 2 / state_bytes
+    together = busy_link / (busy_link + rates.busy_host_parameters_per_s)  # as long as nothing is read ahead
+    return min((together, 0.0, 1.0, *(k / 100 for k in range(1, 100))), key=until_both_end_s)

@@ -1,0 +1,501 @@
+"""Models sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): their parts, their hooks, their ranks.
+
+Every use of private parts of FSDP2 and of DTensor is in this file. Tested with torch 2.13; the sources of 2.11 agree.
+
+Glossary:
+    part    the elements of a parameter that this rank has, without padding; of some parameters it may have none
+    group   parameters that FSDP2 gathers before use and whose gradients it reduces together
+    gather  a group's parts of all ranks become whole parameters; its copy-in reads this rank's parts
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hostward.distributed.row_sharding import Layout, Split
+from hostward.errors import CheckpointError, ConfigError, ModelError
+
+# Methods of other people's objects that tell somebody that they are called.
+
+
+T = TypeVar("T")
+
+
+class Told(ABC, Generic[T]):
+    """Before a method of an object, and after it, somebody is told. Both are held weakly."""
+
+    def __init__(self, to: weakref.ref[T], owner: Any) -> None:
+        self.to = to
+        self._owner = weakref.ref(owner)
+
+    def before(self, *args: Any, **options: Any) -> None:
+        to, owner = self.to(), self._owner()
+        if to is not None and owner is not None:
+            self._before(to, owner, *args, **options)
+
+    def after(self) -> None:
+        to, owner = self.to(), self._owner()
+        if to is not None and owner is not None:
+            self._after(to, owner)
+
+    @abstractmethod
+    def _before(self, to: T, owner: Any, /, *args: Any, **options: Any) -> None:
+        """The method is about to be called with these arguments."""
+
+    def _after(self, to: T, owner: Any, /) -> None:
+        """It has been called."""
+
+
+class _Announced:
+    """Stands for a method: tells whoever listens, calls it, and tells them again."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.told: list[Told[Any]] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        told = tuple(self.told)
+        for each in told:
+            each.before(*args, **options)
+        returned = self._method(*args, **options)
+        for each in told:
+            each.after()
+        return returned
+
+
+def announce(owner: Any, method: str, told: Told[Any]) -> Callable[[], None]:
+    """Let the object's method tell; returns what ends that."""
+    announced = owner.__dict__.get(method)
+    if not isinstance(announced, _Announced):
+        announced = owner.__dict__[method] = _Announced(getattr(owner, method))
+    announced.told = [t for t in announced.told if t.to() is not None] + [told]
+
+    def remove() -> None:
+        if told in announced.told:
+            announced.told.remove(told)
+
+    return remove
+
+
+_LOCAL: Any = DTensor._local_tensor
+"""The slot in which a DTensor has this rank's part."""
+
+_FSDP2 = "torch.distributed.fsdp."
+
+KNOWN_VERSIONS = "2.11 to 2.13"
+_USED_OF_GROUPS = (
+    "unshard", "wait_for_unshard", "post_backward", "reshard", "is_sharded", "is_unsharded", "fsdp_params", "comm_ctx",
+    "mesh_info", "mp_policy", "offload_policy", "reduce_grads", "all_reduce_grads", "_training_state",
+    "_all_gather_result", "_reset_sharded_params", "unshard_in_backward",
+    "_reshard_after_forward",
+)  # fmt: skip
+_USED_OF_PARAMETERS = ("sharded_param", "_sharded_param_data", "reset_sharded_param", "_init_extensions")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a sharded tensor that this rank has: the very tensor, with its version counter."""
+    # By the slot itself, so that a fence that stands before the tensor is not asked.
+    return _LOCAL.__get__(tensor)  # type: ignore[no-any-return]
+
+
+def fenced_class(
+    plain: type,
+    function: Any,
+    hand_out: Callable[[torch.Tensor], None],
+    as_plain: Callable[..., Any],
+) -> type:
+    """The class that a DTensor has while a fence stands before it: `hostward.model.fence` gives what its uses do."""
+
+    class FencedDTensor(plain):  # type: ignore[misc]
+        __slots__ = ()
+        __torch_function__ = function
+
+        # DTensor's own methods (`to_local`, `full_tensor`) take the part without asking `__torch_function__`.
+        @property
+        def _local_tensor(self) -> torch.Tensor:
+            if not sys._getframe(1).f_globals["__name__"].startswith(_FSDP2):  # it tells before it reads: `listen`
+                hand_out(self)
+            return part_of(self)
+
+        @_local_tensor.setter
+        def _local_tensor(self, part: torch.Tensor) -> None:
+            _LOCAL.__set__(self, part)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return as_plain(self, "__deepcopy__", memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return as_plain(self, "__reduce_ex__", protocol)
+
+        def __repr__(self) -> str:
+            text: str = as_plain(self, "__repr__")
+            return text
+
+    return FencedDTensor
+
+
+def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A DTensor over `part`, placed as the parameter is. The part may lie on the host; its dtype is its own."""
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    meta = spec.tensor_meta._replace(dtype=part.dtype)
+    made: torch.Tensor = DTensor(part, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def same_placement(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether both are divided over the same ranks in the same way."""
+    mine, theirs = parameter._spec, tensor._spec  # type: ignore[attr-defined]
+    return bool(mine.mesh == theirs.mesh and mine.placements == theirs.placements)
+
+
+def part_of_saved(name: str, saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a saved value: of one that is divided like the parameter, or that is whole.
+
+    Raises:
+        CheckpointError: a value that is divided in another way.
+    """
+    if is_sharded(saved):
+        if same_placement(saved, parameter):
+            return part_of(saved)
+        raise CheckpointError(
+            f"the saved state of parameter {name!r} is divided over ranks in another way than the parameter",
+            why=f"{tuple(_placements(saved))} against {tuple(_placements(parameter))}",
+            fix="load with torch.distributed.checkpoint into what optimizer.state_dict() returns",
+        )
+    return layout_of(name, parameter).part(saved)
+
+
+def counts(parameter: torch.Tensor) -> bool:
+    """Whether this rank's part counts in sums over ranks: of copies of one part the first does."""
+    coordinate = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+    return all(coordinate[i] == 0 for i, p in enumerate(_placements(parameter)) if isinstance(p, Replicate))
+
+
+def layout_of(name: str, parameter: torch.Tensor) -> Layout:
+    """How a parameter is divided. Raises ModelError for a division that is not FSDP2's own, over plain parameters or
+    over DTensors.
+    """
+    mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ModelError(f"this rank is not part of the mesh of parameter {name!r}", fix="train on ranks of the mesh")
+    plain, strided = [], []
+    for i, placement in enumerate(placements):
+        if type(placement) is Shard:
+            plain.append(Split(placement.dim, mesh.size(i), coordinate[i]))
+        elif type(placement) is _StridedShard and _is_innermost(mesh, placements, i):
+            strided.append(Split(placement.dim, mesh.size(i), coordinate[i]))
+        elif not isinstance(placement, Replicate):
+            plain.append(Split(-1, 1, 0))
+    if len(strided) > 1 or any(split.dim < 0 for split in plain):
+        raise ModelError(
+            f"parameter {name!r} is placed as {tuple(placements)} on {mesh}",
+            why="supported are parameters that FSDP2 divides along a dimension, and DTensors that it divides again",
+            fix="distribute parameters with Shard or Replicate, then fully_shard",
+        )
+    return Layout(tuple(parameter.shape), (*plain, *strided))
+
+
+def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:
+    """Whether a strided placement divides what all later dimensions of the mesh have divided before."""
+    later, dim = range(index + 1, mesh.ndim), placements[index].dim
+    before = [mesh.size(i) for i in later if isinstance(placements[i], Shard) and placements[i].dim == dim]
+    return bool(placements[index].split_factor == math.prod(before))
+
+
+def _placements(tensor: torch.Tensor) -> Sequence[Any]:
+    found: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
+    return found
+
+
+def mesh_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The process groups of the device mesh that a parameter is divided over, by dimension."""
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return [mesh.get_group(i) for i in range(mesh.ndim)]
+
+
+class Listener(Protocol):
+    """Is told what FSDP2 is about to do with parameters."""
+
+    def before_copy_in(self, parameters: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+        """Their parts are about to be read, on `stream`; None: on the current one."""
+
+    def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They are about to be whole, for what the current stream does next."""
+
+    def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
+        """Gradients of these, memory of this stream, are about to be written to `.grad`, or added to what is there."""
+
+
+class Keeper(Protocol):
+    """Has parts that come and go. Groups are told by their number in `Groups.gathered_together`."""
+
+    def needed(self, group: int, stream: torch.Stream | None, *, backward: bool) -> None:
+        """The group's parts are about to be read, on `stream`; None: on the current one."""
+
+    def awaited(self, group: int, gather: torch.Event | None) -> None:
+        """The current stream is about to wait for a gather that reads them on another; None: there are no streams."""
+
+    def gathered(self, group: int) -> None:
+        """They have been read, for what the current stream does next: the group is whole until it is let go of."""
+
+
+class Groups:
+    """The parameter groups of all modules in `root` that `fully_shard` was called on; none for other models."""
+
+    def __init__(self, root: torch.nn.Module | None) -> None:
+        """Raises ModelError for a version of FSDP2 that is not known."""
+        found: dict[int, Any] = {}
+        self._inside: dict[int, set[int]] = {}  # by group: those of the modules before whose forward it is gathered
+        for module in () if root is None else root.modules():
+            for group in _groups_of(module):
+                found[id(group)] = group
+                inside = {id(each) for part in module.modules() for each in _groups_of(part)}
+                self._inside[id(group)] = self._inside.get(id(group), set()) | inside
+        for group in found.values():
+            _require_known(group)
+        self._groups = list(found.values())
+        self._removals: list[Callable[[], None]] = []
+        self._grad_dtypes: dict[int, torch.dtype] = {}  # by group, where it is not that of the parameters
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def gathered_together(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """By group: its parameters, and all of its modules. It is gathered when one of these modules is entered."""
+        of = {id(group): _parameters(group.fsdp_params) for group in self._groups}
+        return [(own, [p for inside in self._inside[number] for p in of[inside]]) for number, own in of.items()]
+
+    def resharded(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are divided again after forward."""
+        asked = {id(p) for p in parameters}
+        own = (group for group in self._groups if any(id(p) in asked for p in _parameters(group.fsdp_params)))
+        return all(group._reshard_after_forward for group in own)
+
+    def reshard(self) -> None:
+        """Let go of whole parameters, except in the middle of a pass. FSDP2 leaves those of the root whole after a
+        forward without backward; a step would not reach them.
+        """
+        for group in self._groups:
+            if not group.is_sharded and group._training_state is TrainingState.IDLE:
+                group.reshard()
+
+    def require_supported(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Raises ModelError or ConfigError unless these are parameters of the groups, on one mesh, and stay on the
+        device.
+        """
+        members = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        meshes = []
+        for name, parameter in named.items():
+            if id(parameter) not in members:
+                raise ModelError(
+                    f"parameter {name!r} is not sharded by FSDP2, or its module is not known",
+                    why="its gradient leaves when FSDP2 has reduced it, and its weight arrives before it is gathered",
+                    fix="fully_shard the whole model, then give it to the optimizer, or module=model beside groups",
+                )
+            layout_of(name, parameter)
+            meshes.append(parameter.device_mesh)  # type: ignore[attr-defined]
+        if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)}) > 1:
+            raise ModelError(
+                "parameters are sharded on several device meshes, of different ranks",
+                why="the norm over all of them is a sum over ranks that each know all",
+                fix="fully_shard all modules on meshes of the same ranks",
+            )
+        self.require_no_policy("hostward.AdamW", "offload_fraction= to hostward.AdamW")
+
+    def require_no_policy(self, beside: str, instead: str) -> None:
+        """Raises ConfigError if FSDP2 itself keeps parts on the host."""
+        if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in self._groups):
+            raise ConfigError(
+                f"FSDP2's CPUOffloadPolicy together with {beside}",
+                why="both would own the host memory of weights, gradients and state",
+                fix=f"fully_shard without offload_policy, and say {instead}",
+            )
+
+    def fills(self, parameter: torch.Tensor) -> bool:
+        """Whether a part of these groups, with FSDP2's padding behind it, is all that its memory holds."""
+        padded, part = self._padded(parameter), part_of(parameter)
+        memory = part.untyped_storage()
+        same = bool(padded.untyped_storage()._cdata == memory._cdata and not part.storage_offset())
+        return same and part.is_contiguous() and memory.nbytes() == padded.nbytes
+
+    def holders(self, parameter: torch.Tensor) -> int:
+        """How many tensors of FSDP2's own lie in the memory of its part: the part, the padded one, what they view."""
+        own = part_of(parameter), self._padded(parameter)
+        return len({t._cdata for t in (*own, *(t._base for t in own)) if t is not None})
+
+    def _padded(self, parameter: torch.Tensor) -> torch.Tensor:
+        found = (p for group in self._groups for p in group.fsdp_params if p.sharded_param is parameter)
+        padded: torch.Tensor = next(found)._sharded_param_data
+        return padded
+
+    def is_divided(self, group: int) -> bool:
+        """Whether the next gather of a group reads its parts: it is not whole, nor divided over fewer ranks."""
+        return bool(self._groups[group].is_sharded)
+
+    def settle(self, group: int) -> None:
+        """Do now what FSDP2 would before its first forward: look whether others have replaced the group's parts. It
+        tells that by addresses, and parts that are away have none.
+        """
+        found = self._groups[group]
+        if not found._reset_sharded_params:
+            for p in found.fsdp_params:
+                p.reset_sharded_param()
+                p._init_extensions()
+            found._reset_sharded_params = True
+
+    def serve(self, keeper: Keeper) -> None:
+        """Tell who has the parts when they are needed and when not, from now on, until `close`. Held weakly."""
+        this = weakref.ref(keeper)
+        for number, group in enumerate(self._groups):
+            self._removals.append(announce(group, "unshard", _NeededOnStream(this, group, number)))
+            self._removals.append(announce(group, "wait_for_unshard", _NeededHere(this, group, number)))
+
+    def accumulate_in(self, dtype: torch.dtype, besides: Set[int]) -> None:
+        """From `listen` on let reduced gradients come and add up in `dtype`, but in groups of `besides` (ids) alone."""
+        for group in self._groups:
+            parts = _parameters(group.fsdp_params)
+            if not all(id(part) in besides for part in parts):
+                for part in parts:
+                    part.grad_dtype = dtype
+                self._grad_dtypes[id(group)] = dtype
+
+    def reduced_as_they_are(self) -> list[list[torch.Tensor]]:
+        """Parameters by group, of groups that reduce gradients in the dtype of the parameters."""
+        policies = [(group.mp_policy, _parameters(group.fsdp_params)) for group in self._groups]
+        return [ps for m, ps in policies if all((m.reduce_dtype or m.param_dtype or p.dtype) is p.dtype for p in ps)]
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it from now on, until `close`. Held weakly."""
+        this = weakref.ref(listener)
+        for group in self._groups:
+            for method, told in (
+                ("unshard", _BeforeUnshard(this, group)),
+                ("wait_for_unshard", _BeforeWait(this, group)),
+                ("post_backward", _BeforeReduce(this, group, self._grad_dtypes.get(id(group)))),
+            ):
+                self._removals.append(announce(group, method, told))
+
+    def close(self) -> None:
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+
+
+def _groups_of(module: torch.nn.Module) -> list[Any]:
+    state: Any = _get_module_fsdp_state(module)
+    if state is None:
+        return []
+    several = getattr(state, "_fsdp_param_groups", None)  # one group by another name up to torch 2.11
+    return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
+
+
+def _require_known(group: Any) -> None:
+    """Raises ModelError for a torch whose FSDP2 is built in another way."""
+    missing = [name for name in _USED_OF_GROUPS if not hasattr(group, name)]
+    for p in getattr(group, "fsdp_params", [])[:1]:
+        missing += [name for name in _USED_OF_PARAMETERS if not hasattr(p, name)]
+    if missing:
+        raise ModelError(
+            f"FSDP2 of torch {torch.__version__} is not known to hostward",
+            why=f"its parameter groups have no {', '.join(missing)}",
+            fix=f"use torch {KNOWN_VERSIONS}",
+        )
+
+
+def _gathers(group: Any) -> bool:
+    """Whether there are other ranks. Else parts are read on the current stream, when the gather is waited for."""
+    return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
+
+
+def _read_on(group: Any, async_op: bool) -> torch.Stream | None:
+    """The stream on which a gather reads parts; None: the current one."""
+    found: torch.Stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
+    return None if found == group.comm_ctx.device_handle.current_stream() else found
+
+
+class _BeforeUnshard(Told[Listener]):
+    def _before(self, to: Listener, group: Any, async_op: bool = False, **_: Any) -> None:
+        if group._all_gather_result is None and not group.is_unsharded and _gathers(group):
+            to.before_copy_in(_parameters(group.fsdp_params), _read_on(group, async_op))
+
+
+class _BeforeWait(Told[Listener]):
+    def _before(self, to: Listener, group: Any, *args: Any, **options: Any) -> None:
+        if group._all_gather_result is not None:
+            to.before_use(_parameters(group.fsdp_params))
+
+
+class _BeforeReduce(Told[Listener]):
+    def __init__(self, to: weakref.ref[Listener], group: Any, grad_dtype: torch.dtype | None) -> None:
+        super().__init__(to, group)
+        self._grad_dtype = grad_dtype
+
+    def _before(self, to: Listener, group: Any, *args: Any, **options: Any) -> None:
+        if self._grad_dtype is not None:
+            group._orig_dtype = self._grad_dtype  # what FSDP2 casts a reduced gradient to; set by its lazy_init
+        partly = isinstance(group.mesh_info, DDPMeshInfo) and not group.all_reduce_grads
+        if group.reduce_grads and not partly:
+            unused_too = getattr(group, "reduce_scatter_unused_params", False)
+            found = [p for p in group.fsdp_params if _has_gradient(p, unused_too)]
+            to.before_gradients(_parameters(found), group.comm_ctx.reduce_scatter_stream)
+
+
+class _Needed(Told[Keeper]):
+    def __init__(self, to: weakref.ref[Keeper], group: Any, number: int) -> None:
+        super().__init__(to, group)
+        self._number = number
+
+    def _needed(self, to: Keeper, group: Any, stream: torch.Stream | None) -> None:
+        to.needed(self._number, stream, backward=group._training_state is TrainingState.PRE_BACKWARD)
+
+
+class _NeededOnStream(_Needed):
+    def _before(self, to: Keeper, group: Any, async_op: bool = False, **_: Any) -> None:
+        late = group._training_state is TrainingState.PRE_BACKWARD and not group.unshard_in_backward
+        if group._all_gather_result is None and group.is_sharded and _gathers(group) and not late:
+            self._needed(to, group, _read_on(group, async_op))
+
+
+class _NeededHere(_Needed):
+    def _before(self, to: Keeper, group: Any, *args: Any, **options: Any) -> None:
+        if group._all_gather_result is None or not group.is_sharded:
+            return
+        if _gathers(group):
+            to.awaited(self._number, group._all_gather_result.all_gather_event)
+        else:
+            self._needed(to, group, None)
+
+    def _after(self, to: Keeper, group: Any) -> None:
+        if group.is_unsharded:
+            to.gathered(self._number)
+
+
+def _parameters(fsdp_params: Iterable[Any]) -> list[torch.Tensor]:
+    return [p.sharded_param for p in fsdp_params]
+
+
+def _has_gradient(fsdp_param: Any, unused_too: bool) -> bool:
+    whole = getattr(fsdp_param, "_unsharded_param", None)
+    if whole is None:
+        return False
+    found = fsdp_param.unsharded_accumulated_grad is not None or whole.grad is not None
+    return found or (unused_too and whole.requires_grad)

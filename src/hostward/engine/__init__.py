@@ -1,1 +1,0 @@
-"""Lanes, buffers and the two backends that carry out operations on them."""

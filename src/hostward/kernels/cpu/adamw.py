@@ -1,0 +1,255 @@
+"""AdamW on the host: the task that native code runs, built from checked memory.
+
+    tables = bias_tables(0.9, 0.999, 1 << 20)
+    task = AdamWTask(ranges, exp_avg=..., exp_avg_sq=..., remainder=..., hyper=..., tables=tables)
+    adamw_step(task)                              # now, on this thread and its helpers
+    function, argument = task.host_function()     # or later, as a host function of a stream
+
+docs/exactness.md states the arithmetic; `hostward.kernels.reference` is its definition in numpy.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from hostward.errors import ConfigError
+from hostward.kernels.cpu.library import Dtype, Isa, Range, Task, check, load
+from hostward.kernels.cpu.operand import FLOATS, Memory, Operands, one_dtype, require_threads
+
+FloatTable = npt.NDArray[np.float64]
+
+
+class MasterKind(IntEnum):
+    """Where the fp32 master of a weight is."""
+
+    WEIGHT = 0
+    """The fp32 weight itself."""
+    SPLIT = 1
+    """bf16 weight and int16 remainder together."""
+    PLAIN = 2
+    """An fp32 tensor beside a bf16 or fp16 weight."""
+
+
+@dataclass(frozen=True)
+class AdamWRange:
+    """One contiguous run of elements of a task.
+
+    Attributes:
+        offset: first element in exp_avg, exp_avg_sq, remainder and master.
+        length: number of elements.
+        grad: at least `length` elements, fp32, bf16 or fp16; the first `length` are read.
+        weight: at least `length` elements, fp32, bf16 or fp16; the first `length` are written.
+        count: one int64, the finished steps; no two ranges of a task share one.
+    """
+
+    offset: int
+    length: int
+    grad: Memory
+    weight: Memory
+    count: Memory
+
+
+def bias_tables(beta1: float, beta2: float, length: int) -> tuple[FloatTable, FloatTable]:
+    """Bias corrections by step t: bc1[t] = 1 - beta1**t and inv_sqrt_bc2[t] = 1 / sqrt(1 - beta2**t), in float64.
+
+    Entry 0 is unused and 1. The tables end at the first step where both are exactly 1, which then stands for every
+    later step, and have at most `length` entries.
+
+    Raises:
+        ConfigError: a beta outside [0, 1), or `length` below 2.
+    """
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"{name} is {beta}", why="a decay rate lies in [0, 1)", fix=f"choose {name} in [0, 1)")
+    if length < 2:
+        raise ConfigError(f"the tables have length {length}", why="entry 0 is unused", fix="ask for 2 entries or more")
+    bc1, inv_sqrt_bc2 = [1.0], [1.0]
+    for step in range(1, length):
+        bc1.append(1.0 - beta1**step)
+        inv_sqrt_bc2.append(1.0 / math.sqrt(1.0 - beta2**step))
+        if bc1[-1] == 1.0 and inv_sqrt_bc2[-1] == 1.0:
+            break
+    return np.array(bc1, dtype=np.float64), np.array(inv_sqrt_bc2, dtype=np.float64)
+
+
+def hyper_array(lr: float, weight_decay: float, beta1: float, beta2: float, eps: float) -> FloatTable:
+    """The hyper-parameters as the five float64 that a task reads when it runs; write to index 0 to change lr."""
+    return np.array([lr, weight_decay, beta1, beta2, eps], dtype=np.float64)
+
+
+class AdamWTask:
+    """A native AdamW task and everything that its pointers point to.
+
+    The task is immutable: operands are checked and pointers are taken once. What lies behind them (gradients, scale,
+    skip, hyper) is read when the task runs. Ranges must not overlap.
+
+    Args:
+        ranges: the runs of elements, at least one; all gradients have one dtype, all weights another.
+        exp_avg, exp_avg_sq: fp32 [n], n at least the largest offset + length.
+        remainder: int16 [n] for MasterKind.SPLIT, else None.
+        master: fp32 [n] for MasterKind.PLAIN, else None. With neither, the weights are fp32 and their own master.
+        hyper: float64 [5]: lr, weight_decay, beta1, beta2, eps.
+        tables: what `bias_tables` returned for the betas in `hyper`.
+        scale: fp32 [1], factor of every gradient; None is 1.
+        skip: int32 [1]; non-zero makes the task write nothing and advance no count. None is 0.
+        error: int32 [1], set to the first error code and never cleared here; made if None.
+        threads: at most this many threads, the one that runs the task included.
+        isa: instruction set.
+
+    Raises:
+        PlacementError: an operand on the wrong device, of the wrong dtype, strided, read-only or too short.
+        ConfigError: operands that do not belong together.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[AdamWRange],
+        *,
+        exp_avg: Memory,
+        exp_avg_sq: Memory,
+        remainder: Memory | None = None,
+        master: Memory | None = None,
+        hyper: Memory,
+        tables: tuple[Memory, Memory],
+        scale: Memory | None = None,
+        skip: Memory | None = None,
+        error: Memory | None = None,
+        threads: int = 1,
+        isa: Isa = Isa.BEST,
+    ) -> None:
+        require_threads(threads)
+        self.error: Memory = np.zeros(1, dtype=np.int32) if error is None else error
+        self._kept = Operands()
+        if not ranges:
+            raise ConfigError("a task without ranges", why="it has no dtype", fix="pass one range or more")
+        elements = max(r.offset + r.length for r in ranges)
+        native, grad_dtype, weight_dtype = self._native_ranges(ranges)
+        self._ranges = native
+        kind = _master_kind(weight_dtype, remainder is not None, master is not None)
+        self.struct = Task(
+            grad_dtype=int(grad_dtype),
+            weight_dtype=int(weight_dtype),
+            master_kind=int(kind),
+            threads=threads,
+            isa=int(isa),
+            exp_avg=self._kept.take(exp_avg, "exp_avg", ("fp32",), elements, writable=True).address,
+            exp_avg_sq=self._kept.take(exp_avg_sq, "exp_avg_sq", ("fp32",), elements, writable=True).address,
+            remainder=self._kept.optional(remainder, "remainder", "int16", elements, writable=True),
+            master=self._kept.optional(master, "master", "fp32", elements, writable=True),
+            ranges=ctypes.addressof(native),
+            n_ranges=len(ranges),
+            scale=self._kept.optional(scale, "scale", "fp32", 1),
+            skip=self._kept.optional(skip, "skip", "int32", 1),
+            error=self._kept.take(self.error, "error", ("int32",), 1, writable=True).address,
+        )
+        self._set_hyper(hyper)
+        self._set_tables(tables)
+
+    def _set_hyper(self, hyper: Memory) -> None:
+        self.struct.hyper = self._kept.take(hyper, "hyper", ("fp64",), 5).address
+
+    def _set_tables(self, tables: tuple[Memory, Memory]) -> None:
+        bc1, inv_sqrt_bc2 = (self._kept.take(t, f"tables[{i}]", ("fp64",), 1) for i, t in enumerate(tables))
+        if bc1.elements != inv_sqrt_bc2.elements:
+            raise ConfigError("the two tables differ in length", fix="pass the pair that bias_tables returned")
+        self.struct.bc1, self.struct.inv_sqrt_bc2 = bc1.address, inv_sqrt_bc2.address
+        self.struct.table_length = bc1.elements
+
+    def _twin(self) -> AdamWTask:
+        twin = copy.copy(self)
+        twin._kept = Operands(self._kept)
+        twin.struct = Task.from_buffer_copy(self.struct)
+        return twin
+
+    def with_hyper(self, hyper: Memory, *, error: Memory | None = None) -> AdamWTask:
+        """A second task over the same operands, unchecked a second time, that reads `hyper` (float64 [5]) instead and
+        leaves its code in `error` (int32 [1]; None: the same as this task). For a ring of immutable tasks.
+
+        Raises:
+            PlacementError: `hyper` or `error` on the wrong device, of the wrong dtype, strided or too short.
+        """
+        twin = self._twin()
+        twin._set_hyper(hyper)
+        if error is not None:
+            twin.error = error
+            twin.struct.error = twin._kept.take(error, "error", ("int32",), 1, writable=True).address
+        return twin
+
+    def with_tables(self, tables: tuple[Memory, Memory]) -> AdamWTask:
+        """A second task over the same operands with other bias corrections, as `bias_tables` returns them.
+
+        Raises:
+            PlacementError: a table on the wrong device, of the wrong dtype, strided or empty.
+            ConfigError: tables of different lengths.
+        """
+        twin = self._twin()
+        twin._set_tables(tables)
+        return twin
+
+    def _native_ranges(self, ranges: Sequence[AdamWRange]) -> tuple[ctypes.Array[Range], Dtype, Dtype]:
+        native = (Range * len(ranges))()
+        grad_dtypes: set[str] = set()
+        weight_dtypes: set[str] = set()
+        floats = tuple(FLOATS)
+        for i, part in enumerate(ranges):
+            if part.offset < 0 or part.length < 0:
+                raise ConfigError(
+                    f"ranges[{i}] has offset {part.offset} and length {part.length}",
+                    why="both count elements",
+                    fix="pass numbers that are not negative",
+                )
+            grad = self._kept.take(part.grad, f"ranges[{i}].grad", floats, part.length)
+            weight = self._kept.take(part.weight, f"ranges[{i}].weight", floats, part.length, writable=True)
+            count = self._kept.take(part.count, f"ranges[{i}].count", ("int64",), 1, writable=True)
+            grad_dtypes.add(grad.dtype)
+            weight_dtypes.add(weight.dtype)
+            native[i] = Range(part.offset, part.length, grad.address, weight.address, count.address)
+        grad_dtype, weight_dtype = one_dtype(grad_dtypes, "gradients"), one_dtype(weight_dtypes, "weights")
+        return native, grad_dtype, weight_dtype
+
+    def host_function(self) -> tuple[int, int]:
+        """The address of a function `void (*)(void *)` and its argument, which runs this task without the GIL.
+
+        The task must be kept alive until the function has run. It never throws; its error code goes to `error`.
+        """
+        return load().adamw_host_function, ctypes.addressof(self.struct)
+
+    def raise_error(self) -> None:
+        """Raises NativeError if a run of this task has left a code in `error`.
+
+        Raises:
+            NativeError: the text says what the code means.
+        """
+        check(int(self.error[0]), "hostward_adamw_step")
+
+
+def adamw_step(task: AdamWTask) -> None:
+    """Runs the task on this thread and its helpers, without the GIL.
+
+    Raises:
+        NativeError: the native code refused the task; it has written nothing.
+    """
+    check(load().adamw_step(ctypes.byref(task.struct)), "hostward_adamw_step")
+
+
+def _master_kind(weight_dtype: Dtype, has_remainder: bool, has_master: bool) -> MasterKind:
+    if has_remainder and not has_master and weight_dtype is Dtype.BF16:
+        return MasterKind.SPLIT
+    if has_master and not has_remainder and weight_dtype is not Dtype.FP32:
+        return MasterKind.PLAIN
+    if not has_master and not has_remainder and weight_dtype is Dtype.FP32:
+        return MasterKind.WEIGHT
+    given = [name for name, has in (("remainder", has_remainder), ("master", has_master)) if has]
+    raise ConfigError(
+        f"{weight_dtype.name.lower()} weights with {' and '.join(given) or 'neither remainder nor master'}",
+        why="fp32 weights are their own master, bf16 weights have a remainder or a master, fp16 weights a master",
+        fix="pass exactly the operand that the weight dtype calls for",
+    )

@@ -1,0 +1,294 @@
+"""The native library behind its C interface (native/include/hostward.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from hostward.errors import NativeError
+
+ABI_VERSION = 6
+LIBRARY_PATH = Path(__file__).resolve().parents[2] / "_native" / "libhostward_native.so"
+
+_BUILD = (
+    "install the package with `pip install .`, or in a source tree run "
+    "`cmake -S . -B build && cmake --build build && cmake --install build --prefix src` "
+    "or, with g++ alone, `native/build.sh src/hostward/_native`"
+)
+
+
+class Isa(IntEnum):
+    """Instruction set of the host kernels; results never depend on it."""
+
+    BEST = 0
+    SCALAR = 1
+    AVX2 = 2
+    AVX512 = 3
+    NEON = 4
+
+
+class Dtype(IntEnum):
+    """Element types of gradients and weights."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+
+
+class Range(ctypes.Structure):
+    """One contiguous part of a task; the same layout as a row of an int64 array with five columns."""
+
+    _fields_ = [
+        ("offset", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("grad", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+    ]
+
+
+class Task(ctypes.Structure):
+    """hostward_adamw_task."""
+
+    _fields_ = [
+        ("grad_dtype", ctypes.c_int32),
+        ("weight_dtype", ctypes.c_int32),
+        ("master_kind", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("remainder", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("ranges", ctypes.c_void_p),
+        ("n_ranges", ctypes.c_int64),
+        ("hyper", ctypes.c_void_p),
+        ("bc1", ctypes.c_void_p),
+        ("inv_sqrt_bc2", ctypes.c_void_p),
+        ("table_length", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
+        ("error", ctypes.c_void_p),
+    ]
+
+
+class NormItem(ctypes.Structure):
+    """hostward_norm_item."""
+
+    _fields_ = [("grad", ctypes.c_void_p), ("length", ctypes.c_int64), ("first_chunk", ctypes.c_int64)]
+
+
+class NormTaskStruct(ctypes.Structure):
+    """hostward_norm_task."""
+
+    _fields_ = [
+        ("grad_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("items", ctypes.c_void_p),
+        ("n_items", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
+        ("exponents", ctypes.c_void_p),
+        ("error", ctypes.c_void_p),
+    ]
+
+
+class AccumulateRangeStruct(ctypes.Structure):
+    """hostward_accumulate_range."""
+
+    _fields_ = [
+        ("total", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+        ("first_chunk", ctypes.c_int64),
+    ]
+
+
+class AccumulateTaskStruct(ctypes.Structure):
+    """hostward_accumulate_task."""
+
+    _fields_ = [
+        ("grad_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("last", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("ranges", ctypes.c_void_p),
+        ("n_ranges", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
+        ("exponents", ctypes.c_void_p),
+        ("error", ctypes.c_void_p),
+    ]
+
+
+class ClockedCall(ctypes.Structure):
+    """hostward_clocked_call: the clock is that of `time.monotonic_ns`."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+        ("started_ns", ctypes.c_int64),
+        ("ended_ns", ctypes.c_int64),
+    ]
+
+
+class CopyRange(ctypes.Structure):
+    """hostward_copy_range."""
+
+    _fields_ = [
+        ("into", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("size_bytes", ctypes.c_int64),
+    ]
+
+
+_CODES = {
+    1: "a pointer that the task needs is null",
+    2: "a length, offset or count is negative, bytes are no whole masters, or fewer than one thread was asked for",
+    3: "the dtypes and the master kind do not go together",
+    4: "this processor or this build lacks the instruction set that was asked for",
+    5: "a step count lies past the end of bias correction tables that have not reached 1",
+}
+
+
+def describe_code(code: int) -> str:
+    """Says in words what an error code of the native library means."""
+    return _CODES.get(code, f"unknown error code {code}")
+
+
+def check(code: int, function: str) -> None:
+    """Raises NativeError unless `code` is 0.
+
+    Raises:
+        NativeError: `function` reported an error; it has written nothing.
+    """
+    if code == 0:
+        return
+    fix = "build the tables longer" if code == 5 else "choose Isa.BEST" if code == 4 else "correct the operands"
+    raise NativeError(f"{function} failed with code {code}: {describe_code(code)}", why="nothing was written", fix=fix)
+
+
+@dataclass(frozen=True)
+class Library:
+    """Entry points of the native library. Calls through them release the GIL."""
+
+    path: Path
+    adamw_step: Callable[[Any], int]
+    norm_partials: Callable[..., int]
+    norm: Callable[[Any], int]
+    accumulate: Callable[[Any], int]
+    copy: Callable[..., int]
+    bind_memory: Callable[[int, int, int], int]
+    first_touch: Callable[[int, int, int], int]
+    issue: Callable[..., int]
+    bench_rmw: Callable[..., int]
+    isa_best: Callable[[], int]
+    isa_supported: Callable[[int], int]
+    adamw_host_function: int
+    """Address of a function `void (*)(void *task)`, for stream-ordered launch; so the three below."""
+    norm_host_function: int
+    accumulate_host_function: int
+    clocked_host_function: int
+    """Its task is a ClockedCall."""
+
+    def supported_isas(self) -> tuple[Isa, ...]:
+        """Instruction sets that this processor runs, without BEST, slowest first."""
+        return tuple(isa for isa in Isa if isa is not Isa.BEST and self.isa_supported(int(isa)))
+
+
+def open_library(path: Path) -> Library:
+    """Opens the library at `path` and declares its functions.
+
+    Raises:
+        NativeError: the file is missing, cannot be loaded, or was built for another version of this package.
+    """
+    if not path.is_file():
+        raise NativeError(f"the native library {path} does not exist", why="it has not been built", fix=_BUILD)
+    try:
+        dll = ctypes.CDLL(str(path))
+        abi_version = int(dll.hostward_abi_version())
+    except (OSError, AttributeError) as error:
+        raise NativeError(f"the native library {path} cannot be loaded", why=str(error), fix=_BUILD) from error
+    dll.hostward_task_bytes.restype = ctypes.c_int64
+    if abi_version != ABI_VERSION or int(dll.hostward_task_bytes()) != ctypes.sizeof(Task):
+        raise NativeError(
+            f"the native library {path} has interface version {abi_version}, this package needs {ABI_VERSION}",
+            why="the library and the Python files come from different versions",
+            fix=_BUILD,
+        )
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    signatures: tuple[tuple[str, type[Any], list[type[Any]]], ...] = (
+        ("hostward_adamw_step", ctypes.c_int, [pointer]),
+        ("hostward_norm_partials", ctypes.c_int, [pointer, i64, i32, pointer, pointer, i32, i32]),
+        ("hostward_norm", ctypes.c_int, [pointer]),
+        ("hostward_accumulate", ctypes.c_int, [pointer]),
+        ("hostward_copy", ctypes.c_int, [pointer, i64, i32, i32]),
+        ("hostward_bind_memory", i32, [pointer, i64, i32]),
+        ("hostward_first_touch", ctypes.c_int, [pointer, i64, i32]),
+        ("hostward_issue", ctypes.c_int, [pointer]),
+        ("hostward_bench_rmw", ctypes.c_int, [pointer, i64, i32, i32, i32]),
+        ("hostward_isa_best", i32, []),
+        ("hostward_isa_supported", i32, [i32]),
+    )
+    for name, result, arguments in signatures:
+        function = dll[name]
+        function.restype = result
+        function.argtypes = arguments
+        setattr(dll, name, function)
+    return Library(
+        path=path,
+        adamw_step=dll.hostward_adamw_step,
+        norm_partials=dll.hostward_norm_partials,
+        norm=dll.hostward_norm,
+        accumulate=dll.hostward_accumulate,
+        copy=dll.hostward_copy,
+        bind_memory=dll.hostward_bind_memory,
+        first_touch=dll.hostward_first_touch,
+        issue=dll.hostward_issue,
+        bench_rmw=dll.hostward_bench_rmw,
+        isa_best=dll.hostward_isa_best,
+        isa_supported=dll.hostward_isa_supported,
+        adamw_host_function=_address(dll.hostward_adamw_host_function),
+        norm_host_function=_address(dll.hostward_norm_host_function),
+        accumulate_host_function=_address(dll.hostward_accumulate_host_function),
+        clocked_host_function=_address(dll.hostward_clocked_host_function),
+    )
+
+
+def _address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+@functools.cache
+def load() -> Library:
+    """The library that was built with this package, opened once.
+
+    Raises:
+        NativeError: see `open_library`.
+    """
+    return open_library(LIBRARY_PATH)
+
+
+def bind_memory(address: int, size_bytes: int, numa_node: int) -> int:
+    """Asks for pages that are not touched yet to come from `numa_node` while it has some; -1: wherever the system
+    likes. `address` is page-aligned. Returns 0, or the errno of a refusal, which changes nothing.
+    """
+    return load().bind_memory(address, size_bytes, numa_node)
+
+
+def first_touch(address: int, size_bytes: int, threads: int) -> None:
+    """Writes a zero byte into every page of `size_bytes` bytes at `address`, in parallel.
+
+    Raises:
+        NativeError: an argument is negative or null.
+    """
+    check(load().first_touch(address, size_bytes, threads), "hostward_first_touch")

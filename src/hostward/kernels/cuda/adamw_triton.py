@@ -1,0 +1,255 @@
+"""Device code of the AdamW step, imported by `hostward.kernels.cuda.adamw` when a step first runs: Triton is slow to
+import.
+
+Every operation is one correctly rounded IEEE fp32 operation; the launch option of `hostward.kernels.cuda.adamw` keeps
+the compiler from fusing two into one. Moments, weights and remainders are loaded and stored as integers: the bits of a
+NaN are ours to choose, not the compiler's.
+"""
+
+# Compile-time parameters are in capitals, and a conditional expression would not be resolved when compiling.
+# ruff: noqa: N803, SIM108
+# Triton's decorator is untyped, and the parameters of device functions are device values without Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FP32 = tl.constexpr(0)
+FP16 = tl.constexpr(2)
+MASTER_SPLIT = tl.constexpr(1)
+MASTER_PLAIN = tl.constexpr(2)
+ERROR_TABLE = tl.constexpr(5)  # HOSTWARD_ERROR_TABLE of native/include/hostward.h
+
+
+@triton.jit
+def _table_entry(count, bc1, inv_sqrt_bc2, table_length):
+    """Index of the table entry for the step after `count`, and whether the tables reach that far or have reached 1."""
+    last = table_length - 1
+    step = count + 1
+    saturated = (last >= 1) & (tl.load(bc1 + last) == 1.0) & (tl.load(inv_sqrt_bc2 + last) == 1.0)
+    legal = (count >= 0) & ((step <= last) | saturated)
+    return tl.minimum(tl.maximum(step, 0), last), legal
+
+
+@triton.jit
+def _pointer(address, first, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr):
+    """Pointer to element `first` of the stream at a 64-bit address; ALIGNED promises 16-byte alignment."""
+    pointer = (address + first * ITEM_BYTES).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(
+    address, first, inside, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, BLOCK: tl.constexpr
+):
+    lanes = tl.arange(0, BLOCK)
+    pointer = _pointer(address, first, ALIGNED, DTYPE, ITEM_BYTES)
+    if ALIGNED:
+        value = tl.load(pointer + lanes)
+    else:
+        value = tl.load(pointer + lanes, mask=inside, other=0)
+    return value
+
+
+@triton.jit
+def _store(
+    address,
+    first,
+    value,
+    inside,
+    ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lanes = tl.arange(0, BLOCK)
+    pointer = _pointer(address, first, ALIGNED, DTYPE, ITEM_BYTES)
+    if ALIGNED:
+        tl.store(pointer + lanes, value)
+    else:
+        tl.store(pointer + lanes, value, mask=inside)
+
+
+@triton.jit
+def load_as_fp32(address, first, inside, ALIGNED: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK values of dtype CODE (0 fp32, 1 bf16, 2 fp16) from element `first` on, converted exactly to fp32."""
+    if CODE == FP32:
+        value = _load(address, first, inside, ALIGNED, tl.float32, 4, BLOCK)
+    elif CODE == FP16:
+        value = _load(address, first, inside, ALIGNED, tl.int16, 2, BLOCK).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        bits = _load(address, first, inside, ALIGNED, tl.int16, 2, BLOCK).to(tl.int32) << 16
+        value = bits.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _canonical_bits(value):
+    """Bits of fp32 values, one NaN for all: host and device disagree on the sign and payload of those they make."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+
+
+@triton.jit
+def _weight_bits(bits, WEIGHT: tl.constexpr):
+    """The 16-bit weight for master bits that hold no NaN but 0x7fc00000."""
+    if WEIGHT == FP16:
+        half = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True)
+        # Not `bits == 0x7FC00000`: the compiler would put that constant into the conversion, see 0x7E00 come out, and
+        # drop the choice; the device's own conversion makes 0x7FFF of a NaN.
+        weight = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, tl.full((), 0x7E00, tl.int16), half)
+    else:
+        # Ties away from zero: the low half, read as signed, is then exactly what the weight lacks.
+        weight = ((bits + 0x8000) >> 16).to(tl.int16)
+    return weight
+
+
+@triton.jit
+def _step_lanes(
+    grad,
+    weight,
+    exp_avg,
+    exp_avg_sq,
+    extra,
+    first,
+    length,
+    scale,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    decay,
+    step_size,
+    inv_sqrt_bc2,
+    ALIGNED: tl.constexpr,
+    GRAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    MASTER: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Steps elements [first, first + LANES) of a range; the addresses are those of the range's element 0.
+
+    ALIGNED says that they lie wholly inside the range and that every stream is 16-byte aligned.
+    """
+    inside = (first + tl.arange(0, LANES)) < length
+    gradient = load_as_fp32(grad, first, inside, ALIGNED, GRAD, LANES)
+    m = _load(exp_avg, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
+    v = _load(exp_avg_sq, first, inside, ALIGNED, tl.int32, 4, LANES).to(tl.float32, bitcast=True)
+    if MASTER == MASTER_SPLIT:
+        high = _load(weight, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32) << 16
+        bits = high + _load(extra, first, inside, ALIGNED, tl.int16, 2, LANES).to(tl.int32)
+    elif MASTER == MASTER_PLAIN:
+        bits = _load(extra, first, inside, ALIGNED, tl.int32, 4, LANES)
+    else:
+        bits = _load(weight, first, inside, ALIGNED, tl.int32, 4, LANES)
+    p = bits.to(tl.float32, bitcast=True)
+
+    g = gradient * scale
+    m = (beta1 * m) + (one_minus_beta1 * g)
+    v = (beta2 * v) + ((one_minus_beta2 * g) * g)
+    d = (tl.sqrt_rn(v) * inv_sqrt_bc2) + eps
+    p = (p * decay) - (step_size * tl.div_rn(m, d))
+
+    bits = _canonical_bits(p)
+    _store(exp_avg, first, _canonical_bits(m), inside, ALIGNED, tl.int32, 4, LANES)
+    _store(exp_avg_sq, first, _canonical_bits(v), inside, ALIGNED, tl.int32, 4, LANES)
+    if MASTER == MASTER_SPLIT:
+        _store(weight, first, _weight_bits(bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
+        _store(extra, first, bits.to(tl.int16), inside, ALIGNED, tl.int16, 2, LANES)
+    elif MASTER == MASTER_PLAIN:
+        _store(weight, first, _weight_bits(bits, WEIGHT), inside, ALIGNED, tl.int16, 2, LANES)
+        _store(extra, first, bits, inside, ALIGNED, tl.int32, 4, LANES)
+    else:
+        _store(weight, first, bits, inside, ALIGNED, tl.int32, 4, LANES)
+
+
+@triton.jit(do_not_specialize=["table_length"])
+def step_kernel(
+    table,
+    blocks,
+    exp_avg,
+    exp_avg_sq,
+    extra,
+    hyper,
+    bc1,
+    inv_sqrt_bc2_table,
+    table_length,
+    scale_pointer,
+    skip,
+    GRAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    MASTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program per row of `blocks`, LANES elements at a time.
+
+    `extra` is the remainder (split), the master (plain), or exp_avg where neither exists.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = table + tl.load(blocks + 2 * program).to(tl.int64) * 5
+    first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+    offset = tl.load(row)
+    length = tl.load(row + 1)
+    grad = tl.load(row + 2)
+    weight = tl.load(row + 3)
+    count = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.int64)))
+    entry, legal = _table_entry(count, bc1, inv_sqrt_bc2_table, table_length)
+    if (tl.load(skip) == 0) & legal:
+        lr = tl.load(hyper)
+        beta1 = tl.load(hyper + 2)
+        beta2 = tl.load(hyper + 3)
+        decay = (1.0 - lr * tl.load(hyper + 1)).to(tl.float32)
+        eps = tl.load(hyper + 4).to(tl.float32)
+        one_minus_beta1 = (1.0 - beta1).to(tl.float32)
+        one_minus_beta2 = (1.0 - beta2).to(tl.float32)
+        beta1 = beta1.to(tl.float32)
+        beta2 = beta2.to(tl.float32)
+        step_size = (lr / tl.load(bc1 + entry)).to(tl.float32)
+        inv_sqrt_bc2 = tl.load(inv_sqrt_bc2_table + entry).to(tl.float32)
+        scale = tl.load(scale_pointer)
+        exp_avg_address = exp_avg.to(tl.int64) + offset * 4
+        exp_avg_sq_address = exp_avg_sq.to(tl.int64) + offset * 4
+        if MASTER == MASTER_SPLIT:
+            extra_address = extra.to(tl.int64) + offset * 2
+        else:
+            extra_address = extra.to(tl.int64) + offset * 4
+        # Alignment is looked at here, for each block, not promised by the caller: a false promise is a device fault.
+        unaligned = (grad | weight | exp_avg_address | exp_avg_sq_address | extra_address) & 15
+        if (unaligned == 0) & (first + BLOCK <= length):
+            for part in range(BLOCK // LANES):
+                _step_lanes(
+                    grad, weight, exp_avg_address, exp_avg_sq_address, extra_address,
+                    first + part * LANES, length, scale,
+                    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2,
+                    True, GRAD, WEIGHT, MASTER, LANES,
+                )  # fmt: skip
+        else:
+            for part in range(BLOCK // LANES):
+                if first + part * LANES < length:
+                    _step_lanes(
+                        grad, weight, exp_avg_address, exp_avg_sq_address, extra_address,
+                        first + part * LANES, length, scale,
+                        beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2,
+                        False, GRAD, WEIGHT, MASTER, LANES,
+                    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_ranges", "table_length"])
+def advance_kernel(table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error, BLOCK: tl.constexpr):
+    """Adds one to the count of every range that has been stepped; reports ranges that the tables do not reach."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    running = (index < n_ranges) & (tl.load(skip) == 0)
+    counter = tl.load(table + index * 5 + 4, mask=running, other=0).to(tl.pointer_type(tl.int64))
+    count = tl.load(counter, mask=running, other=0)
+    _, legal = _table_entry(count, bc1, inv_sqrt_bc2, table_length)
+    tl.store(counter, count + 1, mask=running & legal)
+    if error is not None:
+        failed = tl.sum((running & (legal == 0)).to(tl.int32), 0)
+        if failed > 0:
+            tl.store(error, ERROR_TABLE)

@@ -1,0 +1,212 @@
+"""The definition of the step and of the norm, in numpy: slow, plain, and what every kernel must equal bit for bit.
+
+Each numpy operation on float32 arrays is one correctly rounded IEEE operation; nothing is fused. bf16 is held as its
+bits, in uint16, since numpy has no such type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+NORM_CHUNK = 4096
+ALL_ZERO = int(np.iinfo(np.int32).min)
+NOT_FINITE = int(np.iinfo(np.int32).max)
+
+_QUIET_NAN = np.uint32(0x7FC00000)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyper-parameters of one group, in float64 as Python holds them."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+def float_of(values: Array) -> Array:
+    """float32 of gradients or weights held as float32, float16, or bf16 bits in uint16. Exact."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return values.astype(np.float32)
+
+
+def canonical(values: Array) -> Array:
+    """float32 with every NaN replaced by the one of bits 0x7fc00000."""
+    bits = np.where(np.isnan(values), _QUIET_NAN, values.view(np.uint32))
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def bf16_bits(master: Array) -> Array:
+    """bf16 bits (uint16) of float32, to nearest with ties away from zero. NaNs must be canonical."""
+    return ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+
+
+def split_master(master: Array) -> tuple[Array, Array]:
+    """float32 master -> (bf16 bits uint16, int16 remainder). NaNs must be canonical."""
+    return bf16_bits(master), (master.view(np.uint32) & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+
+
+def join_master(weight: Array, remainder: Array) -> Array:
+    """The float32 master from bf16 bits (uint16) and int16 remainder; inverse of `split_master`."""
+    high = weight.astype(np.uint32) << np.uint32(16)
+    low = remainder.astype(np.int32).view(np.uint32)
+    return (high + low).view(np.float32)  # modulo 2**32, as unsigned integers add
+
+
+def fp16_weight(master: Array) -> Array:
+    """float16 of float32, to nearest even; NaNs become 0x7e00."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = master.astype(np.float16)
+    return np.where(np.isnan(master), np.uint16(0x7E00), half.view(np.uint16)).astype(np.uint16).view(np.float16)
+
+
+def table_entry(table: Array, other: Array, step: int) -> int:
+    """The index to use at `step`: the step itself, or the last entry where both tables have reached 1.
+
+    Raises:
+        IndexError: the tables end before `step` and have not reached 1.
+    """
+    last = len(table) - 1
+    if step <= last:
+        return step
+    if last >= 1 and table[last] == 1.0 and other[last] == 1.0:
+        return last
+    raise IndexError(f"step {step} lies past tables of {len(table)} entries")
+
+
+def adamw(
+    master: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    grad: Array,
+    step: int,
+    hyper: Hyper,
+    tables: tuple[Array, Array],
+    scale: float = 1.0,
+) -> tuple[Array, Array, Array]:
+    """One AdamW step over arrays of one shape.
+
+    Args:
+        master, exp_avg, exp_avg_sq: float32.
+        grad: float32, float16, or bf16 bits in uint16.
+        step: the step being taken, 1 for the first.
+        hyper, tables: see `hostward.kernels.cpu.adamw.bias_tables`.
+        scale: factor of the gradients, rounded to float32.
+
+    Returns:
+        New (master, exp_avg, exp_avg_sq), float32, NaNs canonical.
+
+    Raises:
+        IndexError: see `table_entry`.
+    """
+    f32 = np.float32
+    entry = table_entry(tables[0], tables[1], step)
+    with np.errstate(all="ignore"):
+        b1, omb1 = f32(hyper.beta1), f32(1.0 - hyper.beta1)
+        b2, omb2 = f32(hyper.beta2), f32(1.0 - hyper.beta2)
+        eps, decay = f32(hyper.eps), f32(1.0 - hyper.lr * hyper.weight_decay)
+        step_size, isb2 = f32(hyper.lr / tables[0][entry]), f32(tables[1][entry])
+        g = float_of(grad) * f32(scale)
+        m = (b1 * exp_avg) + (omb1 * g)
+        v = (b2 * exp_avg_sq) + ((omb2 * g) * g)
+        d = (np.sqrt(v) * isb2) + eps
+        p = (master * decay) - (step_size * (m / d))
+    return canonical(p), canonical(m), canonical(v)
+
+
+def accumulate(total: Array | None, grad: Array) -> Array:
+    """The gradient summed over one more microbatch.
+
+    Args:
+        total: float32, what came before; None for the first microbatch.
+        grad: float32, float16, or bf16 bits in uint16, of the same shape.
+
+    Returns:
+        float32, one addition per element, NaNs canonical.
+    """
+    with np.errstate(all="ignore"):
+        return canonical(float_of(grad) if total is None else total + float_of(grad))
+
+
+def norm_partials(grad: Array) -> tuple[Array, Array]:
+    """Partial squared norms of a flat gradient, one per chunk of 4,096 elements.
+
+    Args:
+        grad: float32, float16, or bf16 bits in uint16, 1-dimensional.
+
+    Returns:
+        (sums int64, exponents int32). exponents[c] is the smallest E with |g| < 2**E in chunk c, or ALL_ZERO, or
+        NOT_FINITE; sums[c] is the sum of floor((g * 2**-E)**2 * 2**50).
+    """
+    chunks = -(-grad.size // NORM_CHUNK)
+    sums, exponents = np.zeros(chunks, dtype=np.int64), np.full(chunks, ALL_ZERO, dtype=np.int32)
+    for c in range(chunks):
+        values = float_of(grad[c * NORM_CHUNK : (c + 1) * NORM_CHUNK]).astype(np.float64)
+        if not np.isfinite(values).all():
+            exponents[c] = NOT_FINITE
+            continue
+        largest = float(np.abs(values).max())
+        if largest == 0.0:
+            continue
+        exponents[c] = math.frexp(largest)[1]
+        scaled = np.ldexp(values, -int(exponents[c]))
+        sums[c] = np.floor(np.ldexp(scaled * scaled, 50)).astype(np.int64).sum()
+    return sums, exponents
+
+
+def norm_from_partials(sums: Array, exponents: Array) -> tuple[np.float32, bool]:
+    """The norm of everything that the partials cover, in any order.
+
+    Args:
+        sums: int64 [chunks].
+        exponents: int32 [chunks].
+
+    Returns:
+        (norm, finite): the norm in float32, infinite where it exceeds float32; `finite` is False, and the norm
+        infinite, where a gradient is a NaN or an infinity.
+    """
+    exponent = int(exponents.max()) if exponents.size else ALL_ZERO
+    used = exponents != ALL_ZERO
+    if exponent == NOT_FINITE or not bool(used.any()):
+        return norm_of_total(0, 0, exponent)
+    shift = np.minimum(2 * (exponent - exponents[used].astype(np.int64)), 63)
+    aligned = sums[used].astype(np.int64) >> shift
+    return norm_of_total(int((aligned >> 31).sum()), int((aligned & (2**31 - 1)).sum()), exponent)
+
+
+def norm_of_total(high: int, low: int, exponent: int) -> tuple[np.float32, bool]:
+    """As `norm_from_partials`, from the sum of all squares on the scale of the largest exponent: high * 2**31 + low."""
+    if exponent == NOT_FINITE:
+        return np.float32(np.inf), False
+    if exponent == ALL_ZERO:
+        return np.float32(0.0), True
+    total = np.float64(high) * np.float64(2.0**31) + np.float64(low)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.float32(np.ldexp(np.sqrt(total), exponent - 25)), True
+
+
+def clip_scale(norm: float, max_norm: float | None, inv_scale: float = 1.0) -> np.float32:
+    """The factor of every gradient: min(1, max_norm / (norm * inv_scale + 1e-6)) * inv_scale, in float32 operations.
+
+    Args:
+        norm: norm of the gradients as they are, still multiplied by the loss scale.
+        max_norm: the limit, or None for no clipping.
+        inv_scale: one over the loss scale.
+    """
+    f32 = np.float32
+    with np.errstate(over="ignore"):
+        if max_norm is None:
+            return f32(inv_scale)
+        coef = f32(max_norm) / (f32(norm) * f32(inv_scale) + f32(1e-6))
+        return f32(min(f32(1.0), coef) * f32(inv_scale))

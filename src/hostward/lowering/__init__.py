@@ -1,1 +1,0 @@
-"""Pure passes from a plan to a schedule. No torch."""

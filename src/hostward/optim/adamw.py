@@ -1,0 +1,912 @@
+"""`hostward.AdamW`: AdamW whose state lives partly on the host, with the same bits at every fraction."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+
+from hostward.config.arguments import named_options
+from hostward.core.inventory import Inventory
+from hostward.core.placement import PlacedBucket, Plan
+from hostward.errors import HostwardError, ModelError
+from hostward.model.deferred_weights import is_away, waits
+from hostward.model.fence import unfenced, without_functions
+from hostward.model.parameter_names import matched
+from hostward.model.parameters import Places, Tracked, check_no_overlap, check_trackable, named_groups, with_module
+from hostward.optim.bucket_state import (
+    Asked,
+    BucketState,
+    allocate_partials,
+    allocate_scalars,
+    explained,
+    landing_dtypes,
+    pieces,
+    take_states,
+)
+from hostward.optim.diagnostics import Tracing, UnfencedReads
+from hostward.optim.forward_hooks import Arrivals
+from hostward.optim.gradient_hooks import GradientsClearedError, Handover, gradient_of
+from hostward.optim.host_accumulation import Totals
+from hostward.optim.master_sync import WeightWatch
+from hostward.optim.offloaded_grad import Where
+from hostward.optim.op_binding import Memory
+from hostward.optim.param_groups import (
+    check_count,
+    check_grad_dtype,
+    check_group,
+    check_keys,
+    check_members,
+    check_same_names,
+    check_variants,
+    checked_backend,
+    checked_norm,
+    checked_settings,
+    checked_streamed,
+    described,
+    plain,
+    require_known,
+    saved_parts,
+    shown,
+    sums_on_host,
+)
+from hostward.optim.placement import Mix, ShareOf
+from hostward.optim.sharded import (
+    EmptyParts,
+    Sharded,
+    accumulate_in,
+    across_ranks,
+    made_together,
+    ranks_of,
+    require_one_scale,
+    require_sharding,
+)
+from hostward.optim.staging_slots import CudaGauge, Slots
+from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped
+from hostward.optim.state_reader import Describer, Readers, StateSources
+from hostward.optim.step_executor import StepIssuer
+from hostward.optim.tied_weights import checked_tied
+from hostward.optim.weight_fence import WeightFence
+from hostward.runtime.backend import Backend, Tier
+from hostward.runtime.backend_choice import backend_for
+from hostward.runtime.pinned_memory import require_host_memory
+from hostward.schedule.ops import Lane, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hostward.distributed.fsdp2 import Groups
+    from hostward.model.parameters import Places, Tracked
+    from hostward.optim.gradient_hooks import Handover
+    from hostward.optim.master_sync import WeightWatch
+    from hostward.optim.op_binding import Memory
+    from hostward.optim.state_dict import StateAccess
+    from hostward.optim.step_executor import StepIssuer
+    from hostward.runtime.backend import Backend
+    from hostward.runtime.cuda.backend import CudaBackend
+
+log = logging.getLogger("hostward")
+
+
+# What a training loop tells the optimizer between steps: microbatches, waits, traces.
+
+
+ROOT = "root"
+"""Stands for the layer of parameters that the module itself owns."""
+
+
+class StepScalars(NamedTuple):
+    """What a step tells, on the device: float32 [1] norm before clipping, int32 [1] 1 where the step was skipped."""
+
+    norm: torch.Tensor
+    skipped: torch.Tensor
+
+
+# One microbatch of a training step: which gradients the optimizer takes from its backward, and what if that fails.
+
+
+class Accumulation:
+    """What `AdamW.accumulate` returns: gradients are taken as they become final, and those that are added up on the
+    host in every microbatch.
+    """
+
+    def __init__(self, handover: Handover, issuer: StepIssuer, abandon: Callable[[], None], *, last: bool) -> None:
+        self._handover = handover
+        self._issuer = issuer
+        self._abandon = abandon
+        self._last = last
+
+    @_disable_dynamo
+    @unfenced
+    def __enter__(self) -> None:
+        if self._handover.inside:
+            raise ModelError(
+                "accumulate() inside accumulate()", why="a microbatch is the last one or not", fix="use one block each"
+            )
+        self._handover.drop_cleared()
+        self._handover.armed, self._handover.inside = self._last, True
+        self._handover.reduced_later = False
+
+    @_disable_dynamo
+    @unfenced
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        handover = self._handover
+        handover.armed = handover.inside = False
+        if kind is not None:
+            if self._last or handover.summed & handover.taken:
+                self._abandon()
+            return
+        try:
+            if self._last:
+                # Gradients that the last microbatch did not touch are final all the same.
+                for t in handover.waiting():
+                    if t.name not in handover.tied:
+                        handover.hand_over(t)
+            self._issuer.flush(last=self._last)
+        except HostwardError:
+            self._abandon()
+            raise
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
+
+    The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`.
+    State, step counts and checkpoints are keyed by parameter name. `optimizer.state` holds no tensor:
+    frameworks that move state about find nothing to move.
+
+    Args:
+        params: a module (its trainable parameters), an iterable of (name, Parameter) or of parameters, or a list of
+            group dicts whose "params" is such an iterable. Parameters are fp32, bf16 or fp16, all on one device. A
+            model may be sharded by FSDP2, before the optimizer is made. Parameters without names are named by `module`;
+            without it by the outermost module that holds all of them, which is then used as if it had been given.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group where groups give their own. Read at every
+            step.
+        amsgrad, maximize, foreach, capturable, differentiable, fused: of torch.optim.AdamW, at their defaults only.
+        max_grad_norm: clip the global L2 norm of all gradients to this; None or 0: no clipping. Clipping is part of
+            the step: do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
+        offload_fraction: share of the optimizer state's bytes that lives on the host. "auto": the least that keeps
+            weights, gradients and state on the device within `device_memory` (bytes, or a text like "40GiB").
+        streamed_fraction: of that, the share that comes to the device for its step and goes back; the rest is stepped
+            on the host. "auto": the mix that uses memory and link best, by rates measured on this machine. A function
+            of these rates (`hostward.core.host_limits.Rates`) tells it instead, where more is known of the step.
+        overlap: let gradients leave during backward (see `accumulate`) and weights arrive during the next forward.
+            False: everything happens within `step`.
+        pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
+            where their weights come back from. Without it the caller waits for copies: same bits, much slower. The
+            state of these buckets never is. A plan may say so too.
+        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters: other bits, and slower.
+        gradients: where gradients of host-stepped buckets are added up over microbatches; None: as the plan says, or
+            "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
+            where they go in every backward; those of other buckets in `.grad`, in float32 too.
+        grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
+        staging_bytes: device memory for state that is being streamed, at least one bucket; None: as the plan says, or
+            what backward frees, and two buckets besides.
+        host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
+        plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
+        module: the module that holds the parameters, where `params` is not itself the module: its layers then wait
+            for their own weights alone, and its `load_state_dict` is watched, so that loading equal weights leaves the
+            masters as they are.
+        stages: of a pipeline: the processes that hold the other stages of the model beside this one's, this one among
+            them. The norm is over all of them, and all skip together. None: there are no stages.
+        tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
+            `add_up_tied` before `step`.
+        fence: let whatever reads or writes a weight after `step()` wait for its new value by itself, and notice writes
+            through `.data`. False: only the module's own forward and state dicts wait; other readers call `arrive()`
+            first, and writes through `.data` need `reseed()`. `find_unfenced_reads` then says what is missed.
+        backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
+            parameters.
+
+    Raises:
+        ConfigError: a value outside its range. ModelError: a parameter that cannot be tracked.
+        MemoryLimitError: the state does not fit the host or the device; nothing stays allocated. (PageLockError: the
+            driver locks fewer pages than are needed; the text says which of these options need fewer.)
+    """
+
+    # A GradScaler sets these two around step() and deletes them afterwards; without one they do not exist.
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
+    _step_supports_amp_scaling = True
+
+    @named_options
+    def __init__(
+        self,
+        params: object,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        offload_fraction: float | str = 0.0,
+        device_memory: int | str | None = None,
+        streamed_fraction: float | str | ShareOf = "auto",
+        overlap: bool = True,
+        pin_gradients: bool = True,
+        pin_weights: bool = True,
+        use_torch_optimizer: bool = False,
+        gradients: str | None = None,
+        grad_dtype: torch.dtype | None = None,
+        staging_bytes: int | None = None,
+        host_threads: int | None = None,
+        plan: object = None,
+        module: torch.nn.Module | None = None,
+        stages: dist.ProcessGroup | None = None,
+        tied: Mapping[str, dist.ProcessGroup] | None = None,
+        fence: bool = True,
+        backend: Backend | None = None,
+    ) -> None:
+        variants = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "fused": fused}
+        check_variants(variants | {"capturable": capturable, "differentiable": differentiable})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.max_grad_norm = checked_norm(max_grad_norm)
+        streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
+        self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory)
+        self._pin_gradients = pin_gradients and self._mix.pin_gradients
+        self._pin_weights = pin_weights and self._mix.pin_weights
+        self._overlap = overlap and not use_torch_optimizer
+        self._use_torch_optimizer = use_torch_optimizer
+        self._sums_on_host = sums_on_host(self._mix.gradients, overlap=self._overlap, grad_dtype=grad_dtype)
+        self._grad_dtype = torch.float32 if self._sums_on_host else grad_dtype
+        self._summed: frozenset[int] = frozenset()
+        self._backend, self._stages = checked_backend(backend), stages
+        self.tied = checked_tied(tied, stages, sums_on_host=self._sums_on_host)
+        check_count("host_threads", host_threads)
+        self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
+        check_count("staging_bytes", self._staging_bytes)
+        self._host_threads = host_threads
+        self._tracked: list[Tracked] = []
+        self._states: list[BucketState] = []
+        self._placements: list[PlacedBucket] = []
+        self._pending: list[Tracked] = []
+        self._waiting: list[Tracked] = []
+        """Those whose weights hostward.move() has left on the CPU, for attach()."""
+        self._watch = WeightWatch([])
+        self._readers = Readers()
+        self._unchanged, self._told_of_writes, self._scaled = True, False, False
+        self._memory: Memory
+        self._arrivals: Arrivals | None = None
+        self._fenced = fence
+        self._fence: WeightFence | None = None
+        self._handover: Handover
+        self._sharded: Sharded | None = None
+        self._empty_parts: EmptyParts | None = None
+        self._issuer: StepIssuer
+        self._building = True
+        params, module = with_module(params, module)
+        self._places = Places(module)
+        super().__init__(named_groups(params, self._places), defaults)
+        self._building = False
+        self._build()
+
+    # ---------------------------------------------------------------- construction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters; its state is placed by the same `offload_fraction`."""
+        if not self._building:
+            if self._handover.taken:
+                raise ModelError(
+                    "a parameter group added between backward and step()",
+                    why="the optimizer has taken the gradients of the parameters that it has",
+                    fix="add it after step() or after zero_grad()",
+                )
+            self._places = Places(self._places.module)
+            (param_group,) = named_groups([param_group], self._places)
+            self._issuer.require_weights_here()
+            self._readers.wait()
+            self.wait()
+            self._follow_weights()
+        check_keys(param_group, OPTIONS)
+        super().add_param_group(param_group)
+        try:
+            self._take_group(self.param_groups[-1])
+            if not self._building:
+                self._build()
+        except HostwardError:
+            self.param_groups.pop()
+            self._pending.clear()
+            raise
+
+    def _take_group(self, group: Mapping[str, Any]) -> None:
+        check_group(group)
+        taken = {t.name for t in (*self._tracked, *self._pending)}
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if name in taken:
+                raise ModelError(
+                    f"two parameters are named {name!r}",
+                    why="what wrappers put into names (_orig_mod., module.) does not count",
+                    fix="give each parameter a name of its own",
+                )
+            taken.add(name)
+            self._pending.append(self._places.tracked(name, parameter, len(self.param_groups) - 1))
+
+    @unfenced
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _build(self) -> None:
+        """Allocate state for the parameters that have none yet."""
+        new, self._pending = self._pending, []
+        backend = self._backend or backend_for(new[0].parameter.device, self._host_threads)
+        self._backend = backend
+        for t in new:
+            check_trackable(t.name, t.parameter, backend.device)
+        check_no_overlap([*self._tracked, *new])
+        require_sharding(self._places, new)
+        check_grad_dtype(self._grad_dtype, {t.name: t.parameter for t in new})
+        self.tied.require_known([*self._tracked, *new])
+        first, split = len(self._states), not self._use_torch_optimizer
+        used, ranks = self._places.by_use(new), ranks_of(new)
+        buckets, plan = self._mix.place(backend, used, self._grad_dtype, first, split_master=split, ranks=ranks)
+        self.offload_fraction = plan.asked_fraction
+        placements = [b.placement for b in plan.buckets]
+        grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
+        pinned = self._pin_gradients, self._pin_weights
+        asked = Asked(buckets, placements, grad_dtypes, self._sums_on_host, *pinned)
+        summed = asked.summed
+        states = take_states(backend, asked)
+        self._tracked += new
+        self._waiting += [t for t in new if is_away(t.parameter)]
+        # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
+        self.state.update({t.parameter: {} for t in new})
+        self._summed |= {len(self._states) + b for b in summed}
+        self._states += states
+        self._placements += plan.buckets
+        if self._grad_dtype is not None:
+            accumulate_in(self._grad_dtype, self._places, self._tracked, self._states, self._summed)
+        for t in new:
+            if not is_away(t.parameter):
+                backend.adopt(t.local.data, "weights", counted=True)
+        self._by_name = {t.name: t for t in self._tracked}
+        self._access = StateAccess(pieces(self._states), self._by_name)
+        for t in new:
+            self._access.reseed(t.name)
+        with explained(backend, asked):
+            self._connect(backend)
+        backend.synchronise()
+        nothing = plan.asked_fraction > 0 and self.plan.state_bytes and not self.plan.offloaded_bytes
+        log.log(logging.WARNING if nothing else logging.INFO, "%s", self.plan.explain())
+
+    def _connect(self, backend: Backend) -> None:
+        """Schedule, hooks and watches over all buckets that there are now."""
+        partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
+        scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
+        groups = self._places.sharding
+        of_stages = self._stages, self.tied.uncounted()
+        across = across_ranks(backend, self._tracked, self._states, first_chunks, *of_stages)
+        memory = Memory(*scalars, partials, host_partials, first_chunks, across)
+        gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
+        layers = {t.name: t.layer or ROOT for t in self._tracked}
+        self._issuer = StepIssuer(
+            backend,
+            self._states,
+            self._by_name,
+            memory,
+            layers=[layers[s.bucket.ranges[0].name] for s in self._states],
+            slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
+            totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
+            together=made_together(groups, self._tracked),
+            holders=functools.partial(_holders, groups) if self._fenced else None,
+            overlap=self._overlap,
+            use_torch_optimizer=self._use_torch_optimizer,
+        )
+        self._memory = memory
+        self._watch.close()
+        if hasattr(self, "_handover"):
+            self._handover.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        if self._fence is not None:
+            self._fence.close()
+        self._watch = WeightWatch(self._tracked, self._issuer.use_all, self._places.root)
+        self._fence = WeightFence(self._issuer, self._watch, self._tracked, layers) if self._fenced else None
+        summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
+        leave = None if self._fence is None else self._fence.leave
+        self._handover = Handover(self._tracked, self._issuer, summed, self.tied, leave)
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None
+        self._empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
+        self._access.empty_counts = self._empty_parts.counts()
+        if groups is not None:
+            self._sharded = Sharded(groups, self._tracked, layers, self._issuer, self._handover)
+        self._arrivals = None
+        root, fence = self._places.root, self._fence
+        if root is not None and (self._overlap or fence is not None):
+            use = self._issuer.use if fence is None else fence.enter
+            leave_root = None if fence is None else fence.raise_all
+            in_ddp = self._handover.in_ddp
+            self._arrivals = Arrivals(root, layers, self._tracked, use, self._issuer.use_all, leave_root, in_ddp)
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def plan(self) -> Plan:
+        """Placement of every bucket; `plan.asked_fraction` and `plan.placed_fraction` tell the shares."""
+        return Plan(self.offload_fraction, tuple(self._placements))
+
+    @property
+    def inventory(self) -> Inventory:
+        return Inventory(tuple(t.facts for t in self._tracked), tuple(s.bucket for s in self._states))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
+        return self._issuer.schedule
+
+    # ---------------------------------------------------------------- the step
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; a parameter without one keeps its state and its step count.
+
+        Args:
+            closure: evaluated once, with gradients enabled, before the update; its result is returned.
+
+        Raises:
+            ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
+                then.
+        """
+        self._issuer.require_whole()
+        require_one_scale(self, self._stages)
+        self._scaled = self._scaling()[1] is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    @unfenced
+    def _step(self) -> None:
+        check_members(self.param_groups, self._tracked)
+        self._waiting = [t for t in self._waiting if is_away(t.parameter)]
+        if self._waiting:
+            raise waits(self._waiting[0].name)
+        self._readers.wait()
+        self._follow_weights()
+        self._watch.require_no_newcomers()
+        for group in self.param_groups:
+            check_group(group)
+        try:
+            waiting = self._handover.waiting()
+        except GradientsClearedError:
+            self.discard_gradients()
+            waiting = self._handover.waiting()
+        self.tied.require_added_up(self._by_name)
+        gradients = {t.name: gradient_of(t) for t in waiting}
+        self._issuer.check(gradients)
+        if gradients or self._handover.taken:
+            self._issue(waiting, gradients)
+        elif self._handover.used_only():
+            raise ModelError(
+                "step() without a new gradient",
+                why="the last step used up what was in .grad",
+                fix="run a backward pass between two steps, or make the optimizer with overlap=False",
+            )
+        else:
+            # grad_norm and last_step_skipped speak of this step, not of the one before.
+            self._memory.device_scalars.norm.data.zero_()
+            self._memory.device_scalars.skip.data.zero_()
+
+    def _issue(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
+        """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
+        stays = not self._overlap or self._handover.captured
+        self._unchanged = False
+        try:
+            if stays:
+                self._issuer.take_all(gradients)
+            else:
+                self._handover.hand_over_all(waiting, gradients)
+            stepped = list(gradients) if stays else list(self._handover.taken)
+            self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
+            if self._sharded is not None and self._empty_parts is not None:
+                self._empty_parts.step(stepped, self._memory.device_scalars.skip)
+            torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
+            self._handover.mark(Where.USED)
+            if stays or self._arrivals is None:
+                self._issuer.use_all()
+        except BaseException:
+            self.backend.drain()
+            raise
+        self._watch.remember(self._tracked)
+        self._watch.compare([self._by_name[name] for name in self._issuer.shared])
+        self._issuer.torn = False
+        if self._fence is not None:
+            self._fence.raise_all()
+
+    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a gradient scaler says, if it looked at the gradients."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    __repr__ = described
+
+    # -------------------- Saving
+
+    @unfenced
+    def reseed(self, names: Iterable[str] | None = None) -> None:
+        """Take the master anew from the weight: needed with `fence=False` after writes through `.data`, which nothing
+        else sees then.
+
+        Args:
+            names: parameters to take; None for all. Moments and step counts stay.
+
+        Raises:
+            ModelError: a name that the optimizer does not track.
+        """
+        self._readers.wait()
+        self.wait()
+        names = [t.name for t in self._tracked] if names is None else list(names)
+        for name in names:
+            self._access.require(name)
+        self._issuer.state_changed()
+        for name in names:
+            self._access.reseed(name)
+        self._watch.remember([self._by_name[name] for name in names])
+        self.backend.synchronise()
+
+    def _follow_weights(self) -> None:
+        if self._places.sharding is not None:
+            self._places.sharding.reshard()
+        changed = self._watch.changed()
+        if changed:
+            self._tell_changed(changed)
+            self.reseed([t.name for t in changed])
+
+    def _tell_changed(self, changed: Sequence[Tracked]) -> None:
+        """Loads, and whatever comes before the first step (DDP's broadcast, initialisation), are in order. Another
+        write may be a mistake, and is warned of once.
+        """
+        written = [] if self._unchanged else [t for t in changed if not self._watch.was_loaded(t)]
+        level = logging.INFO if self._told_of_writes or not written else logging.WARNING
+        self._told_of_writes |= bool(written)
+        log.log(
+            level,
+            "%d weights were %s; their masters are taken anew from them: %s",
+            len(changed),
+            "changed outside the optimizer" if written else "loaded or initialised",
+            shown([t.name for t in changed]),
+        )
+
+    @_disable_dynamo
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """State by parameter name, independent of placement; tensors on the CPU and plain values only.
+
+        The tensors are copies: 12 bytes of host memory per parameter, 8 for fp32 weights. torch.optim hands out its own
+        tensors instead. Here they would change under a writer in the background, and each is a part of a slab that
+        torch.save would write as a whole.
+
+        Args:
+            copy: False: moments that lie on the host in one piece are views of the state itself, 8 bytes per parameter
+                less. They change with the next step. For writers that are done before it and take views as they are,
+                such as `hostward.checkpoint.save`; not for torch.save.
+
+        Hooks run as in torch.optim.Optimizer: those of `register_state_dict_pre_hook` before anything is read, those of
+        `register_state_dict_post_hook` on the result, which they may change or replace.
+
+        Returns:
+            {"format": 1, "optimizer": "hostward.AdamW", "state": {name: {"step": int64 [], "exp_avg", "exp_avg_sq":
+            float32 [shape], "master": float32 [shape] for 16-bit weights}}, "param_groups": [{"params": [names],
+            "param_names": [names], "lr", "betas", "eps", "weight_decay", ...}]}. accelerate, which would move the state
+            to the device and load it back where it wraps an optimizer, is given a token for the state that is there.
+
+        Raises:
+            ModelError: a step was cut short, or module or groups are not as they were. MemoryLimitError: the host has
+                no room for the copies.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        saved = self._state(copy)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, saved)
+            saved = saved if changed is None else changed
+        return saved
+
+    @unfenced
+    def _state(self, copy: bool) -> dict[str, Any]:
+        self._settle()
+        # Hooks of others expect tensors.
+        if not self._optimizer_state_dict_post_hooks and is_being_wrapped(self):
+            state: object = Unmoved(self)
+        else:
+            if copy:
+                require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+            state = {t.name: self._access.read(t.name, copy=copy) for t in self._tracked}
+        groups = [{**group, "param_names": list(group["params"])} for group in self._settings()]
+        return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups}
+
+    def _settle(self) -> None:
+        """The state is that of the last step, whole, and lanes are empty."""
+        check_members(self.param_groups, self._tracked)
+        self._follow_weights()
+        self._issuer.require_whole()
+        self.wait()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        groups = []
+        for group in self.param_groups:
+            settings = {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**settings, "params": list(group["param_names"])})
+        return groups
+
+    @_disable_dynamo
+    @unfenced
+    def sources(self) -> StateSources:
+        """State and weights as they lie, by parameter name, to be read from other threads; nothing is copied.
+
+        They are those of this moment until the next `step()`, which waits for registered readers, as everything does
+        that changes them. `hostward.checkpoint` writes from them.
+
+        Raises:
+            ModelError: a step was cut short, or module or groups are not as they were.
+        """
+        self._settle()
+        describer = Describer(self.backend, self._readers)
+        found = {t.name: self._access.pieces(t.name) for t in self._tracked}
+        return StateSources(
+            STATE_FORMAT,
+            {t.name: describer.weight(t, found[t.name]) for t in self._tracked},
+            {t.name: describer.state(t, found[t.name]) for t in self._tracked},
+            {t.name: torch.tensor(self._access.count(t.name), dtype=torch.int64) for t in self._tracked},
+            self._settings(),
+            {id(t.parameter): t.name for t in self._tracked},
+        )
+
+    def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Host tensors of the names, shapes, dtypes and divisions of the state, to load a checkpoint into; their
+        contents are arbitrary. `load_state_dict` takes them over.
+
+        Raises:
+            MemoryLimitError: the host has no room for them.
+        """
+        require_host_memory(self._access.copied_bytes(), owner="a copy of the optimizer state")
+        return {t.name: self._access.empty(t.name) for t in self._tracked}
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of `state_dict`, saved at any placement. Checked as a whole before anything is changed.
+
+        A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may
+        so be loaded in either order. Names may carry what `torch.compile` or data parallelism put into them.
+
+        Hooks run as in torch.optim.Optimizer: those of `register_load_state_dict_pre_hook` on a shallow copy of
+        `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
+
+        Raises:
+            CheckpointError: the state of another optimizer; names, shapes or groups that differ.
+        """
+        given = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        self._load(given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @unfenced
+    @torch.no_grad()
+    def _load(self, given: Mapping[str, Any]) -> None:
+        check_members(self.param_groups, self._tracked)
+        state = given.get("state")
+        if isinstance(state, Unmoved) and state.is_of(self):
+            self._set_groups(self._checked({**given, "state": {}})[1])
+            return
+        self._readers.wait()
+        if not self._issuer.torn:
+            self._issuer.use_all()
+        self.backend.drain()
+        state, settings = self._checked(given)
+        require_known(state, self._by_name)
+        self._access.check(state)
+        if self._issuer.torn:
+            # What was taken for the step that was cut short must not be stepped with.
+            self._issuer.abort()
+            self._handover.forget()
+        self._issuer.torn = True  # until all of it is written
+        set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
+        self._set_groups(settings)
+        if set_from_master:
+            log.warning(
+                "%d weights were set from the masters of the loaded state: %s",
+                len(set_from_master),
+                shown(set_from_master),
+            )
+        self._issuer.forget_step_bound()
+        self._issuer.state_changed()
+        self._watch.remember(self._tracked)
+        self._watch.expect_broadcast()
+        self._unchanged = False
+        self._issuer.torn = False
+        self.backend.synchronise()
+
+    def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
+        """The state by the names of this optimizer, and what the groups set. Raises CheckpointError."""
+        state, groups = self._in_my_names(*saved_parts(given, STATE_FORMAT, OWNER))
+        names = [g["param_names"] for g in self.param_groups]
+        check_same_names("parameter group", [g["params"] for g in groups], names)
+        return state, [checked_settings(theirs, mine) for theirs, mine in zip(groups, self.param_groups, strict=True)]
+
+    def _set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        for mine, theirs in zip(self.param_groups, settings, strict=True):
+            mine.update(theirs)
+
+    def _in_my_names(
+        self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """A saved state under the names of this optimizer; names that mean none of its parameters stay."""
+        saved = [*state, *(name for group in groups for name in group["params"])]
+        mine = {theirs: name for name, theirs in matched([t.name for t in self._tracked], saved).items()}
+        renamed = [{**group, "params": [mine.get(name, name) for name in group["params"]]} for group in groups]
+        return {mine.get(name, name): entry for name, entry in state.items()}, renamed
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError(
+            "hostward.AdamW cannot be copied or pickled",
+            why="its state lies in memory of the host and the device that belongs to this process",
+            fix="use state_dict() and load_state_dict()",
+        )
+
+    # -------------------- Control
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
+        if self._backend is None:
+            raise ModelError("the optimizer has no backend yet")
+        return self._backend
+
+    def accumulate(self, *, last: bool) -> Accumulation:
+        """A context for the forward and backward of one microbatch.
+
+            for i, batch in enumerate(microbatches):
+                with optimizer.accumulate(last=i == len(microbatches) - 1):
+                    loss(model, batch).backward()
+            optimizer.step()
+
+        In the last one gradients are taken as backward makes them: they leave for the host while backward goes on,
+        and their device memory is freed. `.grad` then holds a placeholder that raises ModelError when it is used.
+        Without this context gradients are taken at `step`, with the same result. Those that are added up on the host
+        (`gradients="host"`) leave in every backward, within this context or not.
+
+        Under DistributedDataParallel, which reduces gradients when backward is over, they are taken at the end of the
+        block.
+
+        Rounds add up until `step`, whichever of them was called the last one. `step` uses gradients up: the next round
+        starts anew, with `zero_grad` in between or without it. With `overlap=False` `.grad` stays as it is, and what
+        `zero_grad` does not clear is added to, as with torch.optim.
+
+        Args:
+            last: whether no further microbatch will add to the gradients of this step.
+        """
+        return Accumulation(self._handover, self._issuer, self._abandon, last=last and self._overlap)
+
+    @_disable_dynamo
+    @unfenced
+    @torch.no_grad()
+    def add_up_tied(self) -> None:
+        """Add up the gradients of `tied` weights over the processes that have them. All of these call it when the
+        backward passes of a step are over, before `step()`, and before a gradient scaler or a loop of one's own looks
+        at gradients. Until then these gradients stay in `.grad`. No wait of the host on a GPU.
+        """
+        self._handover.add_up_tied()
+
+    @unfenced
+    def _abandon(self) -> None:
+        """Backward was cut short: what was taken is lost."""
+        self._issuer.discard()
+        self._handover.mark(Where.LOST)
+
+    @unfenced
+    def discard_gradients(self) -> None:
+        """Forget what has been taken of gradients; `zero_grad` does this as well."""
+        self._issuer.discard()
+        self._handover.forget()
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, taken ones included."""
+        self.discard_gradients()
+        with without_functions():
+            super().zero_grad(set_to_none)
+
+    def replayed(self) -> None:
+        """Say that a CUDA graph has written the gradients in `.grad`: they stay there, whatever ran before the replay.
+
+        A loop that does nothing but replay and step need not call this: the capture says it.
+        """
+        self._handover.captured = True
+
+    def trace(self) -> Tracing:
+        """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
+
+        Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
+        """
+        return Tracing(self.backend, self._issuer)
+
+    def find_unfenced_reads(self) -> UnfencedReads:
+        """A context, for debugging, in which a use of a weight that has not arrived raises OrderingError."""
+        return UnfencedReads(self._issuer, self._tracked, {t.name: t.layer or ROOT for t in self._tracked})
+
+    def wait(self) -> None:
+        """Return when every weight has its new value. Raises what a host step reported."""
+        self._issuer.use_all()
+        self._issuer.synchronise()
+
+    def arrive(self) -> None:
+        """Make the current stream wait for every new weight, without waiting on the host, and bring offloaded weights
+        to the device until their layers have run.
+
+        Hooks do this by layer, and the fence for whatever else reads a weight. Call it before the replay of a CUDA
+        graph on another stream, before weights are read by their addresses, and with `fence=False` before any read.
+        """
+        self._issuer.arrive()
+        if not self.backend.capturing():
+            self.backend.follow_compute()  # what has arrived before was waited for on another stream, maybe
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
+        norm, not for the host's part of the step.
+        """
+        return float(self.step_scalars().norm.item())
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step found non-finite gradients and left everything as it was. Waits for the norm, not for
+        the host's part of the step.
+        """
+        return bool(self.step_scalars().skipped.item())
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """What accelerate asks of an optimizer that it does not wrap, one that has `_is_accelerate_prepared = True`:
+        whether a gradient scaler took part in the last step and it was skipped. Waits for nothing without a scaler.
+        """
+        return self._scaled and self.last_step_skipped
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, for accelerate, which looks for what it believes to have wrapped. It exists only where
+        `_is_accelerate_prepared` is set: others unwrap for as long as there is an `optimizer`.
+        """
+        if not vars(self).get("_is_accelerate_prepared", False):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'optimizer'")
+        return self
+
+    def step_scalars(self) -> StepScalars:
+        """Norm and skip flag of the last step, on the device: for logs that do not wait. The next step overwrites both;
+        copy them on the current stream.
+        """
+        self.backend.mark("offload/scalars", Lane.COMPUTE).issue()
+        scalars = self._memory.device_scalars
+        return StepScalars(scalars.norm.data, scalars.skip.data)
+
+
+OPTIONS = frozenset(inspect.signature(AdamW).parameters)
+"""Names of what the optimizer takes as a whole."""
+
+
+def _holders(groups: Groups | None, t: Tracked) -> int:
+    """Tensors that always lie in the memory of a parameter's part here: itself, and what FSDP2 has."""
+    return groups.holders(t.parameter) if t.sharded and groups is not None else 1
+
+
+# Saving and loading of the optimizer's state, by parameter name and independent of placement.
+
+
+STATE_FORMAT = 1
+OWNER = "hostward.AdamW"
+"""Whose a state dict is."""

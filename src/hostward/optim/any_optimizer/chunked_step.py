@@ -1,0 +1,313 @@
+"""One step of an optimizer whose state is away.
+
+One call of the optimizer's own step, in which state comes when it is read and goes when nobody has it any more
+(foreign_staging.py): nothing can tell it from a step without offloading. Steps of torch's own classes read all state
+before they use any. Where it is known that each parameter is stepped by itself, such a step is made of calls for the
+parameters of one chunk each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hostward.errors import MemoryLimitError, ModelError
+from hostward.optim.any_optimizer.host_state import Chunk, cut
+from hostward.optim.any_optimizer.staging import AwayState
+from hostward.optim.any_optimizer.state_entry import Entry
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The parameters of one step, by what must happen to their state.
+
+    rest: nothing: it stays, there is none, or there is no gradient. fresh: nobody knows yet what the step will make.
+    away: it comes and goes, by chunk.
+    """
+
+    rest: list[torch.Tensor] = field(default_factory=list)
+    fresh: list[torch.Tensor] = field(default_factory=list)
+    away: dict[Chunk, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class OffloadedStep:
+    """One step of `optimizer`, in which `call` steps whatever its groups hold."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, away: AwayState, call: Callable[[], object]) -> None:
+        """Raises ModelError for a parameter that cannot be followed."""
+        self._optimizer = optimizer
+        self._away = away
+        self._call = call
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        away.follow(optimizer.state, self._parameters)
+        for p in self._parameters:
+            if p not in away.chunk_of:
+                check_parameter(p, away.backend.device)
+        self.refused: MemoryLimitError | None = None
+        """What kept new state on the device. The step is whole all the same."""
+        self.torn = False
+        """After an error: whether something has been written."""
+
+    def run(self) -> object:
+        """Issue all of it; returns what the last call returned. Raises what the optimizer raises, with empty lanes."""
+        away, state = self._away, self._optimizer.state
+        parts = self._parts() if may_be_stepped_in_parts(self._optimizer) else None
+        before = fingerprint(self._optimizer)
+        whole = False
+        away.backend.begin_turn()
+        try:
+            away.begin(state, self._parameters, None if parts is None else list(parts.away))
+            with without_hooks(self._optimizer):
+                result = self._call() if parts is None else self._call_in(parts)
+            away.finish(self._optimizer.state, self._all())
+            whole = True
+        finally:
+            if not whole:
+                away.abort(self._optimizer.state)
+                self.torn = away.staging.wrote or not same_fingerprint(before, fingerprint(self._optimizer))
+            away.backend.end_turn()
+        self.refused = away.refused
+        return result
+
+    def _all(self) -> list[torch.Tensor]:
+        """What the groups hold now: a step may have changed them."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _parts(self) -> _Parts:
+        parts, away, state = _Parts(), self._away, self._optimizer.state
+        for p in dict.fromkeys(self._parameters):
+            chunk = away.chunk_of.get(p)
+            if p.grad is None or p in away.staying or (chunk is None and p in state):
+                parts.rest.append(p)
+            elif chunk is not None:
+                parts.away.setdefault(chunk, []).append(p)
+            else:
+                parts.fresh.append(p)
+        return parts
+
+    def _call_in(self, parts: _Parts) -> object:
+        """One call for what does not move, and one for each chunk; returns what the last returned."""
+        away, result = self._away, None
+        limit_bytes = away.limit_bytes(sum(map(expected_bytes, parts.fresh)))
+        fresh = cut([(p, expected_bytes(p)) for p in parts.fresh], limit_bytes)
+        for part in ([parts.rest] if parts.rest else []) + fresh:
+            with narrowed(self._optimizer, part):
+                result = self._call()
+            away.release(keep=1)
+            away.take_new(self._optimizer.state, part)
+        for part in parts.away.values():
+            with narrowed(self._optimizer, part):
+                result = self._call()
+            away.staging.send_home()
+        return result
+
+
+def expected_bytes(parameter: torch.Tensor) -> int:
+    """A guess at the state that a first step will make: two tensors like the parameter."""
+    return 2 * parameter.numel() * parameter.element_size()
+
+
+# Which optimizers have their state offloaded, whose step may be made of several calls, and how one is narrowed.
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_EACH_ALONE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        torch.optim.Adafactor,
+        torch.optim.SparseAdam,
+        torch.optim.Muon,
+    }
+)
+"""torch's classes whose step uses nothing but one parameter, its gradient and state, and constants of its group."""
+
+_HARMLESS = {
+    *("__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__parameters__", "__orig_bases__"),
+    *("__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "__annotate__", "__repr__"),
+}
+"""What a subclass may have of its own and still step as its parent does."""
+
+
+def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The class's step without the step hooks that torch wraps around it; takes the optimizer first."""
+    function: Callable[..., Any] = type(optimizer).step
+    return inspect.unwrap(function, stop=lambda f: "hooked" not in vars(f)) if "hooked" in vars(function) else function
+
+
+def check_optimizer(optimizer: object) -> torch.device:
+    """The device of all its parameters. Raises ModelError for an optimizer that cannot be stepped in parts."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer",
+            fix="pass the optimizer itself; of a wrapper, the optimizer inside",
+        )
+    name = type(optimizer).__name__
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        raise ModelError(
+            f"{name} has never called torch.optim.Optimizer.__init__",
+            why="it has none of the hooks by which its state is saved and loaded",
+            fix="pass the optimizer inside, if it wraps one",
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ModelError(
+            f"{name} was made with differentiable=True",
+            why="its state is part of an autograd graph, which copies would cut",
+            fix="differentiable=False",
+        )
+    _check_step(optimizer, name)
+    if not isinstance(optimizer.state, dict):
+        raise ModelError(
+            f"the state of this {name} is a {type(optimizer.state).__name__}, not a dict",
+            why="what it does when state is read is not known",
+            fix="keep its state on the device",
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        raise ModelError(f"{name} has no parameter", fix="add parameters before its state is offloaded")
+    for p in parameters:
+        check_parameter(p, parameters[0].device)
+    device: torch.device = parameters[0].device
+    return device
+
+
+def watched_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """What a scheduler has put in place of `optimizer.step`, to see that it is called."""
+    step = vars(optimizer).get("step")
+    return step if getattr(step, "_wrapped_by_lr_sched", False) else None
+
+
+def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """What a wrapper other than a scheduler's does would be lost."""
+    step = vars(optimizer).get("step")
+    own = step is None or getattr(step, "__func__", None) is type(optimizer).step
+    if not own and watched_step(optimizer) is None:
+        raise ModelError(
+            f"the step of this {name} has been replaced by {getattr(step, '__qualname__', step)!s}",
+            why="hostward calls the class's own step for some parameters at a time, and would pass that one over",
+            fix="offload the states first, then let others wrap the step",
+        )
+
+
+def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
+    """Raises ModelError unless it is a plain tensor on `device`."""
+    problem = None
+    if type(parameter.data) is not torch.Tensor:
+        problem = f"is a {type(parameter.data).__name__}"
+    elif parameter.device != device:
+        problem = f"lies on {parameter.device}, others on {device}"
+    if problem:
+        raise ModelError(
+            f"a parameter {tuple(parameter.shape)} {problem}",
+            why="the state that moves belongs to plain parameters of one device",
+            fix="one optimizer for each device, of plain parameters",
+        )
+
+
+@functools.cache
+def _names_of_torch(kind: Any) -> frozenset[str] | None:
+    """The names of the class of torch's whose step `kind` has, unchanged, if that steps each parameter by itself."""
+    base = next((c for c in kind.__mro__ if c in _EACH_ALONE), None)
+    if base is None:
+        return None
+    names = frozenset(dir(base))
+    own = {name for c in kind.__mro__[: kind.__mro__.index(base)] for name in vars(c)}
+    return names if own & names <= _HARMLESS else None
+
+
+def has_a_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is stepped by torch's own code, of a class that steps each parameter by itself."""
+    kind: Any = type(optimizer)
+    names = _names_of_torch(kind)
+    return names is not None and vars(optimizer).keys() & names <= {"step"}
+
+
+def may_be_stepped_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this step, made of calls for some parameters each, gives the bits of one call for all.
+
+    torch's own steps treat each parameter alone, but choose between kernels by all that a call is given: gradients of
+    which some only are sparse, or lie otherwise in memory than their parameters, are for one call.
+    """
+    if not has_a_step_of_torch(optimizer):
+        return False
+    for group in optimizer.param_groups:
+        gradients = [(p, p.grad) for p in group["params"] if p.grad is not None]
+        if any(g.layout is not torch.strided for _, g in gradients):
+            if any(g.layout is torch.strided for _, g in gradients):
+                return False
+        elif not all(p.stride() == g.stride() and p.dtype is g.dtype and _is_dense(p) for p, g in gradients):
+            return False
+    return True
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each once, in some order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@contextmanager
+def narrowed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The optimizer has only these parameters inside the block; groups keep their place."""
+    members, everything = set(parameters), [(group, group["params"]) for group in optimizer.param_groups]
+    for group, params in everything:
+        group["params"] = [p for p in params if p in members]
+    try:
+        yield
+    finally:
+        for group, params in everything:
+            group["params"] = params
+
+
+@contextmanager
+def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The step hooks have run already; a step that calls its parent's would run them again."""
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+def fingerprint(optimizer: torch.optim.Optimizer) -> list[object]:
+    """Changes when a weight, or a value of the state on the device, is written or replaced. Keeps no tensor."""
+    found: list[object] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            found.append(p._version)
+            entry = optimizer.state.get(p)
+            if isinstance(entry, dict):
+                away = entry.away if isinstance(entry, Entry) else ()  # copies write these
+                for key, value in dict.items(entry):
+                    tensor = isinstance(value, torch.Tensor)
+                    found += (key, id(value) if tensor else value, value._version if tensor and key not in away else 0)
+    return found
+
+
+def same_fingerprint(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether nothing has changed between the two."""
+    return len(a) == len(b) and all(x is y or (type(x) in _PLAIN and x == y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,239 @@
+"""State tensors of any optimizer as bytes: which may leave, how they lie in a host slab, how they are rebuilt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hostward.core.inventory import align
+from hostward.optim.any_optimizer.state_entry import Entry, only_here
+from hostward.runtime.backend import Backend, Buffer, Event, Tier
+
+ALIGNMENT_BYTES = 256
+"""As torch's own device allocator at least: kernels that look at alignment choose as they would without hostward."""
+
+HOST_OWNER = "optimizer state"
+
+Bundle = dict[Hashable, torch.Tensor]
+"""The state tensors of one parameter that move, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What it takes, besides its bytes, to rebuild a strided tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, holes included."""
+        return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return self.span * self.dtype.itemsize
+
+    def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        """The tensor over the bytes of `memory` (uint8, flat) from `offset` on."""
+        return memory[offset : offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
+
+
+def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a strided tensor, uint8 [nbytes], holes included."""
+    return tensor.detach().as_strided((Layout.of(tensor).span,), (1,)).view(torch.uint8)
+
+
+def may_leave(value: object) -> bool:
+    """Whether a state entry is a plain tensor of more than one element, without attributes that its user has set."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.numel() > 1
+        and not (value.requires_grad or value.is_conj() or value.is_neg() or value.__dict__)
+    )
+
+
+def bundles(
+    state: Mapping[torch.Tensor, Any], parameters: Iterable[torch.Tensor], device: torch.device, *, loaded: bool = False
+) -> dict[torch.Tensor, Bundle]:
+    """The tensors that can move, of each parameter that has some.
+
+    Left out are tensors on another device, those that share memory with another tensor (a view of a larger buffer, the
+    weight or the gradient itself): moving them would free nothing, or tear the two apart; and those that somebody has
+    besides `state`, who would go on with the old one. `loaded`: the tensors are those of a file, whoever has them.
+    """
+    keys: dict[torch.Tensor, list[Hashable]] = {}
+    for p in parameters:
+        if isinstance(state, dict) and p in state and _is_ours(state, p):
+            entry = state[p]
+            keys[p] = [key for key, value in dict.items(entry) if may_leave(value) and value.device == device]
+    keys = {p: candidates for p, candidates in keys.items() if candidates}
+    shared: Counter[int] = Counter()
+    for p, candidates in keys.items():
+        shared.update(_address(t) for t in (p, p.grad) if t is not None and t.layout is torch.strided)
+        shared.update(_address(dict.__getitem__(state[p], key)) for key in candidates)
+    found: dict[torch.Tensor, Bundle] = {}
+    for p, candidates in keys.items():
+        free = [key for key in candidates if loaded or only_here(state[p], key)]
+        bundle = {key: dict.__getitem__(state[p], key) for key in free}
+        bundle = {key: t for key, t in bundle.items() if shared[_address(t)] == 1 and _owns_its_memory(t)}
+        if bundle:
+            found[p] = bundle
+    return found
+
+
+def _is_ours(state: dict[torch.Tensor, Any], parameter: torch.Tensor) -> bool:
+    """Whether what a parameter has is a dict that may be replaced: nobody else goes on with the old one."""
+    kind = type(dict.__getitem__(state, parameter))
+    return kind is Entry or (issubclass(kind, dict) and only_here(state, parameter))
+
+
+def bundle_bytes(bundle: Bundle) -> int:
+    return sum(Layout.of(t).nbytes for t in bundle.values())
+
+
+def padded_bytes(bundle: Bundle) -> int:
+    """What the bundle takes in a slab."""
+    return sum(align(Layout.of(t).nbytes, ALIGNMENT_BYTES) for t in bundle.values())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _owns_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == Layout.of(tensor).nbytes
+
+
+@dataclass(slots=True)
+class Share:
+    """Keeps the bytes that have left within half of one bundle of `fraction` of all, whatever is added."""
+
+    fraction: float
+    total_bytes: int = 0
+    left_bytes: int = 0
+
+    def leaves(self, nbytes: int) -> bool:
+        """Count a bundle, and say whether it leaves the device."""
+        self.total_bytes += nbytes
+        wanted = self.fraction * self.total_bytes
+        leaves = abs(self.left_bytes + nbytes - wanted) < abs(self.left_bytes - wanted)
+        self.left_bytes += nbytes if leaves else 0
+        return leaves
+
+    def forget(self, nbytes: int) -> None:
+        """A bundle that had left is no longer counted."""
+        self.total_bytes -= nbytes
+        self.left_bytes -= nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a state tensor lies in its chunk, in bytes; the view of it on the host, and its bytes there for copies."""
+
+    offset: int
+    layout: Layout
+    home: torch.Tensor
+    memory: Buffer
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """State of some parameters in one host slab, and what comes to the device at once.
+
+    `places` by parameter and key. `drained`: the newest copy into the slab.
+    """
+
+    slab: Buffer
+    name: str
+    drained: Event
+    places: dict[torch.Tensor, dict[Hashable, Place]] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, backend: Backend, content: Mapping[torch.Tensor, Bundle], number: int) -> Chunk:
+        """A chunk with room for these bundles, all zero. Raises MemoryLimitError."""
+        size = sum(map(padded_bytes, content.values()))
+        (slab,) = backend.allocate(Tier.HOST, [size], torch.uint8, HOST_OWNER, pinned=True)
+        chunk, offset = cls(slab, f"{number:04d}", backend.event()), 0
+        for p, bundle in content.items():
+            places = {}
+            for key, tensor in bundle.items():
+                layout = Layout.of(tensor)
+                (memory,) = pieces(slab, [(offset, offset + layout.nbytes)])
+                places[key] = Place(offset, layout, layout.view(slab.data, offset), memory)
+                offset += align(layout.nbytes, ALIGNMENT_BYTES)
+            chunk.places[p] = places
+        return chunk
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slab.nbytes
+
+    def bytes_of(self, parameter: torch.Tensor) -> int:
+        return sum(place.layout.nbytes for place in self.places[parameter].values())
+
+    def holds(self, parameter: torch.Tensor, state: Mapping[torch.Tensor, Any]) -> bool:
+        """Whether the optimizer's state still is what lies here: nobody has put other tensors in its place."""
+        entry = state.get(parameter)
+        places = self.places[parameter]
+        return isinstance(entry, dict) and all(dict.get(entry, key) is place.home for key, place in places.items())
+
+    def homes(self, parameter: torch.Tensor) -> Bundle:
+        return {key: place.home for key, place in self.places[parameter].items()}
+
+
+def pieces(buffer: Buffer, runs: Iterable[tuple[int, int]]) -> list[Buffer]:
+    """One buffer per byte range of a slab or slot."""
+    return [Buffer(buffer.tier, buffer.data[a:b], buffer.owner, buffer.pinned) for a, b in runs]
+
+
+def cut(sizes: Iterable[tuple[torch.Tensor, int]], limit_bytes: int) -> list[list[torch.Tensor]]:
+    """Parameters in runs of at most `limit_bytes`; one that is larger is a run of its own."""
+    runs: list[list[torch.Tensor]] = []
+    filled = 0
+    for p, nbytes in sizes:
+        if not runs or filled + nbytes > limit_bytes:
+            runs.append([])
+            filled = 0
+        runs[-1].append(p)
+        filled += nbytes
+    return runs
+
+
+def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> bool:
+    """After its use: bring what the optimizer has put in place of a tensor that it was given into that one's memory.
+
+    Returns False where that cannot be done, because the parameter's state has other tensors than before: then they
+    are all made independent of the slot.
+    """
+    now: dict[Hashable, Any] = {key: dict.get(entry, key) for key in given}
+    replaced = [(tensor, now[key]) for key, tensor in given.items() if now[key] is not tensor]
+    same = all(may_leave(value) and Layout.of(value) == Layout.of(t) for t, value in replaced)
+    more = [key for key, value in dict.items(entry) if key not in given and may_leave(value) and value.device == device]
+    if same and not any(_is_more(entry, key, given) for key in more):
+        # A swap of two state tensors makes each the source of the other.
+        sources = [value.clone() for _, value in replaced]
+        for (tensor, _), source in zip(replaced, sources, strict=True):
+            tensor.copy_(source)
+        return True
+    for key, value in list(dict.items(entry)):
+        if any(value is tensor for tensor in given.values()):
+            dict.__setitem__(entry, key, value.clone())
+    return False
+
+
+def _is_more(entry: dict[Hashable, Any], key: Hashable, given: Bundle) -> bool:
+    """Whether a tensor under a new key is one of `given`, or could leave as well."""
+    if any(dict.__getitem__(entry, key) is tensor for tensor in given.values()):
+        return True
+    return only_here(entry, key) and _owns_its_memory(dict.__getitem__(entry, key))

@@ -1,0 +1,382 @@
+"""The optimizer state of buckets: where its bytes lie, and how it is read and written by parameter name.
+
+Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
+    exp_avg, exp_avg_sq   float32, the moments
+    remainder             int16, low half of the master (split masters)
+    master                float32 (plain masters)
+    counts                int64 [ranges], finished steps of each range; on the side that steps
+Host buckets also hold
+    weight                the weight's dtype: the step's output and the source of the upload; the master itself for fp32
+    gradient              where this step's gradient lands, or float32, its total over the microbatches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
+
+import torch
+
+from hostward.core.inventory import Bucket, MasterKind, Range, host_bytes_per_element, state_bytes_per_element
+from hostward.core.placement import Placement, summed_on_host
+from hostward.errors import HostwardError, ModelError, PageLockError
+from hostward.runtime.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
+from hostward.runtime.pinned_memory import require_host_memory
+from hostward.schedule.optimizer import inbox_bytes
+
+_MASTER_NAN = 0x7FC00000
+
+
+@dataclass(slots=True, eq=False)
+class BucketState:
+    """One bucket's buffers. `weights` and `gradients` hold one buffer per range, for host buckets only."""
+
+    bucket: Bucket
+    placement: Placement
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    counts: Buffer
+    low: Buffer | None = None
+    """The remainder (int16) or the plain master (float32), by `bucket.kind`."""
+    weight: Buffer | None = None
+    gradient: Buffer | None = None
+    weights: list[Buffer] = field(default_factory=list)
+    gradients: list[Buffer] = field(default_factory=list)
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.HOST if self.placement.offloaded else Tier.DEVICE
+
+    def streamed(self) -> list[Buffer]:
+        """What travels when the bucket is streamed."""
+        return [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
+
+    def count_of(self, index: int) -> Buffer:
+        """The step count of one range, int64 [1], where the step runs."""
+        counts = self.counts
+        return Buffer(counts.tier, counts.data[index : index + 1], counts.owner, counts.pinned)
+
+    @property
+    def remainder(self) -> torch.Tensor | None:
+        return self.low.data if self.low is not None and self.bucket.kind is MasterKind.SPLIT else None
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        return self.low.data if self.low is not None and self.bucket.kind is MasterKind.PLAIN else None
+
+    def buffers(self) -> list[Buffer]:
+        own = (self.exp_avg, self.exp_avg_sq, self.counts, self.low, self.weight, self.gradient)
+        return [b for b in own if b is not None]
+
+
+def landing_dtypes(
+    buckets: Sequence[Bucket], parameters: Mapping[str, torch.nn.Parameter], grad_dtype: torch.dtype | None
+) -> list[torch.dtype]:
+    """By bucket, the dtype of its gradients on the host. `grad_dtype` goes before what parameters say."""
+    firsts = [parameters[bucket.ranges[0].name] for bucket in buckets]
+    return [grad_dtype or p.grad_dtype or p.dtype for p in firsts]
+
+
+def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradients: Sequence[torch.dtype]) -> int:
+    """All host bytes of these buckets, padding and landing places included; `gradients` holds their dtypes."""
+    total = 0
+    for b, placement, dtype in zip(buckets, placements, gradients, strict=True):
+        if placement is Placement.HOST:
+            per_element = host_bytes_per_element(b.dtype, b.kind) + dtype.itemsize
+            total += b.offsets[-1] * per_element + 8 * len(b.ranges)
+        elif placement is Placement.STREAMED:
+            total += b.offsets[-1] * state_bytes_per_element(b.kind)
+    return total
+
+
+def allocate_states(
+    backend: Backend,
+    buckets: Sequence[Bucket],
+    placements: Sequence[Placement],
+    taken: list[Buffer],
+    *,
+    pin_weights: bool = True,
+) -> list[BucketState]:
+    """Zero state for every bucket: exact-size slabs per placement and role, also put into `taken`. Raises
+    MemoryLimitError; what has been taken until then stays so.
+
+    Page-locked is what copies reach: streamed state, and with `pin_weights` the weights that host buckets upload. The
+    state of host buckets is read and written by cores alone, and lies in plain memory.
+    """
+
+    def take(tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool = False) -> list[Buffer]:
+        found = backend.allocate(tier, sizes, dtype, owner, pinned=pinned) if sizes else []
+        taken.extend(found)
+        return found
+
+    states: list[BucketState | None] = [None] * len(buckets)
+    for placement in Placement:
+        chosen = [i for i, p in enumerate(placements) if p is placement]
+        tier = Tier.HOST if placement.offloaded else Tier.DEVICE
+        pinned = placement is Placement.STREAMED
+        sizes = [buckets[i].offsets[-1] for i in chosen]
+        exp_avg = take(tier, sizes, torch.float32, "exp_avg", pinned)
+        exp_avg_sq = take(tier, sizes, torch.float32, "exp_avg_sq", pinned)
+        stepping = Tier.HOST if placement is Placement.HOST else Tier.DEVICE
+        counts = take(stepping, [len(buckets[i].ranges) for i in chosen], torch.int64, "step counts")
+        for k, i in enumerate(chosen):
+            states[i] = BucketState(buckets[i], placement, exp_avg[k], exp_avg_sq[k], counts[k])
+        for kind, dtype, owner in (
+            (MasterKind.SPLIT, torch.int16, "remainder"),
+            (MasterKind.PLAIN, torch.float32, "master"),
+        ):
+            with_low = [s for i in chosen if (s := states[i]) is not None and s.bucket.kind is kind]
+            lows = take(tier, [s.bucket.offsets[-1] for s in with_low], dtype, owner, pinned)
+            for state, low in zip(with_low, lows, strict=True):
+                state.low = low
+    done = [s for s in states if s is not None]
+    for weight_dtype, torch_dtype in TORCH_DTYPES.items():
+        on_host = [s for s in done if s.placement is Placement.HOST and s.bucket.dtype is weight_dtype]
+        sizes = [s.bucket.offsets[-1] for s in on_host]
+        weights = take(Tier.HOST, sizes, torch_dtype, "weights for upload", pin_weights)
+        for state, weight in zip(on_host, weights, strict=True):
+            state.weight = weight
+            state.weights = range_buffers(state.bucket, weight)
+    return done
+
+
+def allocate_partials(
+    backend: Backend, states: Sequence[BucketState], *, on_host: bool
+) -> tuple[Partials, Partials | None, list[list[int]]]:
+    """Room for the partial sums of the norm of every range, on the device and, if asked for, on the host; and by bucket
+    and range its first chunk in both.
+    """
+    firsts: list[list[int]] = []
+    total = 0
+    for state in states:
+        firsts.append([])
+        for r in state.bucket.ranges:
+            firsts[-1].append(total)
+            total += chunks_of(r.numel)
+
+    def allocate(tier: Tier) -> Partials:
+        pinned = tier is Tier.HOST
+        (sums,) = backend.allocate(tier, [total], torch.int64, "norm partials", pinned=pinned)
+        (exponents,) = backend.allocate(tier, [total], torch.int32, "norm partials", pinned=pinned)
+        return Partials(sums, exponents)
+
+    return allocate(Tier.DEVICE), allocate(Tier.HOST) if on_host else None, firsts
+
+
+def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:
+    """The scalars of a step, on one tier."""
+    pinned = tier is Tier.HOST
+    scale, norm = backend.allocate(tier, [1, 1], torch.float32, "step scalars", pinned=pinned)
+    (skip,) = backend.allocate(tier, [1], torch.int32, "step scalars", pinned=pinned)
+    return Scalars(scale, skip, norm)
+
+
+def allocate_gradients(
+    backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype], *, pinned: bool = True
+) -> None:
+    """Give each host bucket a landing place for gradients of the dtype wanted; one slab per dtype. Keeps what fits
+    already.
+    """
+    wanted = [
+        (s, d) for s, d in zip(states, dtypes, strict=True) if s.gradient is None or s.gradient.data.dtype is not d
+    ]
+    backend.free([s.gradient for s, _ in wanted if s.gradient is not None])
+    for dtype in TORCH_DTYPES.values():
+        chosen = [s for s, d in wanted if d is dtype]
+        if chosen:
+            sizes = [s.bucket.offsets[-1] for s in chosen]
+            landing = backend.allocate(Tier.HOST, sizes, dtype, "gradients", pinned=pinned)
+            for state, gradient in zip(chosen, landing, strict=True):
+                state.gradient = gradient
+                state.gradients = range_buffers(state.bucket, gradient)
+
+
+def require_no_capture(backend: Backend) -> None:
+    """Raises ModelError while a CUDA graph is captured."""
+    if backend.capturing():
+        raise ModelError(
+            "step() while a CUDA graph is captured",
+            why="it waits for the step before, and the next forward for it: neither is part of the graph",
+            fix="capture forward and backward, and call step() after each replay",
+        )
+
+
+def require_arrived(backend: Backend, layer: str) -> None:
+    """Raises ModelError while a CUDA graph is captured: `layer` has weights on their way."""
+    if backend.capturing():
+        raise pending_in_capture(f"weights of layer {layer!r} are")
+
+
+def pending_in_capture(what: str) -> ModelError:
+    """The error for a use of weights ("weights of layer 'x' are") that nothing in a capture can wait for."""
+    return ModelError(
+        f"{what} still to arrive, and a CUDA graph is captured",
+        why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
+        fix="call optimizer.arrive() before the capture",
+    )
+
+
+def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:
+    """One buffer per range over a bucket's buffer: what copies and kernels name as operands."""
+    return [
+        Buffer(buffer.tier, buffer.data[o : o + r.numel], buffer.owner, buffer.pinned)
+        for r, o in zip(bucket.ranges, bucket.offsets, strict=False)
+    ]
+
+
+def pieces(states: Sequence[BucketState]) -> dict[str, list[tuple[BucketState, int, Range]]]:
+    """By parameter name: its (bucket state, index within the bucket, range), in order of start."""
+    found: dict[str, list[tuple[BucketState, int, Range]]] = {}
+    for state in states:
+        for i, r in enumerate(state.bucket.ranges):
+            found.setdefault(r.name, []).append((state, i, r))
+    return found
+
+
+def slab_views(state: BucketState, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(role, flat view) of one range's moments, and of its master's own bytes where it has any."""
+    start, stop = list(pairwise(state.bucket.offsets))[index]
+    stop = start + state.bucket.ranges[index].numel
+    yield "exp_avg", state.exp_avg.data[start:stop]
+    yield "exp_avg_sq", state.exp_avg_sq.data[start:stop]
+    if state.low is not None:
+        yield ("remainder" if state.bucket.kind is MasterKind.SPLIT else "master"), state.low.data[start:stop]
+
+
+def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 weight and an int16 remainder, equal shapes, bit for bit."""
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 weight (rounded to nearest, ties away from zero) and int16 remainder of an fp32 master; NaN becomes
+    0x7fc0.
+    """
+    bits = torch.where(master.isnan(), _MASTER_NAN, master.view(torch.int32))
+    weight = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return weight, bits.to(torch.int16)
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that the step would write for `master`: bf16 ties away from zero, fp16 ties to even, fp32 itself."""
+    if dtype is torch.bfloat16:
+        return split_master(master)[0]
+    return master.to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits: NaN equals itself, 0.0 differs from -0.0."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+# Memory for the state of new buckets: all of it or none, and where pages could not be locked, what to do without.
+
+
+_CHANGES = ("streamed_fraction=0.0", "pin_gradients=False", "pin_weights=False")
+_OPTIONS = (
+    "no optimizer.offload_mix and no optimizer.offload_optimizer_states, optimizer.pin_cpu_grads=False, "
+    "optimizer.pin_cpu_params=False"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Buckets that want memory, where they are placed, the dtypes in which their gradients land on the host, whether
+    the host adds gradients up, and what of its memory is page-locked besides streamed state.
+    """
+
+    buckets: Sequence[Bucket]
+    placements: Sequence[Placement]
+    gradients: Sequence[torch.dtype]
+    sums: bool
+    pin_gradients: bool
+    pin_weights: bool
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """Buckets whose gradients the host adds up."""
+        return summed_on_host(self.buckets, self.placements) if self.sums else frozenset()
+
+    def host_bytes(self) -> int:
+        """On the host, padding and landing places included."""
+        return host_bytes(self.buckets, self.placements, self.gradients) + self._inbox_bytes()
+
+    def locked_bytes(self) -> int:
+        """Those of them that are page-locked."""
+        found = self._inbox_bytes() if self.pin_gradients else 0
+        for bucket, placement, gradient in zip(self.buckets, self.placements, self.gradients, strict=True):
+            per_element = 0
+            if placement is Placement.STREAMED:
+                per_element = state_bytes_per_element(bucket.kind)
+            elif placement is Placement.HOST:
+                per_element = gradient.itemsize * self.pin_gradients
+                per_element += bucket.dtype.itemsize_bytes * self.pin_weights
+            found += bucket.offsets[-1] * per_element
+        return found
+
+    def _inbox_bytes(self) -> int:
+        return sum(inbox_bytes([self.buckets[b] for b in self.summed]))
+
+    def _changed(self, changes: Sequence[str]) -> Asked:
+        stepped, gradients, weights = (change in changes for change in _CHANGES)
+        placements = [Placement.HOST if stepped and p.offloaded else p for p in self.placements]
+        return replace(
+            self,
+            placements=placements,
+            pin_gradients=self.pin_gradients and not gradients,
+            pin_weights=self.pin_weights and not weights,
+        )
+
+    def smaller(self) -> dict[str, int]:
+        """Changes of options, fewest first, that leave fewer bytes page-locked than those before them, and how many."""
+        found: dict[str, int] = {}
+        least = self.locked_bytes()
+        for count in range(1, len(_CHANGES) + 1):
+            for changes in combinations(_CHANGES, count):
+                locked = self._changed(changes).locked_bytes()
+                if locked < least:
+                    found[", ".join(changes)] = least = locked
+        return found
+
+
+def take_states(backend: Backend, asked: Asked) -> list[BucketState]:
+    """Zero state for these buckets, with the landing places of their gradients. Raises MemoryLimitError; nothing stays
+    allocated then.
+    """
+    # All of it, before the first byte is taken: slab by slab the last one would fail.
+    require_host_memory(asked.host_bytes(), owner="optimizer state")
+    taken: list[Buffer] = []
+    states: list[BucketState] = []
+    try:
+        with explained(backend, asked):
+            states = allocate_states(backend, asked.buckets, asked.placements, taken, pin_weights=asked.pin_weights)
+            # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
+            pairs = zip(states, asked.gradients, strict=True)
+            landing = [(s, dtype) for s, dtype in pairs if s.placement is Placement.HOST]
+            allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=asked.pin_gradients)
+    except HostwardError:
+        backend.free([*taken, *(s.gradient for s in states if s.gradient is not None)])
+        raise
+    return states
+
+
+@contextmanager
+def explained(backend: Backend, asked: Asked) -> Iterator[None]:
+    """A refusal to lock pages inside says how many were locked, and which options need fewer."""
+    try:
+        yield
+    except PageLockError as error:
+        there = (
+            f"the optimizer page-locks {asked.locked_bytes():,} bytes, and {backend.ledger.pinned_bytes:,} were locked"
+        )
+        smaller = "; ".join(f"{changes} leaves {size:,} bytes" for changes, size in asked.smaller().items())
+        cures = [f"{smaller} (in a run: {_OPTIONS})"] if smaller else []
+        raise PageLockError(
+            error.what,
+            why="; ".join(filter(None, (error.why, there))),
+            fix="; or ".join(filter(None, (*cures, error.fix))),
+        ) from error

@@ -1,0 +1,152 @@
+"""From what a backend's meter reports to a trace: kinds of spans, and the caller's own passes between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hostward.errors import OrderingError
+from hostward.model.fence import plain_type, unfenced
+from hostward.model.parameters import Tracked
+from hostward.optim.step_executor import StepIssuer
+from hostward.runtime.backend import Backend
+from hostward.runtime.step_trace import Span, SpanKind, Trace
+from hostward.schedule.ops import Lane
+from hostward.weights.residency import GATHERED, ROOM
+
+_WAIT = "offload/wait/"
+_NO_LAYER = ("offload/wait/weights/", "offload/wait/activation/")
+"""Waits for one thing of a layer, in forward or backward."""
+_WITHIN = (GATHERED, ROOM)
+"""Where FSDP2 gathers these come behind the hook of their layer, and end no pass."""
+_NORM = "offload/norm/"
+_NOTHING_DONE = ("offload/retire", "offload/slots", "offload/gradient/", "offload/written")
+
+
+class Tracing:
+    """A context in which every operation is timed; `trace` is whole after it. Timing costs two events per operation.
+
+    Between two operations of the compute lane the caller's own code ran: a span that begins where a layer has arrived
+    is that layer's forward, one that ends where the norm of a bucket's gradients begins is backward.
+    """
+
+    def __init__(self, backend: Backend, issuer: StepIssuer) -> None:
+        self._backend = backend
+        self._issuer = issuer
+        self._compute: list[Span] = []
+        self._trace = Trace()
+
+    def __enter__(self) -> Trace:
+        self._issuer.use_all()
+        self._backend.synchronise()
+        self._backend.meter = self._note
+        return self._trace
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._issuer.use_all()
+            self._backend.synchronise()
+        finally:
+            self._backend.meter = None
+        self._add_passes()
+
+    def _note(self, name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None:
+        if name.startswith(_NOTHING_DONE):
+            return
+        kind = SpanKind.KERNEL
+        if name.startswith(_WAIT):
+            kind = SpanKind.WAIT
+        elif lane is Lane.HOST:
+            kind = SpanKind.HOST
+        elif lane in (Lane.D2H, Lane.H2D):
+            kind = SpanKind.COPY
+        span = Span(name, lane, start_s, max(start_s, end_s), nbytes, turn, kind=kind)
+        if lane is Lane.COMPUTE and name not in _WITHIN:
+            self._compute.append(span)
+        self._trace.add(span)
+
+    def _add_passes(self) -> None:
+        spans = sorted(self._compute, key=lambda s: s.start_s)
+        for before, after in pairwise(spans):
+            if after.start_s <= before.end_s:
+                continue
+            for_layer = before.kind is SpanKind.WAIT and not before.name.startswith(_NO_LAYER)
+            if for_layer and not after.name.startswith(_NORM):
+                name = f"forward/{before.name.removeprefix(_WAIT)}"
+            elif after.name.startswith(_NORM):
+                name = f"backward/{after.name.removeprefix(_NORM).partition('.')[2]}"
+            else:
+                continue
+            self._trace.add(Span(name, Lane.COMPUTE, before.end_s, after.start_s, 0, after.step, kind=SpanKind.MARK))
+
+
+# Finding code that reads weights before they have arrived.
+
+
+class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While this mode is on, an operation on a weight that has not been waited for since the last step raises.
+
+    Forward of the module waits by itself. What reads weights in another way (an average kept by hand, a functional use
+    outside the module, a copy) must call `AdamW.arrive` or `AdamW.wait` first; this finds where that is missing. It
+    looks at the storages of all operands of every operation, in backward as well, and is slow.
+    """
+
+    def __init__(self, issuer: StepIssuer, tracked: Sequence[Tracked], layers: Mapping[str, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._issuer = weakref.ref(issuer)
+        self._tracked = tracked
+        self._layers = layers
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        issuer = self._issuer()
+        if issuer is not None and issuer.pending and not issuer.issuing and not _is_view(func):
+            self._look(func, issuer.pending, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    @unfenced
+    def _look(self, func: Any, pending: set[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        issuer = self._issuer()
+        fetched = frozenset[str]() if issuer is None else issuer.fetched  # they wait by themselves
+        waiting = {
+            t.local.untyped_storage().data_ptr(): t.name
+            for t in self._tracked
+            if self._layers[t.name] in pending and t.local.numel() and t.name not in fetched
+        }
+        for tensor in _tensors((*args, *kwargs.values())):
+            name = waiting.get(_storage(tensor))
+            if name is not None:
+                raise OrderingError(
+                    f"{func} uses the weight {name!r} before it has arrived",
+                    why="the last step is still on its way, and no forward hook stands before this use",
+                    fix="call optimizer.arrive() before it (or optimizer.wait() for use on the host)",
+                )
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the operation only makes another view: what reads through that will be looked at."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # Wrapper subclasses have no storage of their own.
+    return tensor.untyped_storage().data_ptr() if plain_type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0

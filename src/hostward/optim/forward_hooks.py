@@ -1,0 +1,163 @@
+"""Arrival by layer: forward of a layer waits, on the device, for that layer's own weights.
+
+A layer is what `hostward.core.inventory.layer_of` calls so: `model.layers.3`, `lm_head`. Its use point comes when its
+module, or any module inside that owns one of its parameters, is about to run. Parameters outside numbered layers may
+also be read without their module being called (fused losses take `lm_head.weight`): they arrive no later than the
+numbered layer registered before them, or than the root, if there is none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
+
+from hostward.distributed import ddp
+from hostward.model.layer_hooks import forget_compiled
+from hostward.model.parameter_names import plain_name
+from hostward.model.parameters import Tracked
+
+Use = Callable[[str], None]
+
+
+class Arrivals:
+    """Hooks of one module that report use points.
+
+    Args:
+        module: the module whose forward uses the parameters, without wrappers around it.
+        layers: of each tracked parameter, by name; in order of use in forward.
+        tracked: the parameters.
+        use: is told the layer.
+        use_all: is told that all weights are about to be read.
+        leave: is told that forward of the module is over.
+        in_ddp: is told that it runs within DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        layers: Mapping[str, str],
+        tracked: Sequence[Tracked],
+        use: Use,
+        use_all: Callable[[], None],
+        leave: Callable[[], None] | None = None,
+        in_ddp: Callable[[], None] | None = None,
+    ) -> None:
+        forget_compiled()
+        self._leave = leave
+        self._in_ddp = in_ddp
+        self._use = use
+        self._use_all = use_all
+        self._handles: list[RemovableHandle] = []
+        by_module: dict[torch.nn.Module, list[str]] = {}
+        modules: dict[str, torch.nn.Module] = {}
+        for path, part in module.named_modules():
+            modules.setdefault(plain_name(path), part)  # of a wrapper and what it wraps, the wrapper
+        before: str | None = None
+        for t in tracked:
+            layer = layers[t.name]
+            for owner, _ in t.homes:
+                _add(by_module, owner, layer)
+            held = modules.get(layer)
+            if held is not None and layer:
+                _add(by_module, held, layer)
+            if _numbered(layer):
+                before = layer
+            else:
+                _add(by_module, module if before is None else modules.get(before, module), layer)
+        this = weakref.ref(self)
+        for held, names in by_module.items():
+            hook = _UseHook(this, tuple(names))
+            self._handles.append(held.register_forward_pre_hook(hook, prepend=True))
+            self._handles.append(held.register_state_dict_pre_hook(_StateHook(this)))  # type: ignore[no-untyped-call]
+        if module not in by_module:
+            self._handles.append(module.register_state_dict_pre_hook(_StateHook(this)))  # type: ignore[no-untyped-call]
+
+        if leave is not None:
+            self._handles.append(module.register_forward_hook(_LeaveHook(this)))
+
+    def leave(self) -> None:
+        if self._leave is not None:
+            self._leave()
+
+    def use(self, layers: Sequence[str]) -> None:
+        if ddp.in_forward() and self._in_ddp is not None:
+            self._in_ddp()
+        for layer in layers:
+            self._use(layer)
+
+    def use_all(self) -> None:
+        self._use_all()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _add(by_module: dict[torch.nn.Module, list[str]], module: torch.nn.Module, layer: str) -> None:
+    names = by_module.setdefault(module, [])
+    if layer not in names:
+        names.append(layer)
+
+
+def _numbered(layer: str) -> bool:
+    return layer.rpartition(".")[2].isdecimal()
+
+
+class _UseHook:
+    """Forward pre-hook. A module that is copied or pickled takes its hooks along; the copy's weights are not ours."""
+
+    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None, layers: tuple[str, ...] = ()) -> None:
+        self._arrivals = arrivals
+        self._layers = layers
+
+    def __call__(self, *_: object) -> None:
+        _report(self._arrivals, self._layers)
+
+    def __reduce__(self) -> tuple[type[_UseHook], tuple[()]]:
+        return _UseHook, ()
+
+
+class _LeaveHook:
+    """Forward hook."""
+
+    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None) -> None:
+        self._arrivals = arrivals
+
+    @_disable_dynamo
+    def __call__(self, *_: object) -> None:
+        arrivals = None if self._arrivals is None else self._arrivals()
+        if arrivals is not None:
+            arrivals.leave()
+
+    def __reduce__(self) -> tuple[type[_LeaveHook], tuple[()]]:
+        return _LeaveHook, ()
+
+
+class _StateHook:
+    """Before `state_dict()` of a module: it hands out weights."""
+
+    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None) -> None:
+        self._arrivals = arrivals
+
+    def __call__(self, *_: object) -> None:
+        arrivals = None if self._arrivals is None else self._arrivals()
+        if arrivals is not None:
+            arrivals.use_all()
+
+    def __reduce__(self) -> tuple[type[_StateHook], tuple[()]]:
+        return _StateHook, ()
+
+
+# A compiled caller breaks its graph here and goes on behind the wait; nothing inside is compiled. As
+# torch.compiler.disable, which would import the compiler for those who do not compile.
+@_disable_dynamo
+def _report(arrivals: Any, layers: tuple[str, ...]) -> None:
+    alive = None if arrivals is None else arrivals()
+    if alive is not None:
+        alive.use(layers)

@@ -1,0 +1,372 @@
+"""Gradients on their way from autograd to the optimizer: taken in backward as they become final, or at the step.
+
+A gradient that has been taken leaves a placeholder in `.grad`. Any use of it raises a typed error, so that a norm of
+0.0 is never reported for gradients that are elsewhere (H64).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Protocol
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
+
+from hostward.errors import ModelError
+from hostward.model.fence import without_functions
+from hostward.model.parameters import Tracked, is_plain, local_of, placed_alike
+from hostward.optim.offloaded_grad import Fate, MovedGradient, Where, raise_lost
+from hostward.optim.tied_weights import Tied
+from hostward.runtime.backend import DTYPES, Clipping
+
+
+def gradient_of(t: Tracked) -> torch.Tensor:
+    """The gradient of a parameter, or this process's part of it, contiguous, in the shape and dtype in which autograd
+    left it.
+
+    Raises:
+        ModelError: it is not a dense floating tensor on the parameter's device, placed as the parameter is.
+    """
+    parameter: torch.Tensor = t.parameter
+    grad = parameter.grad
+    if t.sharded:
+        if grad is None or not placed_alike(grad, parameter):
+            raise _unfit(t)
+        parameter, grad = t.local, local_of(grad)
+    if (
+        grad is None
+        or (type(grad) is not torch.Tensor and not is_plain(grad))  # asked for every parameter, at every step
+        or grad.layout is not torch.strided
+        or grad.dtype not in DTYPES
+        or grad.device != parameter.device
+        or grad.shape != parameter.shape
+    ):
+        raise _unfit(t)
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.is_contiguous() else grad.contiguous()
+
+
+def _unfit(t: Tracked) -> ModelError:
+    grad = t.parameter.grad
+    if grad is None:
+        problem = "has no gradient"
+    elif not placed_alike(grad, t.parameter):
+        problem = f"has a gradient that is a {type(grad).__name__}, not placed as the parameter is"
+    elif grad.layout is not torch.strided:
+        problem = f"has a gradient with layout {grad.layout}"
+    elif grad.dtype not in DTYPES:
+        problem = f"has a gradient of dtype {grad.dtype}"
+    else:
+        problem = f"has a gradient {tuple(grad.shape)} on {grad.device}"
+    return ModelError(
+        f"parameter {t.name!r} {problem}",
+        why="the step takes dense fp32, bf16 or fp16 gradients on the parameter's own device",
+        fix="make the gradient dense, or leave the parameter out of the optimizer",
+    )
+
+
+class Taker(Protocol):
+    """Gets gradients that leave `.grad`."""
+
+    def require_used(self, name: str) -> None:
+        """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
+
+    def made(self) -> None:
+        """Backward has made a gradient, or added to one, on the stream that is current. It stays in `.grad` for now."""
+
+    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
+        """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
+
+    def take_all(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """`take` for each of these, which are all final."""
+
+    def flush(self, name: str) -> None:
+        """A parameter whose gradients are added up on the host is about to get another one."""
+
+    def discard(self) -> None:
+        """No step will be made with what was taken."""
+
+    def give_back(self, name: str) -> torch.Tensor:
+        """Return a gradient that was taken, in a tensor of its own if need be: more is to be added to it."""
+
+
+class Handover:
+    """Takes gradients from parameters and gives them to `take`, and knows which ones are in `.grad` and which are not.
+
+    Args:
+        tracked: the parameters.
+        taker: is given each gradient that has become final, and those of `summed` in every microbatch.
+        summed: names of parameters whose gradients are added up on the host.
+        tied: those that wait until `add_up_tied`, for another stage has the other part.
+        leave: is told each parameter of which backward has made a gradient.
+    """
+
+    def __init__(
+        self,
+        tracked: Sequence[Tracked],
+        taker: Taker,
+        summed: Set[str] = frozenset(),
+        tied: Tied | None = None,
+        leave: Callable[[str], None] | None = None,
+    ) -> None:
+        self._tracked = list(tracked)
+        self._by_name = {t.name: t for t in tracked}
+        self._taker = taker
+        self.summed = summed
+        self.tied = Tied({}) if tied is None else tied
+        self._leave = leave
+        self._placeholders: dict[str, MovedGradient] = {}
+        self._fate = Fate()
+        """Of what is taken now."""
+        self.taken: set[str] = set()
+        self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
+        self.armed = False
+        """No further microbatch adds to what backward makes now: it is final."""
+        self.inside = False
+        """Within `accumulate`."""
+        self.reduced_later = False
+        """DistributedDataParallel ran the forward of this microbatch: no gradient is final before backward ends."""
+        self.captured = False
+        """The last backward was captured in a CUDA graph: its gradients stay where the graph writes them."""
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[str] = set()
+        self._this = weakref.ref(self)
+        self._unscaled = _Unscaled(self._this)
+        for t in tracked:
+            self._hook(t)
+
+    def _hook(self, t: Tracked) -> None:
+        """Parameters that are frozen now cannot have hooks; they get them with their first gradient."""
+        p, this = t.parameter, self._this
+        if t.name not in self._hooked and p.requires_grad and p.is_leaf:
+            self._hooked.add(t.name)
+            if not t.sharded:  # autograd does not know the part: FSDP2 tells
+                self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
+            self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before(self, name: str) -> None:
+        """Autograd is about to add to the parameter's gradient."""
+        t = self._by_name[name]
+        if name in self.tied:
+            self.tied.before(t)
+        moved = t.parameter.grad
+        if not isinstance(moved, MovedGradient):
+            if name in self.taken:
+                self.drop_cleared()
+            if name in self.taken:
+                raise ModelError(
+                    f"the gradient of parameter {name!r} was cleared after the optimizer had taken it",
+                    why=f"{len(self.taken)} gradients were taken, and not all of them were cleared",
+                    fix="clear all of them with optimizer.zero_grad(), or none",
+                )
+            return
+        if moved.became is Where.LOST:
+            raise_lost(t.name)
+        if moved.became is Where.TAKEN and t.name in self.summed:
+            self._taker.flush(t.name)
+            t.parameter.grad = None
+        elif moved.became is Where.TAKEN and t.name in self.taken:
+            # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
+            self.taken.discard(t.name)
+            t.parameter.grad = t.like(self._taker.give_back(t.name).view(t.local.shape))
+        else:
+            t.parameter.grad = None
+
+    def drop_cleared(self) -> None:
+        """If all that was taken has been cleared through the module, forget it: as what is in `.grad` would be."""
+        if self.taken and not any(isinstance(self._by_name[n].parameter.grad, MovedGradient) for n in self.taken):
+            self._taker.discard()
+            self.forget()
+
+    def after(self, name: str) -> None:
+        """Autograd has added to the parameter's gradient."""
+        t = self._by_name[name]
+        self.captured = _capturing(t.parameter)
+        self._taker.require_used(t.name)
+        if self._leave is not None:
+            self._leave(name)
+        if self.captured or not t.parameter.numel():
+            return
+        taken_now = self.armed and not self.reduced_later and name not in self.tied
+        if taken_now or name in self.summed:
+            self.hand_over(t, last=self.armed)
+        else:
+            self._taker.made()
+
+    def in_ddp(self) -> None:
+        """DistributedDataParallel runs the forward. It reduces gradients in `.grad`, at the end of backward.
+
+        Raises:
+            ModelError: gradients are added up on the host, where it cannot reach them.
+        """
+        if self.summed:
+            raise ModelError(
+                'gradients="host" of a model that is wrapped in DistributedDataParallel',
+                why="it reduces gradients in .grad when backward is over, and they would be on the host by then",
+                fix='gradients="device"; or shard the model with fully_shard, which reduces before they leave',
+            )
+        self.reduced_later = True
+
+    def add_up_tied(self) -> None:
+        """All backward passes of a step are over. Where others have left, what is whole now leaves, too."""
+        for t in self.tied.add_up(self._by_name):
+            if self.taken and t.parameter.grad is not None and t.parameter.numel():
+                self.hand_over(t)
+
+    def hand_over(self, t: Tracked, *, last: bool = True) -> None:
+        """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
+        gradient = gradient_of(t)
+        self._put_placeholder(t, gradient.dtype)
+        self._taker.take(t.name, gradient, last=last)
+
+    def hand_over_all(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take what is in `.grad` of all these, which are `gradients` by name. They are final."""
+        for t in waiting:
+            self._put_placeholder(t, gradients[t.name].dtype)
+        self._taker.take_all(gradients)
+
+    def _put_placeholder(self, t: Tracked, dtype: torch.dtype) -> None:
+        name, parameter = t.name, t.parameter
+        if name not in self._hooked:
+            self._hook(t)
+        placeholder = self._placeholders.get(name)
+        if placeholder is None or placeholder.made_for is not dtype:
+            placeholder = MovedGradient(name, parameter, dtype, self._fate, self._unscaled)
+            self._placeholders[name] = placeholder
+        placeholder.fate = self._fate
+        parameter.grad = placeholder
+        self.taken.add(name)
+
+    def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        self.unscaled.append((found_inf, inv_scale))
+
+    def waiting(self) -> list[Tracked]:
+        """Parameters whose gradient is still in `.grad`.
+
+        Raises:
+            ModelError: a gradient was lost, or was cleared or replaced by hand after it had been taken.
+        """
+        found, cleared, taken = [], [], self.taken
+        for t in self._tracked:
+            grad = t.parameter.grad
+            if type(grad) is MovedGradient:  # as isinstance, which is slow for tensors
+                if grad.became is Where.LOST:
+                    raise_lost(t.name)
+            elif grad is None:
+                if t.name in taken:
+                    cleared.append(t.name)
+            elif t.name in taken:
+                raise ModelError(
+                    f"the gradient of parameter {t.name!r} was replaced after the optimizer had taken it",
+                    why="the step would be made with the one that was taken",
+                    fix="change gradients before the last backward ends, or leave accumulate(last=True) out",
+                )
+            elif t.parameter.numel():
+                found.append(t)
+        if cleared and len(cleared) == len(self.taken):
+            raise GradientsClearedError(
+                "all gradients were cleared after the optimizer had taken them",
+                why="zero_grad() of the module ran between backward and step()",
+                fix="call zero_grad() after step()",
+            )
+        if cleared:
+            raise ModelError(
+                f"the gradient of parameter {cleared[0]!r} was cleared after the optimizer had taken it",
+                why=f"{len(cleared)} of {len(self.taken)} taken gradients were cleared by hand",
+                fix="clear all of them with optimizer.zero_grad(), or none",
+            )
+        return found
+
+    def clipping(self, max_norm: float, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> Clipping:
+        """What scales this step's gradients: the limit of the norm, and a gradient scaler's factors and flags."""
+        clipping = Clipping(max_norm, None if grad_scale is None else grad_scale.reciprocal(), found_inf)
+        for flag, inverse in self.unscaled:
+            # The scaler could not look at gradients that were taken: it reads the norm's verdict from its flag.
+            clipping.overflow_out = flag
+            clipping.inv_scale = inverse if clipping.inv_scale is None else clipping.inv_scale * inverse
+        return clipping
+
+    def forget(self) -> None:
+        """What was taken is cleared."""
+        for name in self.taken:
+            parameter = self._by_name[name].parameter
+            if parameter.grad is self._placeholders[name]:
+                parameter.grad = None
+        self.taken.clear()
+        self.unscaled.clear()
+        self.tied.forget()
+
+    def mark(self, where: Where) -> None:
+        """Say what became of everything taken; nothing is taken any more."""
+        self._fate.now = where
+        self._fate = Fate()
+        self.taken.clear()
+        self.unscaled.clear()
+
+    def used_only(self) -> bool:
+        """Whether some gradients are there, and a step has used all of them."""
+        grads = [t.parameter.grad for t in self._tracked if t.parameter.grad is not None]
+        return bool(grads) and all(isinstance(g, MovedGradient) and g.became is Where.USED for g in grads)
+
+
+class GradientsClearedError(ModelError):
+    """Every gradient that the optimizer had taken was cleared through the module: there is nothing to step with."""
+
+
+def _capturing(parameter: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured: it keeps its gradients where they are, and no hook runs at its replay."""
+    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class _Unscaled:
+    """Called in place of a gradient scaler's look at gradients that were taken."""
+
+    def __init__(self, handover: weakref.ref[Handover]) -> None:
+        # Not the optimizer: placeholders in `.grad` hold this, and the model outlives the optimizer.
+        self._handover = handover
+
+    def __call__(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        handover = self._handover()
+        if handover is not None:
+            handover.note_unscaled(found_inf, inv_scale)
+
+
+class _Before:
+    """Tensor hook: runs before autograd accumulates into the parameter."""
+
+    def __init__(self, handover: weakref.ref[Handover], name: str) -> None:
+        # Not the parameter: it holds this hook.
+        self._handover = handover
+        self._name = name
+
+    @_disable_dynamo
+    def __call__(self, _: torch.Tensor) -> None:
+        handover = self._handover()
+        if handover is not None:
+            with without_functions():
+                handover.before(self._name)
+
+
+class _After:
+    """Post-accumulate hook."""
+
+    def __init__(self, handover: weakref.ref[Handover], name: str) -> None:
+        # Not the parameter: it holds this hook.
+        self._handover = handover
+        self._name = name
+
+    @_disable_dynamo
+    def __call__(self, _: torch.Tensor) -> None:
+        handover = self._handover()
+        if handover is not None:
+            with without_functions():
+                handover.after(self._name)

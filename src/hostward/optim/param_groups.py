@@ -1,0 +1,332 @@
+"""Parameter groups: their hyper-parameters checked, made plain for a state dict, and compared with saved ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from hostward.config.schema import alike
+from hostward.core.placement import checked_fraction
+from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
+from hostward.model.parameters import Tracked
+from hostward.optim.placement import AUTO, ShareOf
+from hostward.runtime.backend import DTYPES, Backend
+
+_NAMES = ("params", "param_names")
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_NOT_SUPPORTED: Mapping[str, str] = {
+    "amsgrad": "no maximum of the second moment is kept",
+    "maximize": "the step minimises",
+    "foreach": "each bucket is one kernel already, on the device and on the host",
+    "fused": "each bucket is one kernel already, on the device and on the host",
+    "capturable": "a step waits for the step before, which no CUDA graph can hold",
+    "differentiable": "the step is made outside of autograd",
+}
+"""Options of torch.optim.AdamW that are taken at their defaults, and why they are not at another value."""
+
+
+def described(optimizer: Any) -> str:
+    """What `print(optimizer)` says: sizes and settings of its groups, without names of parameters, and its plan."""
+    lines = [f"{type(optimizer).__name__} ("]
+    for number, group in enumerate(optimizer.param_groups):
+        numel = sum(parameter.numel() for parameter in group["params"])
+        settings = ", ".join(f"{key} {group[key]}" for key in sorted(group) if key not in _NAMES)
+        lines.append(f"  group {number}: {len(group['params'])} tensors, {numel:,} parameters; {settings}")
+    if optimizer.max_grad_norm:
+        lines.append(f"  max_grad_norm {optimizer.max_grad_norm}")
+    return "\n".join([*lines, ")", optimizer.plan.explain()])
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises ConfigError for hyper-parameters of another kind, or outside their range."""
+    missing = [key for key in _HYPERPARAMETERS if key not in group]
+    if missing:
+        raise ConfigError(f"a parameter group has no {missing[0]!r}", fix="change values of a group, not the group")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas must be two numbers in [0.0, 1.0), got {betas!r}")
+    if isinstance(betas[0], torch.Tensor) is not isinstance(betas[1], torch.Tensor):
+        raise ConfigError("betas must be two numbers or two tensors, not one of each", why="as in torch.optim.AdamW")
+    checks = (
+        ("lr", group["lr"], math.inf),
+        ("eps", group["eps"], math.inf),
+        ("weight_decay", group["weight_decay"], math.inf),
+        ("betas[0]", betas[0], 1.0),
+        ("betas[1]", betas[1], 1.0),
+    )
+    for name, value, high in checks:
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not is_number(number) or not 0.0 <= number < high:
+            raise ConfigError(f"{name} must be a number in [0.0, {high}), got {value!r}")
+    check_variants(group)
+
+
+def check_variants(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option of torch.optim.AdamW that asks for another step than this one."""
+    for key, why in _NOT_SUPPORTED.items():
+        value = options.get(key)
+        if value is not None and value is not False:
+            raise ConfigError(f"{key}={value!r} is not supported", why=why, fix=f"leave {key} out")
+    if not options.get("decoupled_weight_decay", True):
+        raise ConfigError(
+            "decoupled_weight_decay=False is not supported",
+            why="weight decay through the gradient is another optimizer, torch.optim.Adam",
+            fix="leave decoupled_weight_decay out",
+        )
+
+
+def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raises ConfigError for a key of a new group that looks like an option and has no effect there. Other keys are the
+    user's own, or a scheduler's; they are kept and saved.
+
+    Args:
+        options: names of what the optimizer as a whole takes.
+    """
+    known = (*_HYPERPARAMETERS, *_NOT_SUPPORTED, "decoupled_weight_decay")
+    for key in group:
+        if key in _NAMES or key in known:
+            continue
+        if key in options:
+            raise ConfigError(
+                f"a parameter group has {key!r}",
+                why="it holds for all groups together",
+                fix=f"hostward.AdamW(groups, {key}=...)",
+            )
+        closest = alike(key, known, 0.8)
+        if closest and abs(len(closest) - len(key)) <= 1:
+            raise UnknownNameError(
+                f"a parameter group has {key!r}", why="it has no effect", fix=f"did you mean {closest}?"
+            )
+
+
+def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> None:
+    """Raises ModelError unless `param_groups` hold what was added to them: by hand nothing may be put in, taken out,
+    moved or renamed, because state and hyper-parameters are found by group and by name.
+    """
+    if _hold(groups, tracked):
+        return
+    names = {id(t.parameter): t.name for t in tracked}
+    held = [id(p) for group in groups for p in group.get("params", ())]
+    gone = [name for key, name in names.items() if key not in held]
+    twice = [names[key] for key in held if key in names and held.count(key) > 1]
+    what = "the param_groups are not as they were made: their order, their parameters' order or param_names differ"
+    if gone:
+        what = f"parameter {gone[0]!r} is in no param_group any more"
+    elif any(key not in names for key in held):
+        what = "param_groups hold a new parameter"
+    elif twice:
+        what = f"parameter {twice[0]!r} is in param_groups twice"
+    raise ModelError(
+        what,
+        why="state is placed when a parameter is added, and stays until the optimizer goes",
+        fix="use add_param_group to add; to freeze a parameter, leave its gradient None; else make a new optimizer",
+    )
+
+
+def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> bool:
+    """Whether the groups hold these, one behind the other. Asked at every step, so all of them are compared at once."""
+    params = [list(group.get("params", ())) for group in groups]
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return (
+        [i for i, held in enumerate(params) for _ in held] == [t.group for t in tracked]
+        and names == [t.name for t in tracked]
+        and all(map(is_, chain.from_iterable(params), [t.parameter for t in tracked]))
+    )
+
+
+def checked_norm(value: float | None) -> float:
+    """`max_grad_norm` as a float, 0 for no clipping. Raises ConfigError."""
+    if value is None:
+        return 0.0
+    if not is_number(value) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"max_grad_norm must be a finite number >= 0, got {value!r}", fix="0 or None: no clipping")
+    return float(value)
+
+
+def checked_backend(value: object) -> Backend | None:
+    """Raises ConfigError for what is none, as the name of a device."""
+    if value is None or isinstance(value, Backend):
+        return value
+    raise ConfigError(
+        f"backend={value!r} is no backend",
+        why="operations run where the parameters lie",
+        fix='leave it out, and move the model: model.to("cuda")',
+    )
+
+
+def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) -> float | str | ShareOf:
+    """`streamed_fraction` as a float, "auto" or a function. Raises ConfigError."""
+    if value == AUTO or callable(value):
+        return 0.0 if use_torch_optimizer else value
+    if isinstance(value, str):
+        raise ConfigError(f'streamed_fraction must be a number in [0.0, 1.0] or "auto", got {value!r}')
+    share = checked_fraction(value, "streamed_fraction")
+    if share and use_torch_optimizer:
+        raise ConfigError(
+            f"streamed_fraction={share} with use_torch_optimizer",
+            why="streamed buckets are stepped on the device, by hostward's kernel",
+            fix="leave one of them out",
+        )
+    return share
+
+
+def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
+    """Whether `gradients` asks for sums on the host. Raises ConfigError."""
+    if value not in ("device", "host"):
+        fix = '"host" adds those of several microbatches up there, "device" leaves them where they are made'
+        raise ConfigError(f'gradients must be "device" or "host", got {value!r}', fix=fix)
+    if value == "device":
+        return False
+    if not overlap:
+        raise ConfigError(
+            'gradients="host" with overlap=False or use_torch_optimizer=True',
+            why="gradients that are added up on the host leave during backward",
+            fix='leave overlap on, or use gradients="device"',
+        )
+    if grad_dtype not in (None, torch.float32):
+        raise ConfigError(
+            f'gradients="host" with grad_dtype={grad_dtype}',
+            why="gradients are added up in float32 then, those that stay on the device as well",
+            fix="leave grad_dtype out",
+        )
+    return True
+
+
+def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises ConfigError for a dtype in which no step is defined, or one that `.grad` already differs from."""
+    if dtype is None:
+        return
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"grad_dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}",
+            fix="grad_dtype=torch.float32 for 16-bit models that accumulate, None else",
+        )
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.dtype is not dtype:
+            raise ConfigError(
+                f"parameter {name!r} has a gradient of dtype {parameter.grad.dtype} already",
+                why=f"grad_dtype={dtype} holds for gradients that do not exist yet",
+                fix="clear the gradients (model.zero_grad()) before making the optimizer",
+            )
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises ConfigError unless the option is None or a positive whole number."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}", fix="None: by this machine's means")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def plain(key: str, value: object) -> object:
+    """A value of a group as a state dict may hold it. Raises ModelError."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, tuple):
+        return [item.item() if isinstance(item, torch.Tensor) else item for item in value]
+    if value is None or isinstance(value, (bool, int, float, str, list)):
+        return value
+    raise ModelError(f"parameter group key {key!r} holds a {type(value).__name__}", fix="keep plain values in groups")
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first of them, for a log."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def saved_parts(
+    state_dict: Mapping[str, Any], state_format: int, owner: str
+) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """(state, groups) of a saved state. Raises CheckpointError for anything that is not one."""
+    theirs = state_dict.get("optimizer", owner)
+    if theirs != owner:
+        raise CheckpointError(
+            f"a state of {theirs}, not of {owner}", fix="load what state_dict() of this kind of optimizer returned"
+        )
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    numbered = None if "format" in state_dict else _by_name(state, groups)
+    if numbered is not None:
+        return numbered
+    if state_dict.get("format") != state_format:
+        raise CheckpointError(
+            "not an optimizer state of hostward",
+            why=f"its format is {state_dict.get('format')!r}, expected {state_format}",
+            fix="convert a torch.optim.AdamW state with hostward.checkpoint.torch_adamw.from_torch_adamw",
+        )
+    if not _is_whole(state, groups):
+        raise CheckpointError(
+            "the optimizer state is incomplete",
+            why="it needs 'state' by parameter name and 'param_groups' with their 'params'",
+            fix="load what AdamW.state_dict() returned",
+        )
+    return state or {}, list(groups or ())
+
+
+def _by_name(state: Any, groups: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]] | None:
+    """What `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` made of a state of hostward: keys are
+    numbers then, maybe as texts, and the format is left out. None for anything else; torch's own counts are floats.
+    """
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return None
+    names: dict[str, str] = {}
+    for group in groups:
+        numbers, given = map(group.get, _NAMES) if isinstance(group, Mapping) else (None, None)
+        if not isinstance(numbers, list) or not isinstance(given, list) or len(numbers) != len(given):
+            return None
+        if not all(isinstance(number, int) for number in numbers):
+            return None
+        names |= zip(map(str, numbers), given, strict=True)
+    steps = [entry.get("step") if isinstance(entry, Mapping) else None for entry in state.values()]
+    if not steps or not all(isinstance(step, torch.Tensor) and step.dtype is torch.int64 for step in steps):
+        return None
+    renamed = {names.get(str(number), str(number)): entry for number, entry in state.items()}
+    return renamed, [{**group, "params": list(group["param_names"])} for group in groups]
+
+
+def require_known(state: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises CheckpointError for a saved state that holds more than the parameters of this optimizer."""
+    extra = [name for name in state if name not in known]
+    if extra:
+        raise CheckpointError(
+            f"the saved state holds {len(extra)} parameters that this optimizer does not have: {shown(extra)}",
+            why="it is of another model, or of an optimizer over more of it",
+            fix="make the optimizer over the same parameters, or take these entries out of the state",
+        )
+
+
+def _is_whole(state: object, groups: object) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        return False
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
+        return False
+    return all(isinstance(name, str) for name in (*state, *(name for group in groups for name in group["params"])))
+
+
+def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """What a saved group sets in `mine`. Raises CheckpointError for hyper-parameters that no step can be made with."""
+    settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in _NAMES}
+    try:
+        check_group({**mine, **settings})
+    except ConfigError as error:
+        raise CheckpointError("a parameter group of the saved state is unusable", why=error.what) from error
+    return settings
+
+
+def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
+    """Raises CheckpointError unless both have the same names in the same groups and order."""
+    if [list(x) for x in theirs] == [list(x) for x in mine]:
+        return
+    missing = sorted({n for g in mine for n in g} - {n for g in theirs for n in g})[:5]
+    extra = sorted({n for g in theirs for n in g} - {n for g in mine for n in g})[:5]
+    raise CheckpointError(
+        f"the {what}s of the saved state are not those of this optimizer",
+        why=f"missing: {missing or 'none'}; not expected: {extra or 'none'}; order and grouping count as well",
+        fix="make the optimizer over the same parameters, in the same groups",
+    )

@@ -1,0 +1,285 @@
+"""Where the optimizer's state goes: by a plan, or a share of it, and a share of that streamed, asked or by rates."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hostward.core.host_limits import Rates
+from hostward.core.inventory import Bucket, cut_buckets, state_bytes_per_element
+from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share
+from hostward.core.units import size_bytes
+from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
+from hostward.model.parameters import Tracked, local_of
+from hostward.plan.plan_file import PlanFile, load
+from hostward.plan.rank_partition import cut_alike, first_parts
+from hostward.runtime.backend import Backend
+from hostward.runtime.calibrate import measure_rates
+from hostward.runtime.global_norm import Ranks
+from hostward.schedule.staging import FEWEST
+
+log = logging.getLogger("hostward")
+
+AUTO = "auto"
+ShareOf = Callable[[Rates], float]
+"""Tells the share of offloaded state to stream, from rates measured on this machine."""
+
+
+class Mix:
+    """Chooses placements.
+
+    Args:
+        offload_fraction: share of the state off the device.
+        streamed: share of that, or "auto", or what tells it.
+        plan: says where each bucket goes instead; a plan or a file that holds one.
+        gradients: where the optimizer adds them up, "device" or "host"; None: as the plan says, or "device".
+        device_memory: with `offload_fraction="auto"`, the most bytes of weights, gradients and state on the device.
+
+    Raises:
+        ConfigError: a share outside [0, 1]; no plan, or one that the other arguments contradict.
+    """
+
+    def __init__(
+        self,
+        offload_fraction: object,
+        streamed: float | str | ShareOf,
+        plan: object = None,
+        gradients: str | None = None,
+        device_memory: int | str | None = None,
+    ) -> None:
+        self._budget_bytes = _budget_bytes(offload_fraction, device_memory)
+        _require_use(streamed, offload_fraction, plan)
+        self.offload_fraction = 0.0 if offload_fraction == AUTO else checked_fraction(offload_fraction)
+        self._asked = streamed
+        self._told: float | None = None
+        self._plan = planned(plan)
+        if self._plan is not None:
+            _require_alone(self._plan, self.offload_fraction, gradients)
+            self.offload_fraction = self._plan.asked_fraction
+            gradients = _gradients_of(self._plan)
+        self.gradients = "device" if gradients is None else gradients
+        self.staging_bytes = None if self._plan is None else self._plan.staging_bytes
+        """Of the plan: device memory for streamed state; None: not bounded."""
+        self.pin_gradients = self._plan is None or self._plan.pin_gradients
+        self.pin_weights = self._plan is None or self._plan.pin_weights
+        self.rates: Rates | None = None
+        """Measured once, before state is allocated; None if nothing depended on them."""
+
+    def streamed_share(
+        self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float, ranks: Ranks | None = None
+    ) -> float:
+        """The share of offloaded state to stream, the same on all of `ranks`. On a device without a link there is
+        nothing to overlap, and all of it is stepped on the host. Raises MemoryLimitError where there is no room to
+        measure.
+        """
+        if isinstance(self._asked, float):
+            return self._asked
+        if backend.device.type != "cuda" or not offload_fraction:
+            return 0.0
+        if self.rates is None:
+            self.rates = _measured(backend, ranks)
+        if callable(self._asked):
+            if self._told is None:  # the same on all ranks, whatever each of them was told
+                asked, rates = self._asked, self.rates
+                self._told = _most(lambda: checked_fraction(asked(rates), "streamed_fraction"), backend, ranks)
+            return self._told
+        if not buckets:  # a rank without any has measured beside the others
+            return 0.0
+        state_bytes, weight_bytes = state_bytes_per_element(buckets[0].kind), buckets[0].dtype.itemsize_bytes
+        return streamed_share(self.rates, state_bytes=state_bytes, weight_bytes=weight_bytes)
+
+    def place(
+        self,
+        backend: Backend,
+        tracked: Sequence[Tracked],
+        grad_dtype: torch.dtype | None = None,
+        first_index: int = 0,
+        *,
+        split_master: bool = True,
+        ranks: Ranks | None = None,
+    ) -> tuple[tuple[Bucket, ...], Plan]:
+        """Buckets of parameters in order of use in forward, numbered from `first_index` on, and their placements.
+
+        Args:
+            grad_dtype: of gradients; None: that of the weights.
+            split_master: whether bf16 masters are split.
+            ranks: those that have parts of the same parameters; all place now.
+
+        Raises:
+            ConfigError: a plan of other buckets, or of another division among ranks. MemoryLimitError: weights and
+                gradients alone exceed `device_memory`. RankError: another rank has raised.
+        """
+        if self._plan is not None:
+            return placed_by_plan(self._plan, tracked, first_index=first_index, split_master=split_master)
+        facts = tuple(t.facts for t in tracked)
+        buckets = cut_buckets(facts, first_index=first_index, split_master=split_master)
+        if self._budget_bytes is not None:
+            least = partial(_least_fraction, buckets, grad_dtype, self._budget_bytes)
+            self.offload_fraction = _most(least, backend, ranks)
+            self._budget_bytes = None  # groups that come later are placed alike
+        share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
+        return buckets, place_fraction(buckets, self.offload_fraction, share)
+
+
+def _measured(backend: Backend, ranks: Ranks | None) -> Rates:
+    try:
+        return measure_rates(backend, ranks)
+    except PageLockError as error:
+        raise PageLockError(
+            error.what,
+            why="; ".join(filter(None, (error.why, "the rate of copies is measured to choose what is streamed"))),
+            fix="streamed_fraction=0.0 (in a run: no optimizer.offload_mix) steps all of it on the host, whose state "
+            f"is not page-locked; or {error.fix}",
+        ) from error
+
+
+def _budget_bytes(offload_fraction: object, device_memory: int | str | None) -> int | None:
+    if (offload_fraction == AUTO) != (device_memory is not None):
+        raise ConfigError(
+            f"offload_fraction={offload_fraction!r} and device_memory={device_memory!r}",
+            why="a share is chosen where, and only where, there is a limit to choose it by",
+            fix='offload_fraction="auto", device_memory="40GiB"',
+        )
+    if isinstance(device_memory, str):
+        return size_bytes(device_memory, "device_memory")
+    if device_memory is not None and (isinstance(device_memory, bool) or device_memory < 0):
+        raise ConfigError(f"device_memory={device_memory!r} is no number of bytes", fix='device_memory="40GiB"')
+    return device_memory
+
+
+def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, budget_bytes: int) -> float:
+    """The least share of state off the device with which weights, gradients, what stays of the state, and two staging
+    slots keep to the budget. Places are rounded to buckets, so one more is taken off.
+    """
+    gradient = {b.index: grad_dtype.itemsize if grad_dtype is not None else b.dtype.itemsize_bytes for b in buckets}
+    fixed = sum(b.numel * (b.dtype.itemsize_bytes + gradient[b.index]) for b in buckets)
+    state = sum(b.state_bytes for b in buckets)
+    largest = max((b.state_bytes for b in buckets), default=0)
+    if fixed + state <= budget_bytes:
+        return 0.0
+    away = fixed + state + (FEWEST + 1) * largest - budget_bytes
+    if fixed + min(FEWEST, len(buckets)) * largest > budget_bytes:
+        raise MemoryLimitError(
+            f"device_memory={budget_bytes:,} bytes are too few: weights and gradients alone take {fixed:,}",
+            why=f"with all state off the device, two staging slots of {largest:,} bytes come on top",
+            fix=f"device_memory={fixed + FEWEST * largest:,} at least, or a plan that lets weights leave",
+        )
+    return min(1.0, away / state)
+
+
+def _most(own: Callable[[], float], backend: Backend, ranks: Ranks | None) -> float:
+    """The most that `own` tells on any rank: parts differ in size, and the decisions that follow are made together. A
+    rank on which it raises tells the others first, which would wait for it.
+
+    Raises RankError where it has raised on another rank.
+    """
+    if ranks is None:
+        return own()
+    fraction = math.inf
+    try:
+        fraction = own()
+    finally:
+        told = torch.tensor([fraction], dtype=torch.float64, device=backend.device)
+        ranks.largest(told)
+    if math.isinf(float(told)):
+        raise RankError("another rank could not tell what is to leave the device", fix="see the error of that rank")
+    return float(told)
+
+
+def _gradients_of(plan: PlanFile) -> str:
+    return "host" if plan.gradients_on_host else "device"
+
+
+def _require_use(streamed: float | str | ShareOf, offload_fraction: object, plan: object) -> None:
+    """A share that is asked for must be of something."""
+    if isinstance(streamed, str) or not streamed:
+        return
+    if plan is not None:
+        raise ConfigError(
+            f"plan=... and streamed_fraction={streamed}",
+            why="the plan says where each bucket goes",
+            fix="leave streamed_fraction out, or edit the plan",
+        )
+    if not offload_fraction and not callable(streamed):
+        log.warning(
+            "streamed_fraction=%s does nothing while offload_fraction=0: it is a share of what is offloaded", streamed
+        )
+
+
+def _require_alone(plan: PlanFile, offload_fraction: float, gradients: str | None) -> None:
+    if offload_fraction:
+        raise ConfigError(
+            f"plan=... and offload_fraction={offload_fraction}",
+            why="the plan says where each bucket goes",
+            fix="leave offload_fraction out, or edit the plan",
+        )
+    wanted = _gradients_of(plan)
+    if gradients not in (None, wanted):
+        raise ConfigError(
+            f"the plan adds gradients up on the {wanted}, and gradients={gradients!r}",
+            why="its bytes and seconds do not hold otherwise",
+            fix=f"leave gradients out, or gradients={wanted!r}",
+        )
+
+
+def planned(plan: object) -> PlanFile | None:
+    """A plan, from its file where `plan` names one. Raises ConfigError for anything else."""
+    if plan is None or isinstance(plan, PlanFile):
+        return plan
+    if isinstance(plan, (str, Path)):
+        return load(Path(plan))
+    raise ConfigError(f"plan={plan!r} is neither a plan nor a file", fix="plan='plan.json', as hostward plan writes it")
+
+
+# A plan carried out by one of several ranks: each places its part of a bucket where the plan places the bucket.
+
+
+def placed_by_plan(
+    plan: PlanFile, tracked: Sequence[Tracked], *, first_index: int, split_master: bool
+) -> tuple[tuple[Bucket, ...], Plan]:
+    """Buckets of parameters in order of use in forward, and where the plan places them.
+
+    Raises ConfigError for a plan of another model, of another number of ranks, or of a model divided in another way.
+    """
+    ranks = require_division(plan, ((t.name, t.parameter) for t in tracked))
+    parts = {t.name: t.facts for t in tracked}
+    whole = [replace(parts[t.name], numel=t.parameter.numel(), first=0) for t in tracked]
+    first = cut_buckets(first_parts(whole, ranks), first_index=first_index, split_master=split_master)
+    of_first = plan.placements(first)
+    buckets, origins = cut_alike(first, parts, first_index=first_index)
+    return buckets, placed(buckets, [of_first.buckets[i].placement for i in origins], of_first.asked_fraction)
+
+
+def require_division(plan: PlanFile, named: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Among how many ranks these parameters are divided.
+
+    Raises ConfigError unless all are divided by rows among as many ranks as the plan is for, and nothing else is done
+    with them; for a plan for one GPU, unless they are whole.
+    """
+    for name, parameter in named:
+        ranks, by_rows = _division(name, parameter)
+        plan.require_ranks(ranks)
+        if not by_rows:
+            raise ConfigError(
+                f"the plan divides parameters by rows among {ranks} GPUs, and parameter {name!r} is divided otherwise",
+                why=f"it is {getattr(parameter, 'placements', '')} on {getattr(parameter, 'device_mesh', '')}",
+                fix="fully_shard the model over one mesh of all these ranks and nothing else, or leave plan out",
+            )
+    return plan.workload.ranks
+
+
+def _division(name: str, parameter: torch.Tensor) -> tuple[int, bool]:
+    """Among how many ranks a parameter is divided, and whether each of them has rows of it that no other has."""
+    if local_of(parameter) is parameter:
+        return 1, True
+    from hostward.distributed import fsdp2
+
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    (split, *more) = fsdp2.layout_of(name, parameter).splits or (None,)
+    return mesh.size(), not more and split is not None and split.dim == 0 and split.n_parts == mesh.size()

@@ -1,0 +1,255 @@
+"""Parameters sharded by FSDP2: what of them lies here, and what is done when FSDP2 gathers and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hostward.errors import ModelError
+from hostward.model.parameters import Places, Tracked, local_of
+from hostward.optim.bucket_state import BucketState
+from hostward.optim.gradient_hooks import Handover
+from hostward.optim.step_executor import StepIssuer
+from hostward.runtime.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
+from hostward.runtime.global_norm import Across, Fragment, GroupRanks
+
+if TYPE_CHECKING:
+    from hostward.distributed import fsdp2
+
+
+def require_sharding(places: Places, tracked: Sequence[Tracked]) -> None:
+    """Raises ModelError or ConfigError unless all parameters are sharded by FSDP2 in a way that steps are defined for,
+    or none is.
+    """
+    if places.sharding is None:
+        for t in tracked:
+            if t.sharded:
+                raise ModelError(
+                    f"parameter {t.name!r} is a {type(t.parameter).__name__} of no known FSDP2 module",
+                    why="its gradient leaves when FSDP2 has reduced it, and its weight arrives before it is gathered",
+                    fix="fully_shard the model first; give the optimizer the model, or module=model beside groups",
+                )
+        return
+    places.sharding.require_supported({t.name: t.parameter for t in tracked})
+
+
+def accumulate_in(
+    dtype: torch.dtype, places: Places, tracked: Sequence[Tracked], states: Sequence[BucketState], summed: Set[int]
+) -> None:
+    """Let gradients add up in `dtype` in `.grad`, but those of the buckets `summed`, which the host adds up in float32
+    as they come: in the dtype of their parameters, which is fewer bytes and the same values.
+    """
+    of = {t.name: t.parameter for t in tracked}
+    buckets = [{id(of[r.name]) for r in states[b].bucket.ranges} for b in summed]
+    if places.sharding is not None:
+        places.sharding.accumulate_in(dtype, _left_as_they_are(places.sharding, buckets))
+        return
+    besides = set().union(*buckets)
+    for t in tracked:
+        if id(t.parameter) not in besides:
+            t.parameter.grad_dtype = dtype
+
+
+def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Set[int]:
+    """Parameters of groups that have all of theirs in these buckets, which share none with another group: FSDP2 knows
+    one dtype for a group, and a bucket's gradients leave in one.
+    """
+    here = set().union(*buckets)
+    groups = [
+        parts
+        for parts in sharding.reduced_as_they_are()
+        if all(id(p) in here or not p.requires_grad or not local_of(p).numel() for p in parts)
+    ]
+    while True:
+        found = {id(p) for parts in groups for p in parts}
+        elsewhere = set().union(*(bucket for bucket in buckets if not bucket <= found))
+        kept = [parts for parts in groups if not any(id(p) in elsewhere for p in parts)]
+        if len(kept) == len(groups):
+            return found
+        groups = kept
+
+
+def made_together(groups: fsdp2.Groups | None, tracked: Sequence[Tracked]) -> list[list[str]]:
+    """Names of the parameters of each group: what is reduced of their gradients lies in one memory."""
+    names = {id(t.parameter): t.name for t in tracked}
+    own = [] if groups is None else [parameters for parameters, _ in groups.gathered_together()]
+    return [[names[id(p)] for p in parameters if id(p) in names] for parameters in own]
+
+
+def ranks_of(tracked: Sequence[Tracked]) -> GroupRanks | None:
+    """Those that have parts of these parameters; None where this process has all."""
+    if not tracked[0].sharded:
+        return None
+    from hostward.distributed import fsdp2
+
+    return GroupRanks(fsdp2.mesh_groups(tracked[0].parameter))
+
+
+def across_ranks(
+    backend: Backend,
+    tracked: Sequence[Tracked],
+    states: Sequence[BucketState],
+    first_chunks: Sequence[Sequence[int]],
+    stages: dist.ProcessGroup | None,
+    uncounted: Set[str],
+) -> Across | None:
+    """The norm over all ranks of sharded parameters, and over processes with other `stages` of a model; None where this
+    process has all. `uncounted`: names of weights that count on another stage.
+    """
+    others = None if stages is None else GroupRanks([stages])
+    device = tracked[0].local.device
+
+    def allocate(elements: int) -> Buffer:
+        return backend.allocate(Tier.DEVICE, [elements], torch.float32, "norm partials")[0]
+
+    ranks = ranks_of(tracked)
+    if ranks is None:
+        counts = torch.tensor(_counted(states, dict.fromkeys(uncounted, 0)), dtype=torch.int64, device=device)
+        return None if others is None else Across(GroupRanks([]), [], 0, allocate, counts, others)
+    from hostward.distributed import fsdp2
+
+    layouts = {t.name: fsdp2.layout_of(t.name, t.parameter) for t in tracked}
+    shared: dict[tuple[str, int], int] = {}
+    for name, layout in layouts.items():
+        for chunk in layout.shared_chunks():
+            shared[name, chunk] = len(shared)
+    fragments = []
+    for b, state in enumerate(states):
+        for i, r in enumerate(state.bucket.ranges):
+            before = (layouts[r.name].first + r.start) // CHUNK_ELEMENTS
+            count = chunks_of(r.numel)
+            for k in sorted({0, count - 1}):  # no others have a border within
+                if (r.name, before + k) in shared:
+                    start, stop = k * CHUNK_ELEMENTS, min((k + 1) * CHUNK_ELEMENTS, r.numel)
+                    index = shared[r.name, before + k]
+                    fragments.append(Fragment(b, i, start, stop, first_chunks[b][i] + k, index))
+
+    counting = {t.name: int(t.name not in uncounted and fsdp2.counts(t.parameter)) for t in tracked}
+    counts = torch.tensor(_counted(states, counting), dtype=torch.int64, device=device)
+    return Across(ranks, fragments, len(shared), allocate, counts, others)
+
+
+def _counted(states: Sequence[BucketState], counting: Mapping[str, int]) -> list[int]:
+    """Of each partial sum what its parameter has in `counting`, 1 by default."""
+    ranges = [r for state in states for r in state.bucket.ranges]
+    return [counting.get(r.name, 1) for r in ranges for _ in range(chunks_of(r.numel))]
+
+
+class EmptyParts:
+    """Step counts of parameters of which this process has no element: by name, int64 [1] on the device.
+
+    Other ranks count them beside their state. Here nothing steps, and yet a saved state has one count for all ranks.
+    """
+
+    def __init__(self, backend: Backend, tracked: Sequence[Tracked], before: EmptyParts | None) -> None:
+        """`before`: those that there were before parameters were added."""
+        self._backend = backend
+        self._counts: dict[str, Buffer] = {} if before is None else dict(before._counts)
+        empty = [t.name for t in tracked if t.sharded and not t.local.numel() and t.parameter.numel()]
+        names = [name for name in empty if name not in self._counts]
+        counts = backend.allocate(Tier.DEVICE, [1] * len(names), torch.int64, "step counts") if names else []
+        self._counts |= dict(zip(names, counts, strict=True))
+
+    def counts(self) -> Mapping[str, torch.Tensor]:
+        return {name: count.data for name, count in self._counts.items()}
+
+    def step(self, names: Sequence[str], skip: Buffer) -> None:
+        """A step has been issued over these and others: those among them advance unless it is skipped."""
+        stepped = [self._counts[name] for name in names if name in self._counts]
+
+        def run() -> None:
+            for count in stepped:
+                count.data.add_(1 - skip.data)
+
+        if stepped:
+            self._backend.launch("offload/empty parts", run, reads=[skip], writes=stepped).issue()
+
+
+class Sharded:
+    """Reports use points, and clears what stands in `.grad`, when FSDP2 is about to gather and to reduce.
+
+    Args:
+        layers: the use point's layer of each tracked parameter, by name.
+    """
+
+    def __init__(
+        self,
+        groups: fsdp2.Groups,
+        tracked: Sequence[Tracked],
+        layers: Mapping[str, str],
+        issuer: StepIssuer,
+        handover: Handover,
+    ) -> None:
+        self._names = {id(t.parameter): t.name for t in tracked}
+        self._layers = layers
+        self._issuer = issuer
+        self._handover = handover
+        self._groups = groups
+        groups.listen(self)
+
+    def _layers_of(self, parameters: Sequence[torch.Tensor]) -> dict[str, None]:
+        names = [self._names[id(p)] for p in parameters if id(p) in self._names]
+        return dict.fromkeys(self._layers[name] for name in names)
+
+    def before_copy_in(self, parameters: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
+        if stream is None:
+            self.before_use(parameters)
+            return
+        # Not by a wait of the compute lane: what it still has to do would come before the gather then.
+        for layer in self._layers_of(parameters):
+            self._issuer.hold(layer, stream)
+
+    def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._issuer.forward_is_here()  # FSDP2's hooks on gradients run on streams of its own
+        for layer in self._layers_of(parameters):
+            self._issuer.use(layer)
+
+    def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
+        self._issuer.made_on(made_on)
+        for p in parameters:
+            if id(p) in self._names:
+                self._handover.before(self._names[id(p)])
+
+    def close(self) -> None:
+        self._groups.close()
+
+
+# One loss scale on all stages of a pipeline.
+
+
+class StagesScaler(torch.amp.GradScaler):
+    """A gradient scaler that looks at the gradients of all stages of a model: their scales rise and fall together.
+
+    torch's own sees those of its own stage. Where all of these have left in backward, the norm over all stages tells
+    it; whether they have may differ from stage to stage, and then one would refuse a step that the others take.
+    """
+
+    def __init__(self, device: str, stages: dist.ProcessGroup, **options: Any) -> None:
+        """`device`: its type. `stages`: those that the optimizer has. `options`: as of `torch.amp.GradScaler`."""
+        super().__init__(device, **options)
+        self._stages = stages
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # A stage without gradients takes part, too.
+        dist.all_reduce(found.setdefault(found_inf.device, found_inf), op=dist.ReduceOp.MAX, group=self._stages)
+        optimizer.looked_at_over = self._stages  # type: ignore[attr-defined]
+        return found
+
+
+def require_one_scale(optimizer: object, stages: object) -> None:
+    """Raises ModelError where a gradient scaler has looked at the gradients of one of several `stages` alone."""
+    looked = getattr(optimizer, "found_inf", None) is not None
+    together = vars(optimizer).pop("looked_at_over", None) is stages  # for this step alone
+    if stages is None or not looked or together:
+        return
+    raise ModelError(
+        "a gradient scaler has looked at the gradients of one stage of a pipeline alone",
+        why="a step that overflows on one stage is skipped on all, and the loss scales of the others would not follow",
+        fix="hostward.optim.sharded.StagesScaler(device, stages) in place of torch.amp.GradScaler(device)",
+    )

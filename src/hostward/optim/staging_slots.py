@@ -1,0 +1,307 @@
+"""Device staging of streamed buckets: slots that several buckets take in turn, and when they are there.
+
+Slots are taken during backward, when it has freed enough, and given back during the next forward, one by one, before
+activations or gathered weights need the memory. How many fit, and when, comes from a profile of one step: the most
+device memory that was allocated from each gradient point or use point to the next. Staging may then use what backward
+has freed, and two slots besides. State is read as soon as there is room, unless activations or weights are read back
+in backward, which come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hostward.core.inventory import align
+from hostward.core.placement import Placement
+from hostward.errors import MemoryLimitError
+from hostward.optim.bucket_state import BucketState
+from hostward.runtime.backend import Backend, Buffer, Tier, empty_buffer
+from hostward.schedule.ops import Lane
+from hostward.schedule.optimizer import slots_by_last_use, slots_of
+from hostward.schedule.staging import FEWEST, SLOT_ALIGNMENT_BYTES, Span, late_bucket, most_slots, settle, slot_bytes
+
+if TYPE_CHECKING:
+    from hostward.runtime.cuda.backend import CudaBackend
+
+
+# How much state is read while backward runs, and how much in order of use behind the norm, with the host's weights.
+#
+# Reads stand on the link's lane before every upload of the step. Those that backward hides cost nothing there; those
+# that it does not hide let the first layers wait for the last ones' state. How many it hides is measured once, in the
+# turn after the slots were settled, in which every slot is filled as soon as it is taken.
+
+
+class Clock(Protocol):
+    """When lanes come to a place."""
+
+    def stamp(self, lane: Lane) -> Any:
+        """This place on the lane."""
+
+    def seconds(self, first: Any, last: Any) -> float | None:
+        """From one place to another, which may be on another lane; None while the device has not been to both."""
+
+
+class Pace:
+    """Times one turn's staging. Without a clock there is never an answer."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        self._clock = clock
+        self._armed = False
+        self._began: Any = None
+        self._read: list[Any] = []
+        self._over: Any = None
+
+    def arm(self) -> None:
+        """Time the next turn."""
+        self._armed = self._clock is not None
+        self._began, self._read, self._over = None, [], None
+
+    def begins(self) -> None:
+        """A slot is taken, and a read issued next."""
+        if self._armed and self._began is None and self._clock is not None:
+            self._began = self._clock.stamp(Lane.COMPUTE)
+
+    def issued(self) -> None:
+        """It has been."""
+        if self._began is not None and self._over is None and self._clock is not None:
+            self._read.append(self._clock.stamp(Lane.H2D))
+
+    def backward_is_over(self) -> None:
+        """The norm comes next."""
+        if self._read and self._over is None and self._clock is not None:
+            self._over = self._clock.stamp(Lane.COMPUTE)
+            self._armed = False
+
+    def ahead(self, reads: int) -> int | None:
+        """Of so many reads, those that had begun when backward was over, and FEWEST at least, so that one is read while
+        another is stepped. None: not measured, or told before.
+        """
+        if self._over is None or self._clock is None:
+            return None
+        over_s, *read_s = (self._clock.seconds(self._began, at) for at in (self._over, *self._read))
+        if over_s is None or None in read_s:
+            return None
+        self._began, self._read, self._over = None, [], None
+        done = sum(at_s is not None and at_s <= over_s for at_s in read_s)
+        return min(reads, max(FEWEST, done + 1))
+
+
+_Layout = tuple[tuple[int, torch.dtype], ...]
+"""Bytes and dtype of each tensor of a bucket's state."""
+
+
+class Gauge(Clock, Protocol):
+    """Device bytes allocated by this process, at most since `restart`; and a clock."""
+
+    def peak_bytes(self) -> int: ...
+
+    def restart(self) -> None: ...
+
+
+class CudaGauge:
+    """Torch's own counters. `restart` resets the peak that `torch.cuda.max_memory_allocated` tells."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
+        self._device = backend.device
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stamp(self, lane: Lane) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with self._backend.current(lane):
+            event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+        there = all(event.query() for event in (first, last))  # type: ignore[no-untyped-call]
+        return first.elapsed_time(last) / 1e3 if there else None
+
+
+class Slots:
+    """Slots for the streamed buckets among `states`; `count` is 0 without any, and `ahead` of them are filled in
+    backward.
+
+    Args:
+        gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
+        staging_bytes: the most memory that all slots take; one is always there.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        states: Sequence[BucketState],
+        *,
+        gauge: Gauge | None,
+        staging_bytes: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self._placements = tuple(s.placement for s in states)
+        self._streamed = [b for b, p in enumerate(self._placements) if p is Placement.STREAMED]
+        self._layouts: dict[int, _Layout] = {
+            b: tuple((t.nbytes, t.data.dtype) for t in states[b].streamed()) for b in self._streamed
+        }
+        self.slot_bytes = slot_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
+        self._most = most_slots(len(self._streamed), self.slot_bytes, staging_bytes)
+        self._late = late_bucket([s.bucket.numel for s in states])
+        self._set_count(min(FEWEST, self._most))
+        self.pace = Pace(gauge)
+        self.stream: torch.Stream | None = None
+        """Whose memory they are; None: of the stream that is current when they are taken."""
+        self.transient = True
+        self._held: dict[int, Buffer] = {}
+        """Memory of slots, by slot."""
+        self._taken_from: dict[int, torch.Stream | None] = {}
+        """Whose memory that is, by slot."""
+        self._gauge = gauge
+        self._spans: list[Span] = []
+        self._profiled = gauge is None or not self._streamed
+        self._seen = 0
+        self._uploaded: list[int] = []
+        """Bytes that had been enqueued to go to the device at each gradient point of the profiled step."""
+        self._profiling = False
+
+    def _set_count(self, count: int) -> None:
+        """Lay the slots out anew. Memory that is taken stays so."""
+        slots = slots_of(self._placements, count)
+        views: dict[tuple[int, _Layout], list[Buffer]] = {}
+        for b, slot in slots.items():
+            layout = self._layouts[b]
+            views.setdefault((slot, layout), [empty_buffer("slots") for _ in layout])
+        self._slot_of, self._by_last_use, self._views = slots, slots_by_last_use(slots, count), views
+        self._stage_at: tuple[int, ...] = (self._late,) * count
+        self._unstage_at: tuple[str | None, ...] = (None,) * count
+        self.count = self.ahead = count  # last: by this the step knows that its schedule is of other slots
+
+    # ---------------------------------------------------------------- memory
+
+    def of(self, bucket: int) -> list[Buffer]:
+        """The slot of a streamed bucket as its state's tensors: exp_avg, exp_avg_sq, and the remainder or master."""
+        return self._views[self._slot_of[bucket], self._layouts[bucket]]
+
+    def all_of(self, slot: int) -> list[Buffer]:
+        """A slot as the tensors of any bucket that takes it."""
+        return [view for (taken, _), views in self._views.items() if taken == slot for view in views]
+
+    @property
+    def held(self) -> list[int]:
+        """Slots that have memory, first those that are written back first."""
+        return [slot for slot in self._by_last_use if slot in self._held]
+
+    def acquire(self, count: int) -> None:
+        """Take the memory of the first `count` slots, on the compute lane, unless it is taken. Raises MemoryLimitError,
+        and those that were taken before stay: they are being filled.
+        """
+        taken: list[int] = []
+        with self._backend.memory_of(self.stream):
+            for slot in range(count):  # one by one: a caching allocator rarely has room for all in one piece
+                if slot in self._held:
+                    continue
+                try:
+                    (self._held[slot],) = self._backend.allocate(
+                        Tier.DEVICE, [self.slot_bytes], torch.uint8, "staging slots", zero=False
+                    )
+                except MemoryLimitError:
+                    self.give_back(taken)
+                    raise
+                self._taken_from[slot] = self._backend.caller_stream() if self.stream is None else self.stream
+                taken.append(slot)
+        for (slot, layout), views in self._views.items():
+            if slot < count:  # the others too: an interrupt may have come between memory and views
+                for view, data in zip(views, _cut(self._held[slot].data, layout), strict=True):
+                    self._backend.refill(view, data)
+
+    def give_back(self, slots: Collection[int]) -> None:
+        """Return the memory of these, behind what the compute lane has waited for. It goes back to the stream that it
+        was taken from, which waits for that as well: it need not be the one that is current now.
+        """
+        nothing = torch.empty(0, device="cpu")
+        self._backend.let_overwrite("slots", [self._taken_from.pop(slot, None) for slot in slots])
+        for (slot, _), views in self._views.items():
+            for view in views if slot in slots else ():
+                view.data = nothing
+        self._backend.free([self._held.pop(slot) for slot in slots])
+
+    # ---------------------------------------------------------------- when
+
+    def ready(self, bucket: int) -> int:
+        """How many slots may be taken, and are filled in backward, at this bucket's gradient point."""
+        return sum(bucket <= at for at in self._stage_at[: self.ahead]) if self._profiled else 0
+
+    def wanted_back(self, layers: Collection[str]) -> list[int]:
+        """Slots that must be back before the forward of one of these layers."""
+        wanted = zip(self._by_last_use, self._unstage_at, strict=True)
+        return [slot for slot, layer in wanted if slot in self._held and layer in layers]
+
+    def sample(self, bucket: int) -> None:
+        """Backward has reached a bucket's gradient point."""
+        if self._profiling:
+            self._uploaded.append(self._backend.ledger.copied_bytes[Lane.H2D])
+        self._begin_span(None, bucket)
+
+    def sample_use(self, layer: str) -> None:
+        """Forward has reached a layer."""
+        self._begin_span(layer, None)
+
+    def _begin_span(self, layer: str | None, bucket: int | None) -> None:
+        if self._gauge is not None and self._profiling:
+            self._end_span(self._gauge)
+            self._spans.append(Span(layer, bucket, len(self._held) * self.slot_bytes))
+
+    def _end_span(self, gauge: Gauge) -> None:
+        if self._spans:
+            self._spans[-1].peak_bytes = gauge.peak_bytes() - self._spans[-1].held_bytes
+        gauge.restart()
+
+    def settle(self) -> bool:
+        """A step has been issued: choose number and time of the slots once the profile is whole, and later how many are
+        filled in backward. Whether there is anything new for the schedule.
+
+        The first step allocates what others keep (cuBLAS workspaces, tables), so the second is the one profiled.
+        """
+        self._seen += 1
+        if self._gauge is None or self._profiled:
+            before = self.ahead
+            self.ahead = self.pace.ahead(self.count) or before
+            return self.ahead != before
+        if self._seen == _PROFILED_STEP - 1:
+            self._profiling = True
+        if self._seen < _PROFILED_STEP:
+            return False
+        self._end_span(self._gauge)
+        self._profiled, self._profiling = True, False
+        spans, self._spans = self._spans, []
+        settled = settle(
+            spans,
+            slot_size_bytes=self.slot_bytes,
+            most=self._most,
+            stage_at=self._late,
+            early=self._uploaded[:1] == self._uploaded[-1:],  # activations and weights that come back would wait
+        )
+        if settled is None:
+            return False
+        before = self.count
+        if settled.count != before:  # else operations stay bound to the views that there are
+            self._set_count(settled.count)
+        self._stage_at, self._unstage_at = settled.stage_at, settled.unstage_at
+        if self.count > FEWEST:
+            self.pace.arm()
+        return self.count != before
+
+
+_PROFILED_STEP = 3
+
+
+def _cut(slot: torch.Tensor, layout: _Layout) -> list[torch.Tensor]:
+    found, start = [], 0
+    for nbytes, dtype in layout:
+        found.append(slot[start : start + nbytes].view(dtype))
+        start = align(start + nbytes, SLOT_ALIGNMENT_BYTES)
+    return found

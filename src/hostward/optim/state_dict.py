@@ -1,0 +1,281 @@
+"""State by parameter name: read, written, checked and re-seeded, wherever its ranges lie."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hostward.core.inventory import MasterKind, Range
+from hostward.core.placement import Placement
+from hostward.errors import CheckpointError, ModelError
+from hostward.model.deferred_weights import drop_value, is_away, value_of, waits
+from hostward.model.parameters import Tracked
+from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
+
+_ROLES = ("exp_avg", "exp_avg_sq")
+
+
+class StateAccess:
+    """Whole-parameter access over the ranges of all buckets. Lanes must be empty while it is used."""
+
+    def __init__(
+        self,
+        pieces: Mapping[str, Sequence[tuple[BucketState, int, Range]]],
+        tracked: Mapping[str, Tracked],
+    ) -> None:
+        self._pieces = pieces
+        self._tracked = tracked
+        self.empty_counts: Mapping[str, torch.Tensor] = {}
+        """Step counts of parameters of which this process has no element, int64 [1]."""
+        self.present: Callable[[str], AbstractContextManager[None]] | None = None
+        """Weights that come and go are on the device within `present(name)`."""
+
+    def _there(self, name: str) -> AbstractContextManager[None]:
+        if is_away(self._tracked[name].parameter):
+            raise waits(name)
+        return nullcontext() if self.present is None else self.present(name)
+
+    def require(self, name: str) -> None:
+        """Raises ModelError for a name that is not tracked."""
+        if name not in self._tracked:
+            raise ModelError(f"the optimizer tracks no parameter {name!r}", fix="use names of optimizer.inventory")
+
+    def kind(self, name: str) -> MasterKind:
+        pieces = self._pieces.get(name)
+        return pieces[0][0].bucket.kind if pieces else MasterKind.WEIGHT
+
+    def pieces(self, name: str) -> Sequence[tuple[BucketState, int, Range]]:
+        """(bucket state, index within the bucket, range) of a parameter's parts, in order of start."""
+        return self._pieces.get(name, ())
+
+    def copied_bytes(self) -> int:
+        """Host bytes that `read` allocates for all parameters together."""
+        parameters = [t.local for t in self._tracked.values()]
+        return sum(p.numel() * (8 if p.dtype is torch.float32 else 12) for p in parameters)
+
+    def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
+        """CPU tensors: step int64 [], moments float32 [shape], master float32 [shape] for 16-bit weights.
+
+        Fresh ones; with copy=False those that lie on the host in one piece are views of the state itself.
+        """
+        parameter = self._tracked[name].local
+        found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
+        entry = {}
+        for role in _ROLES:
+            whole = None if copy else _one_view([views[role] for _, _, views in found])
+            if whole is None:
+                whole = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu")
+                for _, r, views in found:
+                    whole[r.start : r.stop].copy_(views[role])
+            entry[role] = whole.view(parameter.shape)
+        if parameter.dtype is not torch.float32:
+            with self._there(name):
+                entry["master"] = _masters(parameter, found)
+        like = self._tracked[name].like
+        placed = {role: like(value) for role, value in entry.items()}
+        return {"step": torch.tensor(self.count(name), dtype=torch.int64, device="cpu"), **placed}
+
+    def count(self, name: str) -> int:
+        """Steps of a parameter."""
+        counts = [state.counts.data[i : i + 1] for state, i, _ in self._pieces.get(name, ())]
+        return next((int(count.item()) for count in (*counts, *self._empty_count(name))), 0)
+
+    def empty(self, name: str) -> dict[str, torch.Tensor]:
+        """What `read` returns, without its contents."""
+        tracked = self._tracked[name]
+        roles = [*_ROLES, *([] if tracked.local.dtype is torch.float32 else ["master"])]
+        made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=torch.float32, device="cpu")) for r in roles}
+        return {"step": torch.zeros((), dtype=torch.int64, device="cpu"), **made}
+
+    def _empty_count(self, name: str) -> list[torch.Tensor]:
+        return [self.empty_counts[name]] if name in self.empty_counts else []
+
+    def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
+        """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
+        rounded master.
+        """
+        with self._there(name):
+            return self._write(name, saved)
+
+    def _write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
+        parameter = self._tracked[name].local
+        saved = {role: self._tracked[name].part_of(value) for role, value in saved.items() if role != "step"} | {
+            "step": saved["step"]
+        }
+        for count in self._empty_count(name):
+            count.fill_(int(saved["step"]))
+        weight = _flat(parameter)
+        master = saved["master"].reshape(-1) if parameter.dtype is not torch.float32 else None
+        set_weight = False
+        if master is not None:
+            for part in _parts(parameter.numel()):
+                new_weight = rounded(master[part].to(weight.device), parameter.dtype)
+                if not same_bits(new_weight, weight[part]):
+                    weight[part].copy_(new_weight)
+                    set_weight = True
+            if set_weight and not parameter.data.is_contiguous():  # else it was written to through its flat view
+                parameter.data.copy_(weight.view(parameter.shape))
+        for state, index, r in self._pieces.get(name, ()):
+            views = dict(slab_views(state, index))
+            for role in _ROLES:
+                views[role].copy_(saved[role].reshape(-1)[r.start : r.stop])
+            state.counts.data[index] = int(saved["step"])
+            if master is not None:
+                _set_low(state, views, master[r.start : r.stop])
+            _refresh_host_weight(state, index, weight[r.start : r.stop])
+        return set_weight
+
+    def reseed(self, name: str) -> None:
+        """master = weight, remainder 0; moments and counts stay."""
+        parameter = self._tracked[name].parameter
+        if is_away(parameter):
+            self._reseed(name, value_of(parameter))
+            if all(state.placement is Placement.HOST for state, _, _ in self._pieces.get(name, ())):
+                drop_value(parameter)
+            return
+        with self._there(name):
+            self._reseed(name, self._tracked[name].local)
+
+    def _reseed(self, name: str, value: torch.Tensor) -> None:
+        weight = _flat(value)
+        for state, index, r in self._pieces.get(name, ()):
+            views = dict(slab_views(state, index))
+            piece = weight[r.start : r.stop]
+            if "remainder" in views:
+                views["remainder"].zero_()
+            elif "master" in views:
+                views["master"].copy_(piece.to(torch.float32))
+            _refresh_host_weight(state, index, piece)
+
+    def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
+        for name, tracked in self._tracked.items():
+            if is_away(tracked.parameter):
+                raise waits(name)
+            entry = saved.get(name)
+            wanted = ["step", *_ROLES, *(["master"] if tracked.parameter.dtype is not torch.float32 else [])]
+            if entry is None or any(role not in entry for role in wanted):
+                raise CheckpointError(
+                    f"the saved state has no {'/'.join(wanted)} for parameter {name!r}",
+                    why="it is of another model, or of one with other weight dtypes",
+                    fix="load a state of the same model and params_dtype",
+                )
+            if not _is_count(entry["step"]):
+                raise CheckpointError(
+                    f"step of parameter {name!r} is {entry['step']!r} in the saved state, expected a whole number >= 0",
+                    fix="load what AdamW.state_dict() returned",
+                )
+            for role in wanted[1:]:
+                value, shape = entry[role], tracked.parameter.shape
+                if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype is not torch.float32:
+                    found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+                    raise CheckpointError(
+                        f"{role} of parameter {name!r} is {found} in the saved state, expected float32 {tuple(shape)}",
+                        fix="load a state of the same model",
+                    )
+                tracked.part_of(value)
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        value = value.item()
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _flat(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.data.reshape(-1)
+
+
+def _parts(numel: int) -> Iterator[slice]:
+    """Masters are split, joined and rounded in parts: what that takes besides is bounded, on the device as well."""
+    return (slice(start, start + _PART_ELEMENTS) for start in range(0, numel, _PART_ELEMENTS))
+
+
+_PART_ELEMENTS = 4 << 20
+"""About 80 MB of intermediate results."""
+
+
+def _one_view(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over views that lie on the host end to end; None where they do not."""
+    if not views or views[0].device.type != "cpu":
+        return None
+    storage, end = views[0].untyped_storage().data_ptr(), views[0].data_ptr()
+    for view in views:
+        if view.data_ptr() != end or view.untyped_storage().data_ptr() != storage:
+            return None
+        end += view.nbytes
+    return views[0].as_strided((sum(view.numel() for view in views),), (1,))
+
+
+def _masters(
+    parameter: torch.Tensor, found: Sequence[tuple[BucketState, Range, Mapping[str, torch.Tensor]]]
+) -> torch.Tensor:
+    master, weight = torch.empty(parameter.numel(), dtype=torch.float32, device="cpu"), _flat(parameter)
+    for state, r, views in found:
+        _read_master(state, views, weight[r.start : r.stop], master[r.start : r.stop])
+    return master.view(parameter.shape)
+
+
+def _read_master(
+    state: BucketState, views: Mapping[str, torch.Tensor], weight: torch.Tensor, into: torch.Tensor
+) -> None:
+    if state.bucket.kind is MasterKind.PLAIN:
+        into.copy_(views["master"])
+        return
+    for part in _parts(len(weight)):
+        into[part].copy_(join_master(weight[part], views["remainder"][part].to(weight.device)))
+
+
+def _set_low(state: BucketState, views: Mapping[str, torch.Tensor], master: torch.Tensor) -> None:
+    if state.bucket.kind is MasterKind.SPLIT:
+        for part in _parts(len(master)):
+            views["remainder"][part].copy_(split_master(master[part])[1])
+    elif state.bucket.kind is MasterKind.PLAIN:
+        views["master"].copy_(master)
+
+
+def _refresh_host_weight(state: BucketState, index: int, weight: torch.Tensor) -> None:
+    if state.placement is Placement.HOST:
+        state.weights[index].data.copy_(weight)
+
+
+# accelerate's preparation of an optimizer, which moves the state to the device and back unless it is kept from it.
+
+
+class Unmoved:
+    """In a state dict: the state that the optimizer has, wherever it lies. No dict, list or tensor, so nobody moves it.
+
+    Args:
+        optimizer: whose state it stands for.
+    """
+
+    __slots__ = ("_optimizer",)
+
+    def __init__(self, optimizer: object) -> None:
+        self._optimizer = optimizer
+
+    def is_of(self, optimizer: object) -> bool:
+        return self._optimizer is optimizer
+
+
+def is_being_wrapped(optimizer: object) -> bool:
+    """Whether accelerate is making its wrapper of the optimizer at this moment.
+
+    `AcceleratedOptimizer.__init__` takes the state, moves every tensor in dicts and lists to the device and loads it
+    back; it can be told so for no single optimizer. No other reader may be given something else than tensors in dicts
+    (torch.distributed.checkpoint fills the dicts that it is given, and no other mappings), so the caller decides.
+    """
+    accelerate = sys.modules.get("accelerate.optimizer")
+    made = getattr(accelerate, "AcceleratedOptimizer", None)
+    code = getattr(getattr(made, "__init__", None), "__code__", None)
+    frame: FrameType | None = None if code is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("optimizer") is optimizer:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,234 @@
+"""The state as it lies, to be read piece by piece from other threads: what checkpoints are written from.
+
+A source is one tensor of the state, or this process's part of it. Nothing is copied to make one. Whoever reads one
+registers with its `readers`, and the optimizer waits for them before it changes what they read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from hostward.core.inventory import MasterKind, Range
+from hostward.core.placement import Placement
+from hostward.kernels.cpu.memory_copy import Copy, copy
+from hostward.model.parameters import Tracked
+from hostward.optim.bucket_state import BucketState, slab_views
+from hostward.runtime.backend import Backend
+
+_ROLES = ("exp_avg", "exp_avg_sq")
+
+
+class Readers:
+    """Those who read the state at the moment."""
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[], None]] = []
+
+    def add(self, wait: Callable[[], None]) -> None:
+        """`wait` returns when this reader has read all that it wants; it does not raise."""
+        self._waits.append(wait)
+
+    def wait(self) -> None:
+        """Return when nobody reads."""
+        while self._waits:
+            self._waits[-1]()
+            self._waits.pop()
+
+
+Where: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""From memory of a source to that which it is to be read from."""
+
+
+def as_it_lies(memory: torch.Tensor) -> torch.Tensor:
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements [start, stop) of a flattened tensor and where they lie: `data`, flat, or the halves of float32 masters,
+    bfloat16 in `data` and int16 in `low`.
+    """
+
+    start: int
+    stop: int
+    data: torch.Tensor
+    low: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [self.data] if self.low is None else [self.data, self.low]
+
+    def lies_here(self) -> bool:
+        """Whether it can be read in place."""
+        return self.low is None and on_host(self.data)
+
+    def lying(self, where: Where) -> Stretch:
+        """The same, elsewhere."""
+        return replace(self, data=where(self.data), low=None if self.low is None else where(self.low))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the state, read in boxes, each one run of its elements.
+
+    shape: of this process's part, which is contiguous. whole: what a checkpoint is told of it, a tensor without memory,
+    sharded as the parameter is.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stretches: tuple[Stretch, ...]
+    whole: torch.Tensor
+    backend: Backend
+    readers: Readers
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What it lies in, flat tensors; masters and the weights that are their halves have some in common."""
+        return [memory for stretch in self.stretches for memory in stretch.memory]
+
+    def needs_room(self) -> bool:
+        """Whether some of it has to be copied to be read."""
+        return len(self.stretches) > 1 or not all(s.lies_here() for s in self.stretches)
+
+    def memory_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Of `memory` what a box lies in, and the bytes [start, stop) of each that it takes."""
+        for stretch, part in self._found(*self._run(offsets, sizes)):
+            for memory in stretch.memory:
+                yield memory, part.start * memory.itemsize, part.stop * memory.itemsize
+
+    def read(
+        self,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        room: torch.Tensor | None,
+        where: Where = as_it_lies,
+    ) -> torch.Tensor:
+        """A box of it, on the host: in place where it lies there in one piece, else in `room`, uint8, which holds the
+        box, or twice that where some of it lies on the device.
+
+        where: for each of `memory` the tensor of the same shape and dtype that it is read from.
+        """
+        start, stop = self._run(offsets, sizes)
+        found = [(stretch.lying(where), part) for stretch, part in self._found(start, stop)]
+        if len(found) == 1 and found[0][0].lies_here():
+            ((stretch, part),) = found
+            return stretch.data[part].view(tuple(sizes))
+        if not found:  # a rank without an element of it
+            return torch.empty(tuple(sizes), dtype=self.dtype)
+        if room is None:
+            raise ValueError("a box that does not lie on the host in one piece needs room")
+        nbytes = (stop - start) * self.dtype.itemsize
+        into, halves = room[:nbytes].view(self.dtype), room[nbytes:]
+        fetches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[Copy] = []
+
+        def here(data: torch.Tensor) -> torch.Tensor:
+            """Where it is on the host once `fetches` are made: each in a part of the room of its own."""
+            nonlocal halves
+            if on_host(data):
+                return data
+            place, halves = halves[: data.nbytes].view(data.dtype), halves[data.nbytes :]
+            fetches.append((place, data))
+            return place
+
+        end = 0
+        for stretch, part in found:
+            data = stretch.data[part]
+            begin, end = end, end + len(data)
+            if stretch.low is not None:
+                copies.append(Copy(into[begin:end], here(data), here(stretch.low[part])))
+            elif on_host(data):
+                copies.append(Copy(into[begin:end].view(torch.uint8), data.view(torch.uint8)))
+            else:
+                fetches.append((into[begin:end], data))
+        self.backend.fetch(fetches)
+        copy(copies)
+        return into.view(tuple(sizes))
+
+    def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+        """The flat elements [start, stop) of a box."""
+        start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
+        return start, start + math.prod(sizes)
+
+    def _found(self, start: int, stop: int) -> Iterator[tuple[Stretch, slice]]:
+        """Stretches that flat elements lie in, in their order, and which of each."""
+        for s in self.stretches:
+            if s.start < stop and start < s.stop:
+                yield s, slice(max(start, s.start) - s.start, min(stop, s.stop) - s.start)
+
+
+def on_host(data: torch.Tensor) -> bool:
+    return data.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSources:
+    """All that an optimizer and the weights that it steps consist of, by parameter name."""
+
+    format: int
+    weights: Mapping[str, Source]
+    state: Mapping[str, Mapping[str, Source]]
+    """Moments, and masters of 16-bit weights, by role."""
+    steps: Mapping[str, torch.Tensor]
+    """Step counts, int64 []."""
+    param_groups: Sequence[Mapping[str, Any]]
+    names: Mapping[int, str]
+    """By the id of the parameter object."""
+
+
+class Describer:
+    """Makes the sources of one optimizer's parameters."""
+
+    def __init__(self, backend: Backend, readers: Readers) -> None:
+        self._backend = backend
+        self._readers = readers
+
+    def state(self, tracked: Tracked, found: Sequence[tuple[BucketState, int, Range]]) -> dict[str, Source]:
+        """Moments, and the masters of 16-bit weights, by role."""
+        views = [(state, index, r, dict(slab_views(state, index))) for state, index, r in found]
+        made = {}
+        for role in _ROLES:
+            stretches = tuple(Stretch(r.start, r.stop, v[role]) for _, _, r, v in views)
+            made[role] = self._source(tracked, torch.float32, stretches)
+        if tracked.local.dtype is not torch.float32:
+            weight = _flat(tracked)
+            masters = tuple(_master(state, index, r, v, weight) for state, index, r, v in views)
+            made["master"] = self._source(tracked, torch.float32, masters)
+        return made
+
+    def weight(self, tracked: Tracked, found: Sequence[tuple[BucketState, int, Range]]) -> Source:
+        """The weight: from the host where the host steps it."""
+        weight = _flat(tracked)
+        stretches = tuple(Stretch(r.start, r.stop, _weight(state, index, r, weight)) for state, index, r in found)
+        return self._source(tracked, tracked.local.dtype, stretches)
+
+    def _source(self, tracked: Tracked, dtype: torch.dtype, stretches: tuple[Stretch, ...]) -> Source:
+        shape = tracked.local.shape
+        whole = tracked.like(torch.empty(shape, dtype=dtype, device="meta"))
+        return Source(shape, dtype, stretches, whole, self._backend, self._readers)
+
+
+def _flat(tracked: Tracked) -> torch.Tensor:
+    return tracked.local.detach().reshape(-1)
+
+
+def _weight(state: BucketState, index: int, r: Range, weight: torch.Tensor) -> torch.Tensor:
+    if state.placement is Placement.HOST:
+        return state.weights[index].data
+    return weight[r.start : r.stop]
+
+
+def _master(state: BucketState, index: int, r: Range, views: dict[str, torch.Tensor], weight: torch.Tensor) -> Stretch:
+    if state.bucket.kind is MasterKind.PLAIN:
+        return Stretch(r.start, r.stop, views["master"])
+    return Stretch(r.start, r.stop, _weight(state, index, r, weight), views["remainder"])

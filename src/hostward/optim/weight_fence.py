@@ -1,0 +1,81 @@
+"""The fence before the weights of one optimizer: up from `step()` until a layer's forward, and again behind it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hostward.model.fence import Fence, down, up
+from hostward.model.parameters import Tracked
+from hostward.optim.master_sync import WeightWatch
+from hostward.optim.step_executor import StepIssuer
+
+
+class WeightFence:
+    """Lets weights arrive for whoever reads them, and tells the watch what may be written unseen.
+
+    Within forward it is down for the layers that have been entered: they have arrived, so their operations cost nothing
+    more. Elsewhere it stays up although nothing may be pending: `p.data` hands out memory that is written without the
+    weight's version counter, at any time.
+
+    Args:
+        layers: of each tracked parameter, by name, the layer with whose forward it is used.
+    """
+
+    def __init__(
+        self, issuer: StepIssuer, watch: WeightWatch, tracked: Sequence[Tracked], layers: Mapping[str, str]
+    ) -> None:
+        self._issuer = issuer
+        parameters = [t.parameter for t in tracked]
+        self._fence = Fence(parameters, _Reads(issuer, watch, tracked))
+        self._all = self._fence.entries()
+        self._layer_of = layers
+        of_layer: dict[str, list[torch.nn.Parameter]] = {}
+        for t in tracked:
+            of_layer.setdefault(layers[t.name], []).append(t.parameter)
+        self._of_layer = {layer: self._fence.entries(held) for layer, held in of_layer.items()}
+        self._down: set[str] = set(self._of_layer)
+        self.raise_all()
+
+    def enter(self, layer: str) -> None:
+        """Forward of a layer is about to run: its weights arrive, and are plain ones to it."""
+        self._issuer.use(layer)
+        if layer in self._of_layer and layer not in self._down:
+            self._down.add(layer)
+            down(self._of_layer[layer])
+
+    def leave(self, name: str) -> None:
+        """Backward has made the gradient of this parameter, after it may have run its layer again."""
+        layer = self._layer_of[name]
+        if layer in self._down:
+            self._down.discard(layer)
+            up(self._of_layer[layer])
+
+    def raise_all(self) -> None:
+        """Forward of the model is over, or a step."""
+        if self._down:
+            self._down.clear()
+            up(self._all)
+
+    def close(self) -> None:
+        self._fence.close()
+
+
+class _Reads:
+    """The reader of `Fence`. Records of fences outlive optimizers that are dropped, so it holds none."""
+
+    def __init__(self, issuer: StepIssuer, watch: WeightWatch, tracked: Sequence[Tracked]) -> None:
+        self._issuer, self._watch = weakref.ref(issuer), weakref.ref(watch)
+        self._tracked = {id(t.parameter): t for t in tracked}
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> None:
+        issuer = self._issuer()
+        if issuer is not None:
+            issuer.read([self._tracked[id(p)].name for p in parameters])
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.exposed(self._tracked[id(parameter)], alias)

@@ -1,0 +1,110 @@
+"""Where a step writes weights: flat device buffers, one per range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from hostward.model.deferred_weights import is_away
+from hostward.model.parameters import Tracked
+from hostward.optim.bucket_state import BucketState
+from hostward.runtime.backend import Backend, Buffer, empty_buffer
+from hostward.schedule.ops import Lane
+
+
+class Targets:
+    """Weights as steps write them: `weights[bucket][range]`. A parameter that is not contiguous is written to a flat
+    copy, and scattered back once that has arrived.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        states: Sequence[BucketState],
+        tracked: Mapping[str, Tracked],
+        holders: Callable[[Tracked], int],
+    ) -> None:
+        """`holders`: how many tensors always lie in the memory of a parameter's part here, itself among them."""
+        self._backend = backend
+        self._tracked = tracked
+        self._always = holders
+        self.weights: list[list[Buffer]] = [[empty_buffer("weights") for _ in s.bucket.ranges] for s in states]
+        self._pieces: dict[str, list[tuple[Buffer, slice]]] = {}
+        for state, buffers in zip(states, self.weights, strict=True):
+            for r, buffer in zip(state.bucket.ranges, buffers, strict=True):
+                self._pieces.setdefault(r.name, []).append((buffer, slice(r.start, r.stop)))
+        self._addresses: dict[str, int] = {}
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._holders: dict[int, int] = {}
+        """By address of a weight's storage object: the tensors of ours, and of the parameters, that lie in it, and the
+        object's own hold.
+        """
+        self._flat: dict[str, torch.Tensor] = {}
+        self._elsewhere: Collection[str] = frozenset(n for n in self._pieces if is_away(tracked[n].parameter))
+        for name in self._pieces:
+            if name not in self._elsewhere:
+                self._bind(name)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """These weights, and only these, come and go: they are fetched when they are used, and no step writes them."""
+        back, self._elsewhere = set(self._elsewhere) - set(names), frozenset(names)
+        for name in names:
+            self._storages.pop(name, None)
+            for buffer, _ in self._pieces[name]:
+                buffer.data = torch.empty(0, dtype=buffer.data.dtype, device=buffer.data.device)
+        for name in back:
+            self._bind(name)
+
+    def shared(self) -> frozenset[str]:
+        """Names of weights whose memory is held by tensors besides the parameter and ours: by views, `.data`."""
+        if not self._holders:
+            self._count_holders()
+        count, holders = torch._C._storage_Use_Count, self._holders
+        return frozenset(n for n, s in self._storages.items() if count(s._cdata) > holders[s._cdata])
+
+    def _count_holders(self) -> None:
+        for name, storage in self._storages.items():
+            at = storage._cdata
+            views = [b.data for b, _ in self._pieces[name] if b.data.untyped_storage()._cdata == at]
+            ours = len({t._cdata for v in views for t in (v, v._base) if t is not None})
+            self._holders[at] = self._holders.get(at, 1) + ours + self._always(self._tracked[name])
+
+    def refresh(self, names: Iterable[str]) -> bool:
+        """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
+        self._flat.clear()
+        tracked, addresses, elsewhere = self._tracked, self._addresses, self._elsewhere
+        for name in names:
+            weight = tracked[name].local
+            if name not in elsewhere and (weight.data_ptr() != addresses[name] or not weight.is_contiguous()):
+                self._bind(name)
+        return bool(self._flat)
+
+    def scatter(self) -> None:
+        """Copy flat weights back into parameters that are not contiguous. They have arrived."""
+        for name, flat in self._flat.items():
+            parameter = self._tracked[name].local
+            data, shaped = parameter.data, flat.view(parameter.shape)
+            reads = [buffer for buffer, _ in self._pieces[name]]
+            writes = [self._backend.adopt(data, "weights")]
+            self._backend.launch("offload/scatter", _copying(data, shaped), reads=reads, writes=writes).issue()
+        self._flat.clear()
+        self._backend.mark("offload/scatter", Lane.COMPUTE).issue()  # nobody waits for these weights later
+
+    def _bind(self, name: str) -> None:
+        data = self._tracked[name].local.data
+        flat = data.contiguous().view(-1)
+        if not data.is_contiguous():
+            self._flat[name] = flat
+        self._addresses[name] = data.data_ptr()
+        self._storages[name] = data.untyped_storage()
+        self._holders.clear()
+        for buffer, span in self._pieces[name]:
+            self._backend.refill(buffer, flat[span])
+
+
+def _copying(to: torch.Tensor, from_: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        to.copy_(from_)
+
+    return run

@@ -1,0 +1,158 @@
+"""Budgets in bytes, and what exceeds them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hostward.core.units import GIB, MIB
+from hostward.errors import MemoryLimitError
+from hostward.plan.decisions import Choice
+from hostward.plan.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
+from hostward.plan.workload import Workload
+
+Required = Callable[[Workload, Choice], Needs]
+"""What tells the needs of a choice: `hostward.plan.memory_model.required`, or one of `hostward.plan.rank_partition`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Most bytes of one rank; None: no limit. `phases` are those that must keep to them."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    pinned_bytes: int | None = None
+    phases: tuple[str, ...] = TRAINING
+
+    def over(self, needs: Needs) -> dict[str, int]:
+        """By how many bytes which budget is exceeded; empty where all are kept."""
+        limits = {"device": self.device_bytes, "host": self.host_bytes, "pinned": self.pinned_bytes}
+        found = needed(needs, self.phases)
+        return {
+            name: found[name] - limit for name, limit in limits.items() if limit is not None and found[name] > limit
+        }
+
+
+def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
+    """The most of each kind of memory in these phases."""
+    chosen = [phase for phase in needs.phases if phase.name in phases]
+    return {
+        "device": max((phase.device_bytes for phase in chosen), default=0),
+        "host": max((phase.host_bytes for phase in chosen), default=0),
+        "pinned": max((phase.pinned_bytes for phase in chosen), default=0),
+    }
+
+
+# Needs by phase beside their limits, as a table in text. No torch.
+
+
+_NOT_COUNTED = {
+    SAVE: "a run without checkpoint.save does not do it",
+    RESUME: "a run without checkpoint.load does not do it",
+    SLEEP: "hostward has no call yet that does it",
+}
+"""Of phases that training can do without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """In which sizes and times of an answer are figures that differ from 0."""
+
+    scale_bytes: int
+    memory: str
+    per_s: float = 1.0
+    time: str = "s"
+
+    def size(self, nbytes: float) -> str:
+        return f"{nbytes / self.scale_bytes:,.1f}"
+
+    def seconds(self, seconds: float) -> str:
+        return f"{seconds * self.per_s:.3f}"
+
+    def shows(self, nbytes: float) -> bool:
+        return nbytes >= self.scale_bytes // 20
+
+
+def units_of(needs: Needs, step_s: float = 1.0) -> Units:
+    """For this device peak, and steps of so many seconds."""
+    small, quick = needs.device_peak_bytes < GIB, step_s < 0.1
+    return Units(*((MIB, "MiB") if small else (GIB, "GiB")), *((1e3, "ms") if quick else (1.0, "s")))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side; the first to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
+    """A row for each phase and one for the limits; below, where training fits, which phases exceed them uncounted.
+
+    Args:
+        gpus: of the node, each with these needs.
+    """
+    rows = [[f"{units.memory} per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
+    outside, fits = [], not budgets.over(needs)
+    for phase in needs.phases:
+        sizes = [phase.device_bytes, phase.host_bytes, phase.pinned_bytes]
+        sizes += [phase.host_bytes * gpus] if gpus > 1 else []
+        rows.append([phase.name, *(units.size(size) for size in sizes)])
+        over = replace(budgets, phases=(phase.name,)).over(needs)
+        if fits and over and phase.name not in budgets.phases:
+            kinds = f"{' and '.join(over)} memory than the limit"
+            outside.append(f"{phase.name} takes more {kinds}, which is not counted: {_NOT_COUNTED[phase.name]}")
+    limits = [budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes]
+    limits += [None if budgets.host_bytes is None else budgets.host_bytes * gpus] if gpus > 1 else []
+    rows.append(["limit", *("none" if limit is None else units.size(limit) for limit in limits)])
+    return "\n".join([columns(rows), *outside])
+
+
+def by_owner(needs: Needs, units: Units) -> str:
+    """Whose the memory of the fullest phases is."""
+    # Of phases that are equally full the later one, which is the one that lasts.
+    training = [phase for phase in reversed(needs.phases) if phase.name in TRAINING]
+    fullest = max(training, key=lambda phase: phase.device_bytes)
+    on_host = max(training, key=lambda phase: phase.host_bytes)
+    lines = [f"device, {fullest.name}: {_list(fullest.device, units)}"]
+    if units.shows(on_host.host_bytes):
+        lines.append(f"host, {on_host.name}: {_list(on_host.host, units)}")
+    return "\n".join(lines)
+
+
+def _list(sizes: Mapping[str, int], units: Units) -> str:
+    shown = sorted(((size, name) for name, size in sizes.items() if units.shows(size)), reverse=True)
+    return ", ".join(f"{name} {units.size(size)}" for size, name in shown)
+
+
+# Refusing what does not fit, with the table that `hostward plan` shows. No torch.
+
+
+def refuse(needs: Needs, free: Budgets, cure: str) -> None:
+    """Raises MemoryLimitError, with needs by phase and by owner, if they exceed what is free."""
+    over = free.over(needs)
+    if not over:
+        return
+    units = units_of(needs)
+    limits = {"device": free.device_bytes, "host": free.host_bytes, "pinned": free.pinned_bytes}
+    named = " and ".join(f"{name} memory" for name in over)
+    there = ", ".join(f"{name} {units.size(limits[name] or 0)} {units.memory}" for name in over)
+    raise MemoryLimitError(
+        f"the run needs more {named} than there is: free are {there}",
+        why=f"by the memory model, beside what is free:\n{table(needs, free)}",
+        fix=cure,
+    )
+
+
+def table(needs: Needs, free: Budgets) -> str:
+    """Needs by phase and, where they are known, by owner, beside what is free: indented lines."""
+    units = units_of(needs)
+    lines = by_phase(needs, free, units, gpus=1).splitlines()
+    if any(len(phase.device) > 1 or len(phase.host) > 1 for phase in needs.phases):  # a plan file knows the sums alone
+        lines += by_owner(needs, units).splitlines()
+    return "\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,383 @@
+"""How fast a machine does each kind of work of a training step, from its hardware file. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hostward.core.host_limits import Rates
+from hostward.core.inventory import Bucket, MasterKind, state_bytes_per_element
+from hostward.core.placement import Placement, host_step_bytes, streamed_share
+from hostward.errors import ConfigError
+from hostward.plan.decisions import ELEMENTWISE, RECOMPUTED, Choice, Keep
+from hostward.plan.hardware_profile import Hardware, profile_of
+from hostward.plan.lane_simulator import Queue, Slowdown
+from hostward.plan.workload import Layer, PerToken, Workload
+
+# Of forward and backward of decoder models in benchmarks/results (1.7 G at 8 K and 32 K tokens, 8 G at 16 K), as a
+# share of one large matrix product's rate and of the device memory's peak rate.
+MATMUL_SHARE = 0.877
+TRAFFIC_SHARE = 0.81
+GROUPED_SHARE = 0.36
+"""Rate of experts' matrix products over that of others, the way of tokens to the experts and back included. From how
+forward and backward grow with the tokens: Qwen3-30B-A3B, 12 layers on two GPUs, 8 K to 32 K (benchmarks/results,
+2026-11-22-scaling-two-8k-fractions.json, 16k and 32k). Rows of one GPU had no part in it; they are 2 % below to 12 %
+below.
+"""
+EXCHANGE_TRAFFIC = 7.0
+"""Traffic in device memory that compute loses by one gathering of a layer, or by one reduction of its gradient, over
+the layer's bytes. Writing what is gathered and copying it to its place and back are 3 to 4; the rest are kernels that
+share the device with those of the exchange. From the steps without offloading of the same runs, of which this is what
+does not grow with the tokens; with layers whole one at a time, and on H100s, it gives what was measured within 6 %.
+Links between GPUs are taken to be fast enough to hide behind a layer, as NVLink is.
+"""
+LAYER_S = 150e-6
+"""What one pass over a layer takes beyond its operations and its traffic: kernels that do not fill the device."""
+COPY_S = 13e-6
+"""What a copy takes beyond its bytes."""
+HOST_STEP_BYTES = host_step_bytes(state_bytes=state_bytes_per_element(MasterKind.SPLIT), weight_bytes=2)
+"""Host memory that the step of the hardware file's rate, of bf16 weights, reads and writes per parameter."""
+
+# What stands in for rates that a hardware file does not know. Each use is said in `Speeds.assumed`.
+_MATMUL_OF_PEAK = 0.7
+_LINK_OF_PEAK = 0.85
+_DUPLEX_OF_LINK = 1.6
+_HOST_PARAMETERS_PER_S = 2.0e9
+_BUSY_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Rates of one GPU and its share of the node, each for work that runs alone; `slowdown` says what sharing costs."""
+
+    flops_per_s: float
+    """Of a model's matrix products."""
+    traffic_bytes_per_s: float
+    """Of its other operations, in device memory."""
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    host_parameters_per_s: float
+    slowdown: Slowdown
+    assumed: tuple[str, ...]
+    """Rates that the hardware file does not know, and what was taken in their place."""
+
+    def copy_s(self, size_bytes: float, rate_bytes_per_s: float) -> float:
+        """Seconds of one copy."""
+        return COPY_S + size_bytes / rate_bytes_per_s if size_bytes else 0.0
+
+
+def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = None) -> float:
+    """The share of offloaded state to stream for the shortest step: see `hostward.core.placement.streamed_share`.
+
+    Args:
+        ahead: share of the offloaded state that can be read while backward runs.
+    """
+    buckets = workload.inventory.buckets
+    if not buckets:
+        return 0.0
+
+    def duplex(speed: Sequence[float]) -> float:
+        return speed[Queue.H2D] * speeds.h2d_bytes_per_s + speed[Queue.D2H] * speeds.d2h_bytes_per_s
+
+    alone, busy = speeds.slowdown[3], speeds.slowdown[7]
+    host = speeds.host_parameters_per_s
+    rates = Rates(host, duplex(alone), busy[Queue.HOST] * host, duplex(busy), speeds.d2h_bytes_per_s)
+    first = buckets[0]
+    state_bytes, weight_bytes = state_bytes_per_element(first.kind), first.dtype.itemsize_bytes
+    return streamed_share(rates, state_bytes=state_bytes, weight_bytes=weight_bytes, ahead=ahead)
+
+
+def measured(speeds: Speeds, rates: Rates) -> Speeds:
+    """`speeds` with the host and the link as they were measured on the machine, by all of its ranks at once. The
+    direction to the device counts as fast as the other.
+    """
+    link, host = rates.d2h_bytes_per_s, rates.host_parameters_per_s
+    slowdown = _slowdown(
+        link, link, rates.duplex_bytes_per_s, rates.busy_duplex_bytes_per_s, host, rates.busy_host_parameters_per_s
+    )
+    return replace(
+        speeds,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+        host_parameters_per_s=host,
+        slowdown=slowdown,
+        assumed=tuple(name for name in speeds.assumed if name.startswith("gpu.")),
+    )
+
+
+def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
+    """Speeds of one of `gpus` GPUs of a machine that all do the same.
+
+    Raises ConfigError for a machine without a GPU, and where not even the vendor's rates of it are known.
+    """
+    gpu = hardware.gpu
+    if gpu is None:
+        raise ConfigError(
+            f"the hardware file {hardware.name!r} has no GPU",
+            why="a plan is about the time and the memory of a GPU",
+            fix="name a shipped profile or a file that was measured on a GPU machine: --hardware h200",
+        )
+    assumed: list[str] = []
+
+    def known(value: float | None, name: str, instead: float | None) -> float:
+        if value is not None and value <= 0:
+            raise ConfigError(
+                f"the hardware file {hardware.name!r} says {name} is {value:g}",
+                fix="measure it (hostward bench machine --json FILE), or write null where it is not known",
+            )
+        if value is not None:
+            return value
+        if instead is None:
+            raise ConfigError(
+                f"the hardware file {hardware.name!r} does not say {name}",
+                fix="measure it (hostward bench machine --json FILE) or write it into the file, if it is the vendor's",
+            )
+        assumed.append(f"{name} {instead:.3g}")
+        return instead
+
+    peak, link_peak = gpu.bf16_peak_flops_per_s, gpu.link_peak_bytes_per_s
+    matmul = known(gpu.bf16_matmul_flops_per_s, "gpu.bf16_matmul_flops_per_s", peak and peak * _MATMUL_OF_PEAK)
+    shipped = profile_of(gpu.name)  # a measured file knows no figures of the vendor
+    vendors = shipped.gpu.memory_peak_bytes_per_s if shipped is not None and shipped.gpu is not None else None
+    memory = known(gpu.memory_peak_bytes_per_s, "gpu.memory_peak_bytes_per_s", vendors)
+    largest = hardware.links[-1] if hardware.links else None
+    link = link_peak and link_peak * _LINK_OF_PEAK
+    h2d = largest.h2d_bytes_per_s if largest else known(None, "link bytes/s in each direction", link)
+    d2h = largest.d2h_bytes_per_s if largest else h2d
+    duplex = known(hardware.duplex_bytes_per_s, "duplex_bytes_per_s", _DUPLEX_OF_LINK * min(h2d, d2h))
+    busy_duplex = known(hardware.busy_duplex_bytes_per_s, "busy_duplex_bytes_per_s", duplex)
+    host = known(hardware.host_parameters_per_s, "host_parameters_per_s", _HOST_PARAMETERS_PER_S)
+    busy_host = known(hardware.busy_host_parameters_per_s, "busy_host_parameters_per_s", host * _BUSY_SHARE)
+    if gpus > 1:
+        # All GPUs of a node share its memory: a rank has its part where that is less than it reaches alone.
+        node_host = known(hardware.node_host_parameters_per_s, "node_host_parameters_per_s", host * 1.6)
+        node_duplex = known(hardware.node_duplex_bytes_per_s, "node_duplex_bytes_per_s", duplex * 2)
+        alone_bytes_per_s = busy_host * HOST_STEP_BYTES + busy_duplex
+        shared_host, shared_duplex = min(host, node_host / gpus), min(duplex, node_duplex / gpus)
+        busy_host *= shared_host / host
+        busy_duplex *= shared_duplex / duplex
+        # One direction alone is held up by memory as well, at the node's rate for both.
+        h2d, d2h = min(h2d, shared_duplex), min(d2h, shared_duplex)
+        # What memory gives to host and link of all ranks together is not in the file. Taken for it: the most that one
+        # of them alone draws, or all of one kind.
+        given = max(node_host * HOST_STEP_BYTES, node_duplex, alone_bytes_per_s) / gpus
+        part = min(1.0, given / (busy_host * HOST_STEP_BYTES + busy_duplex))
+        busy_host, busy_duplex = busy_host * part, busy_duplex * part
+        host, duplex = shared_host, shared_duplex
+    return Speeds(
+        matmul * (hardware.matmul_share or MATMUL_SHARE),
+        memory * (hardware.traffic_share or TRAFFIC_SHARE),
+        h2d,
+        d2h,
+        host,
+        _slowdown(h2d, d2h, duplex, busy_duplex, host, busy_host),
+        tuple(assumed),
+    )
+
+
+def _slowdown(h2d: float, d2h: float, duplex: float, busy_duplex: float, host: float, busy_host: float) -> Slowdown:
+    """Speeds by which lanes run. Beside copies in both directions the host goes at its busy rate; beside one copy it
+    loses as much of that as that copy's part of the bytes.
+    """
+    both = min(1.0, duplex / (h2d + d2h))
+    busy_both = min(both, busy_duplex / (h2d + d2h))
+    lost = max(0.0, 1.0 - busy_host / host)
+    table = []
+    for bits in range(8):
+        copies, steps = bits & 3, bits & 4
+        moved = {0: 0.0, 1: d2h, 2: h2d, 3: busy_duplex if steps else duplex}[copies]
+        link = both if copies == 3 else 1.0
+        if steps and copies:  # one direction gets no more than both would
+            link = busy_both if copies == 3 else min(1.0, busy_duplex / moved)
+        table.append((1.0, link, link, 1.0 - lost * min(1.0, moved / busy_duplex)))
+    return tuple(table)
+
+
+# What each layer and bucket of a workload costs on a machine, before anything is decided. No torch.
+
+
+_ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over those of its forward: it makes the scores again."""
+_TRAFFIC_BACKWARD = 2.0
+EXPERTS = "expert_fc1"
+"""The part of a layer whose matrix products are in groups, one for each expert."""
+SUM_BYTES = 4
+"""Of an element of a gradient that waits for the step in float32, wherever it lies."""
+LARGEST_UNIT = 160
+"""Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds and bytes of one layer and one microbatch.
+
+    Args:
+        computed_s: of forward.
+        forward_s, backward_s: with what several GPUs exchange.
+    """
+
+    layer: Layer
+    computed_s: float
+    forward_s: float
+    backward_s: float
+    elementwise_s: float
+    """To make norms and activations again."""
+    saved_bytes: float
+    elementwise_bytes: float
+    """Of `saved_bytes`, what norms and activations save."""
+    input_bytes: float
+
+    def held_bytes(self, keep: Keep) -> float:
+        """What the layer keeps for backward, wherever it lies."""
+        if keep in RECOMPUTED:
+            return self.input_bytes
+        return self.saved_bytes - (self.elementwise_bytes if keep in ELEMENTWISE else 0.0)
+
+    def again_s(self, keep: Keep) -> float:
+        """What backward computes again."""
+        if keep in RECOMPUTED:
+            return self.computed_s
+        return self.elementwise_s if keep in ELEMENTWISE else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Neighbouring buckets of one layer with one placement, timed as one."""
+
+    layer: str
+    placement: Placement
+    numel: int
+    weight_bytes: int
+    state_bytes: int
+    gradient_bytes: int
+    host_s: float
+    device_s: float
+
+
+class Costs:
+    """Of one workload on one machine; what depends on no choice is computed once."""
+
+    def __init__(self, workload: Workload, speeds: Speeds) -> None:
+        self.workload, self.speeds = workload, speeds
+        self.layers = tuple(self._layer(layer) for layer in workload.layers)
+        self.repeated = [i for i, cost in enumerate(self.layers) if cost.layer.repeated]
+        self.numels = [bucket.numel for bucket in workload.inventory.buckets]
+        self._units: dict[tuple[Placement, ...], list[Unit]] = {}
+
+    def _layer(self, layer: Layer) -> LayerCost:
+        workload, speeds = self.workload, self.speeds
+        tokens, sequence = workload.microbatch_tokens, workload.sequence_tokens
+
+        grouped = sum(part.recompute_flops.of(tokens, sequence) for part in layer.saved if part.name == EXPERTS)
+
+        def seconds(flops: float, grouped_flops: float, traffic_bytes: float, passes: float) -> float:
+            as_flops = flops + grouped_flops * (1 / GROUPED_SHARE - 1)
+            return as_flops / speeds.flops_per_s + traffic_bytes / speeds.traffic_bytes_per_s + passes * LAYER_S
+
+        flops, traffic = layer.forward_flops, layer.forward_traffic_bytes.of(tokens, sequence)
+        trained = layer.trained_weight_bytes / layer.weight_bytes if layer.weight_bytes else 1.0
+        back = PerToken(flops.linear * (1 + trained), flops.square * _ATTENTION_BACKWARD)
+        passes = 1.0 if layer.repeated else 0.0
+        again = [part for part in layer.saved if part.elementwise]
+        again_flops = sum(part.recompute_flops.of(tokens, sequence) for part in again)
+        again_traffic = sum(part.recompute_traffic_bytes.of(tokens, sequence) for part in again)
+        computed_s = seconds(flops.of(tokens, sequence), grouped, traffic, passes)
+        back_s = seconds(back.of(tokens, sequence), (1 + trained) * grouped, _TRAFFIC_BACKWARD * traffic, 2 * passes)
+        there_s, back_there_s = self._exchange_s(layer)
+        return LayerCost(
+            layer,
+            computed_s,
+            computed_s + there_s,
+            back_s + back_there_s,
+            seconds(again_flops, 0.0, again_traffic, 0.0),
+            layer.saved_bytes.of(tokens, sequence),
+            sum(part.bytes.of(tokens, sequence) for part in again),
+            layer.input_bytes.of(tokens, sequence),
+        )
+
+    def _exchange_s(self, layer: Layer) -> tuple[float, float]:
+        """What gathering a layer and reducing its gradient take from compute, in forward and in backward."""
+        workload = self.workload
+        if workload.ranks == 1:
+            return 0.0, 0.0
+        traffic_bytes_per_s = self.speeds.traffic_bytes_per_s / EXCHANGE_TRAFFIC
+        gather_s = workload.ranks * layer.weight_bytes / traffic_bytes_per_s
+        wider = SUM_BYTES / workload.weight_dtype.itemsize_bytes if workload.reduced_in_fp32 else 1.0
+        reduce_s = wider * workload.ranks * layer.trained_weight_bytes / traffic_bytes_per_s
+        if workload.resharded:
+            return gather_s, reduce_s + (gather_s if layer.repeated else 0.0)
+        return gather_s / workload.microbatches, reduce_s  # gathered once for all of them
+
+    @cached_property
+    def accumulation_s(self) -> float:
+        """Adding one microbatch's gradients, per parameter: read it, read and write the fp32 total."""
+        made_bytes = SUM_BYTES if self.workload.reduced_in_fp32 else self.workload.weight_dtype.itemsize_bytes
+        several = self.workload.microbatches > 1
+        return (made_bytes + 2 * SUM_BYTES) / self.speeds.traffic_bytes_per_s if several else 0.0
+
+    def keep_of(self, choice: Choice) -> dict[int, Keep]:
+        """By position in `layers`, for repeated layers."""
+        return dict(zip(self.repeated, choice.activations, strict=True))
+
+    @cached_property
+    def _buckets(self) -> list[_BucketBytes]:
+        return [_bucket_bytes(bucket) for bucket in self.workload.inventory.buckets]
+
+    def units(self, choice: Choice) -> Sequence[Unit]:
+        """In order of use in forward; for all choices with the same placements the same."""
+        placements, merge_below = choice.placements, sum(self.numels) / LARGEST_UNIT
+        if placements not in self._units:
+            self._units[placements] = [self._unit(*run) for run in _runs(self._buckets, placements, merge_below)]
+        return self._units[placements]
+
+    def _unit(self, layer: str, placement: Placement, run: Sequence[_BucketBytes]) -> Unit:
+        numel = sum(b.numel for b in run)
+        weights = sum(b.weight_bytes for b in run)
+        state = sum(b.state_bytes for b in run)
+        gradients = SUM_BYTES * numel if self.workload.gradients_in_fp32 else weights
+        host_bytes = gradients + 2 * state + sum(b.source_bytes for b in run)
+        return Unit(
+            layer,
+            placement,
+            numel,
+            weights,
+            state,
+            gradients,
+            host_bytes / HOST_STEP_BYTES / self.speeds.host_parameters_per_s,
+            (gradients + 2 * state + 2 * weights) / self.speeds.traffic_bytes_per_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketBytes:
+    layer: str
+    numel: int
+    weight_bytes: int
+    state_bytes: int
+    source_bytes: int
+    """What the host's step reads and writes of the weight."""
+
+
+def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
+    weight_bytes = bucket.numel * bucket.dtype.itemsize_bytes
+    source_bytes = weight_bytes * (2 if bucket.kind is MasterKind.WEIGHT else 1)
+    return _BucketBytes(bucket.layer, bucket.numel, weight_bytes, bucket.state_bytes, source_bytes)
+
+
+def _runs(
+    buckets: Sequence[_BucketBytes], placements: Sequence[Placement], merge_below: float
+) -> Iterator[tuple[str, Placement, list[_BucketBytes]]]:
+    """Buckets of one layer and placement together while they are few parameters; those of a layer interleave."""
+    open_runs: dict[Placement, list[_BucketBytes]] = {}
+    layer = None
+    for bucket, placement in zip(buckets, placements, strict=True):
+        if bucket.layer != layer:
+            yield from ((layer or "", p, run) for p, run in open_runs.items())
+            open_runs, layer = {}, bucket.layer
+        run = open_runs.setdefault(placement, [])
+        if run and placement is not Placement.DEVICE and sum(b.numel for b in run) + bucket.numel > merge_below:
+            yield layer, placement, run
+            open_runs[placement] = run = []
+        run.append(bucket)
+    yield from ((layer or "", p, run) for p, run in open_runs.items())

@@ -1,0 +1,198 @@
+"""What a machine can do, as a file: written by `hostward bench machine`, or shipped for common GPUs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from hostward.core.host_limits import Rates
+from hostward.errors import ConfigError
+from hostward.files import json_schema
+from hostward.files.atomic_file import read_text, replace_text
+
+VERSION = 1
+_FOLDER = Path(__file__).parent / "profiles"
+
+PROFILES = {
+    "h200": ("NVIDIA H200",),
+    "h100": ("NVIDIA H100 80GB HBM3",),
+    "a100-80gb": ("NVIDIA A100-SXM4-80GB",),
+    "rtx-4090": ("NVIDIA GeForce RTX 4090",),
+}
+"""The shipped profiles, and the names under which the driver knows these GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. `peak` rates are the vendor's, the others are measured; None: unknown."""
+
+    name: str
+    memory_bytes: int
+    bf16_matmul_flops_per_s: float | None
+    bf16_peak_flops_per_s: float | None
+    memory_peak_bytes_per_s: float | None
+    link_peak_bytes_per_s: float | None
+    """Of the link to the host, in one direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The host's processors. `cpus` are those that the process may use; `quota_cpus` is the cgroup's share of them."""
+
+    model: str | None
+    cpus: int | None
+    quota_cpus: float | None
+    numa_nodes: int | None
+    instruction_sets: tuple[str, ...]
+    """Those with a host kernel, slowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the process in bytes; None: none, or unknown in a shipped profile."""
+
+    memory_bytes: int | None
+    """The machine's memory, or its container's where that is less; `limited_by` says which."""
+    limited_by: str | None
+    locked_bytes: int | None
+    """`ulimit -l`."""
+    address_space_bytes: int | None
+    """`ulimit -v`."""
+    shared_memory_bytes: int | None
+    """The size of /dev/shm."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """Bytes per second between page-locked host memory and the GPU, in copies of `copy_bytes`."""
+
+    copy_bytes: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    duplex_bytes_per_s: float | None
+    """Both directions at once, in sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Facts and rates of a machine. Rates are of one process and one GPU; a rate that is None is unknown."""
+
+    version: int
+    name: str
+    measured_at: str | None
+    """UTC, ISO 8601; None for a shipped profile."""
+    threads: int | None
+    """Threads of the host step in the rates below."""
+    gpu: Gpu | None
+    gpu_count: int
+    cpu: Cpu
+    limits: Limits
+    links: tuple[LinkRate, ...]
+    """By growing size; none without a GPU."""
+    pinned_s_per_gib: float | None
+    """Seconds to touch and page-lock 1 GiB of host memory."""
+    dram_bytes_per_s: float | None
+    """Read-modify-write roof: what the threads move in a loop with the traffic of a host step."""
+    host_parameters_per_s: float | None
+    """The host's AdamW: 16-bit gradient and weight, split master."""
+    duplex_bytes_per_s: float | None
+    """Large copies in both directions, in sum, the host step idle."""
+    busy_host_parameters_per_s: float | None
+    """As `host_parameters_per_s` while copies run, and below the other way round."""
+    busy_duplex_bytes_per_s: float | None
+    node_host_parameters_per_s: float | None
+    """The host step of all processes of a full machine in sum: they share its memory. Not measured by one process."""
+    node_duplex_bytes_per_s: float | None
+    """Copies in both directions of all GPUs of a full machine in sum."""
+    sources: Mapping[str, str]
+    """Where numbers of a shipped profile come from, by field."""
+    matmul_share: float | None = None
+    """Rate of a model's matrix products over `gpu.bf16_matmul_flops_per_s`. May be missing, as the next."""
+    traffic_share: float | None = None
+    """Rate of a model's other operations in device memory over `gpu.memory_peak_bytes_per_s`."""
+
+    @property
+    def rates(self) -> Rates | None:
+        """What the mix of host-stepped and streamed state is chosen from; None where one of them is unknown."""
+        found = (
+            self.host_parameters_per_s,
+            self.duplex_bytes_per_s,
+            self.busy_host_parameters_per_s,
+            self.busy_duplex_bytes_per_s,
+            self.links[-1].d2h_bytes_per_s if self.links else None,
+        )
+        known = [rate for rate in found if rate is not None]
+        return Rates(*known) if len(known) == len(found) else None
+
+    def to_json(self) -> str:
+        return json_schema.to_text(self)
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "the text") -> Hardware:
+        """Raises ConfigError if `text` is no hardware file; `origin` names it there."""
+        try:
+            json_schema.require_version(text, VERSION)
+            hardware = json_schema.parse(cls, text)
+            _check(hardware)
+        except ValueError as error:
+            raise ConfigError(f"{origin} is no hardware file", why=str(error), fix=_WRITE_ONE) from error
+        return hardware
+
+
+_WRITE_ONE = "write one with: hostward bench machine --json FILE"
+
+
+def _check(hardware: Hardware) -> None:
+    if any(a.copy_bytes >= b.copy_bytes for a, b in pairwise(hardware.links)):
+        raise ValueError("links are not in the order of copy_bytes")
+    if hardware.gpu is None and (hardware.gpu_count or hardware.links):
+        raise ValueError("gpu is null, but gpu_count or links say that there is one")
+    if hardware.gpu is not None and not hardware.gpu_count:
+        raise ValueError("gpu_count is 0, but there is a gpu")
+    gpu = hardware.gpu
+    rates = {
+        "gpu.bf16_matmul_flops_per_s": gpu and gpu.bf16_matmul_flops_per_s,
+        "gpu.bf16_peak_flops_per_s": gpu and gpu.bf16_peak_flops_per_s,
+        "gpu.memory_peak_bytes_per_s": gpu and gpu.memory_peak_bytes_per_s,
+        "gpu.link_peak_bytes_per_s": gpu and gpu.link_peak_bytes_per_s,
+        "pinned_s_per_gib": hardware.pinned_s_per_gib,
+        "dram_bytes_per_s": hardware.dram_bytes_per_s,
+        "host_parameters_per_s": hardware.host_parameters_per_s,
+        "duplex_bytes_per_s": hardware.duplex_bytes_per_s,
+        "busy_host_parameters_per_s": hardware.busy_host_parameters_per_s,
+        "busy_duplex_bytes_per_s": hardware.busy_duplex_bytes_per_s,
+        "node_host_parameters_per_s": hardware.node_host_parameters_per_s,
+        "node_duplex_bytes_per_s": hardware.node_duplex_bytes_per_s,
+        "matmul_share": hardware.matmul_share,
+        "traffic_share": hardware.traffic_share,
+        **{f"links[{i}].h2d_bytes_per_s": link.h2d_bytes_per_s for i, link in enumerate(hardware.links)},
+        **{f"links[{i}].d2h_bytes_per_s": link.d2h_bytes_per_s for i, link in enumerate(hardware.links)},
+        **{f"links[{i}].duplex_bytes_per_s": link.duplex_bytes_per_s for i, link in enumerate(hardware.links)},
+    }
+    for name, rate in rates.items():
+        if rate == 0:
+            raise ValueError(f"{name} is 0; null means unknown")
+
+
+def load(path: Path) -> Hardware:
+    """Raises ConfigError where the file cannot be read or is no hardware file."""
+    return Hardware.from_json(read_text(path, _WRITE_ONE), str(path))
+
+
+def save(hardware: Hardware, path: Path) -> None:
+    """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+    replace_text(path, hardware.to_json(), what="hardware file")
+
+
+def profile(name: str) -> Hardware:
+    """A shipped profile by name, as in `PROFILES`. Raises ConfigError for another name."""
+    if name not in PROFILES:
+        raise ConfigError(f"there is no hardware profile {name!r}", fix=f"choose from {', '.join(PROFILES)}")
+    return load(_FOLDER / f"{name}.json")
+
+
+def profile_of(gpu_name: str) -> Hardware | None:
+    """The shipped profile of a GPU by the driver's name of it; None where there is none."""
+    return next((profile(name) for name, names in PROFILES.items() if gpu_name in names), None)

@@ -1,0 +1,257 @@
+"""How many bytes a run needs, by phase and owner, from a workload and what is decided about it. No torch.
+
+The device's peak is the most at any moment of a step. Moments are those of the workload's curves; what lives around
+them (weights, what earlier layers keep, gradients that have not left, staging slots) follows the schedules that the
+engine carries out: gradients leave as `hostward.schedule.optimizer` says, saved tensors as
+`hostward.schedule.activations`, weights as `hostward.schedule.weights`, and slots are counted by
+`hostward.schedule.staging` from the same spans that the engine measures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hostward.core.inventory import SPLIT_ELEMENTS, MasterKind, master_kind, state_bytes_per_element
+from hostward.core.placement import Placement
+from hostward.core.units import MIB
+from hostward.errors import ConfigError
+from hostward.plan.decisions import Choice
+from hostward.plan.gradient_memory import Facts, Gradients
+from hostward.plan.step_memory import Owner, StepModel
+from hostward.plan.workload import Workload
+from hostward.schedule.optimizer import inbox_bytes
+
+CUBLAS_WORKSPACES = 2
+"""One of the thread that runs forward, one of autograd's; as many more on the stream of a capture."""
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""Of each on a GPU of compute capability 9.0 and later; less on earlier ones."""
+KERNEL_TABLES_BYTES = 2 * MIB
+"""Page-locked, for addresses and constants on their way to kernels: one for each lane that launches them."""
+_PARTIAL_BYTES = 12
+"""Of the norm, for each chunk of a gradient."""
+_SCALARS_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseNeeds:
+    """Bytes by owner: on the device at its peak, on the host, and page-locked of those on the host."""
+
+    name: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    pinned: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self.pinned.values())
+
+
+LOAD, FIRST_STEP, STEADY_STEP, SAVE, RESUME, SLEEP = "load", "first step", "steady step", "save", "resume", "sleep"
+TRAINING = (LOAD, FIRST_STEP, STEADY_STEP)
+"""Phases that every run has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes by phase, in the order of `LOAD` to `SLEEP`. Totals are those of every run: the most of `TRAINING`."""
+
+    phases: tuple[PhaseNeeds, ...]
+    slots: int = 0
+    """Staging slots from the fourth step on."""
+    stage_at: tuple[int, ...] = ()
+    """The buckets at whose gradient points they are taken, one by one."""
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max(phase.device_bytes for phase in self.phases if phase.name in TRAINING)
+
+    @property
+    def host_bytes(self) -> int:
+        return max(phase.host_bytes for phase in self.phases if phase.name in TRAINING)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return max(phase.pinned_bytes for phase in self.phases if phase.name in TRAINING)
+
+    def phase(self, name: str) -> PhaseNeeds:
+        """The phase of that name. Raises KeyError."""
+        return {phase.name: phase for phase in self.phases}[name]
+
+
+def required(workload: Workload, choice: Choice) -> Needs:
+    """What a run needs, in each of its phases.
+
+    Not counted are the context of the CUDA driver and its modules (about 0.5 GiB on either side), and what the caching
+    allocator holds besides what is allocated.
+
+    Raises:
+        ConfigError: a choice that is not of this workload.
+    """
+    return MemoryModel(workload).required(choice)
+
+
+class MemoryModel:
+    """`required` for many choices of one workload."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._facts = Facts(workload)
+        parameters = workload.inventory.parameters
+        self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
+        """Host bytes of a whole state beside the one that is being filled."""
+        chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
+        self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
+        self._save_bytes = save_bytes(workload)
+        self._gradients: dict[tuple[tuple[Placement, ...], bool, bool], Gradients] = {}
+
+    def required(self, choice: Choice) -> Needs:
+        """Raises ConfigError for a choice that is not of this workload."""
+        _check(self.workload, choice)
+        # What is decided about activations changes nothing of them.
+        key = choice.placements, choice.gradients_on_host, choice.overlapped
+        gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
+        step = StepModel(self._facts, choice, gradients)
+        frozen = sum(la.frozen_weight_bytes for la in self.workload.repeated if la.name in choice.offloaded_weights)
+        host, pinned = self._host(choice, gradients, step.parked_bytes, frozen)
+        buckets = self.workload.inventory.buckets
+        state = sum(
+            self._facts.padded[b] * state_bytes_per_element(buckets[b].kind) + 8 * len(buckets[b].ranges)
+            for b, placement in enumerate(choice.placements)
+            if placement is Placement.DEVICE
+        )
+        streams = 2 if choice.captured else 1
+        workspaces = streams * CUBLAS_WORKSPACES * CUBLAS_WORKSPACE_BYTES + self._partial_bytes
+        rest: dict[Owner, float] = {Owner.STATE: state, Owner.WORKSPACE: workspaces}
+        slots = step.slots()
+        first: dict[Owner, float] = {**rest, **step.peak(step.first_slots)}
+        steady: dict[Owner, float] = {**rest, **step.peak(slots)}
+        resident = step.resident_weight_bytes
+        # Weights that leave come from the CPU, and are on the device one layer at a time (`hostward.move`). They cannot
+        # wait there where several ranks share a model.
+        layers = self.workload.layers if self.workload.ranks == 1 else ()
+        waiting = [layer.weight_bytes for layer in layers if layer.name in choice.offloaded_weights]
+        there = self.workload.weight_bytes - sum(waiting) + max(waiting, default=0)
+        loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
+        buffers, copy = self._save_bytes
+        kept = copy if self.workload.snapshot else 0
+        copied = kept or frozen  # what is not trained and away, while it is saved, unless a snapshot has it
+        loaded = {Owner.WEIGHTS: host[Owner.WEIGHTS] + sum(waiting), Owner.ACTIVATIONS: 0.0}
+        locked = {**pinned, Owner.ACTIVATIONS: 0.0}
+        phases = (
+            _phase(LOAD, loading, {**host, **loaded}, locked),
+            _phase(FIRST_STEP, first, host, pinned),
+            _phase(STEADY_STEP, steady, {**host, Owner.COPIES: kept}, pinned),
+            _phase(
+                SAVE,
+                {**rest, Owner.WEIGHTS: resident},
+                {**host, Owner.COPIES: copied + buffers},
+                {**pinned, Owner.COPIES: buffers},
+            ),
+            _phase(RESUME, loading, {**host, Owner.ACTIVATIONS: 0.0, Owner.COPIES: self._loaded_bytes}, locked),
+            _phase(SLEEP, {}, _with(host, state, resident), _with(pinned, state, resident)),
+        )
+        return Needs(phases, slots.count, slots.stage_at)
+
+    def _host(
+        self, choice: Choice, gradients: Gradients, parked_bytes: float, frozen: int
+    ) -> tuple[dict[Owner, float], dict[Owner, float]]:
+        """Host bytes of a step, and the page-locked ones of them: what copies reach. `frozen`: of weights that are not
+        trained and away.
+        """
+        buckets, padded, workload = self.workload.inventory.buckets, self._facts.padded, self.workload
+        streamed = stepped = weights = landing = 0.0
+        for bucket, elements, placement in zip(buckets, padded, choice.placements, strict=True):
+            state = elements * state_bytes_per_element(bucket.kind)
+            if placement is Placement.STREAMED:
+                streamed += state
+            elif placement is Placement.HOST:
+                stepped += state + 8 * len(bucket.ranges)
+                weights += elements * bucket.dtype.itemsize_bytes
+                landing += elements * gradients.landed_itemsize_bytes(bucket)
+        landing += sum(inbox_bytes([buckets[b] for b in gradients.summed]))
+        partials = self._partial_bytes if gradients.summed else 0
+        lanes = 2 if Placement.STREAMED in choice.placements else 1
+        rest = {
+            Owner.ACTIVATIONS: parked_bytes,
+            Owner.WORKSPACE: float(lanes * KERNEL_TABLES_BYTES + _SCALARS_BYTES),
+        }
+        host = {
+            Owner.STATE: streamed + stepped,
+            Owner.WEIGHTS: weights + frozen,
+            Owner.GRADIENTS: landing + partials,
+            **rest,
+        }
+        pinned = {
+            Owner.STATE: streamed,
+            Owner.WEIGHTS: (weights if workload.pin_weights else 0.0) + frozen,
+            Owner.GRADIENTS: (landing if workload.pin_gradients else 0.0) + partials,
+            **rest,
+        }
+        return host, pinned
+
+
+def _with(held: Mapping[Owner, float], state: float, weights: float) -> dict[Owner, float]:
+    return {**held, Owner.STATE: held[Owner.STATE] + state, Owner.WEIGHTS: held[Owner.WEIGHTS] + weights}
+
+
+def save_bytes(workload: Workload) -> tuple[int, int]:
+    """Host bytes besides the state while it is saved: of the buffers, at most (several ranks share the threads that
+    write), and of a snapshot where one is taken, weights that are not trained among it.
+    """
+    parameters = workload.inventory.parameters
+    frozen = [layer.frozen_weight_bytes for layer in workload.layers]
+    roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
+    written = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
+    threads = max(1, min(MOST_WRITERS, (written + sum(frozen)) // PIECE_BYTES))
+    largest = max([*(4 * n for n, _ in roles), *frozen], default=0)  # of what is frozen a layer's is known, no tensor's
+    copied = sum(bucket.host_bytes for bucket in workload.inventory.buckets) + sum(frozen)
+    return threads * 2 * min(PIECE_BYTES, largest), copied
+
+
+def _phase(
+    name: str, device: Mapping[Owner, float], host: Mapping[Owner, float], pinned: Mapping[Owner, float]
+) -> PhaseNeeds:
+    return PhaseNeeds(name, *({o.value: round(v) for o, v in held.items() if v} for held in (device, host, pinned)))
+
+
+def _check(workload: Workload, choice: Choice) -> None:
+    buckets, layers = len(workload.inventory.buckets), len(workload.repeated)
+    fix = "make the choice for this workload"
+    if len(choice.placements) != buckets:
+        raise ConfigError(f"{len(choice.placements)} placements for {buckets} buckets", fix=fix)
+    if len(choice.activations) != layers:
+        raise ConfigError(f"{len(choice.activations)} choices of activations for {layers} layers", fix=fix)
+    unknown = choice.offloaded_weights - {layer.name for layer in workload.repeated}
+    if unknown:
+        raise ConfigError(f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix)
+
+
+# Host memory that a save takes besides the state: constants of the writer that plans count with. No torch.
+
+
+PIECE_BYTES = 32 * 1024 * 1024
+"""Tensors are read, written and checked in pieces of at most so many bytes."""
+BLOCK_BYTES = 4096
+"""Past the page cache memory, places in files and lengths are multiples of it: of a page, and of any disk's block."""
+MOST_WRITERS = 8
+"""Threads of one machine that write, each into a file of its own: to read, check and hand over what a disk takes in
+parallel needs several.
+"""
+
+
+def writer_count(ranks: int = 1) -> int:
+    """Threads by which one of so many ranks of this machine writes. They share its disk, and the cores that their steps
+    need; two are left to each, so that one reads while the other writes.
+    """
+    most = min(MOST_WRITERS, len(os.sched_getaffinity(0)))
+    return max(min(2, most), most // ranks)

@@ -1,0 +1,331 @@
+"""The plan as a file: read, edited and fed back. No torch.
+
+A plan says for each bucket where its optimizer state is and where it is stepped, for each layer what becomes of what it
+saves and whether its weights leave, and what was predicted of that. docs/plan-file.md describes the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hostward.core.inventory import Bucket
+from hostward.core.placement import Placement, Plan, placed
+from hostward.errors import ConfigError
+from hostward.files import json_schema
+from hostward.files.atomic_file import read_text, replace_text
+from hostward.plan.budgets import Budgets
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import Hardware
+from hostward.plan.memory_model import STEADY_STEP, Needs, PhaseNeeds
+from hostward.plan.search import Candidate
+from hostward.plan.workload import Workload
+from hostward.report.schema import FrontierPoint
+
+VERSION = 1
+FORMAT = "hostward-plan"
+_WRITE_ONE = "write one with: hostward plan --json FILE"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a plan is for."""
+
+    name: str
+    parameters: int
+    digest: str
+    """Of names, sizes and dtypes of buckets and layers: a plan fits no model with another one."""
+    sequence_tokens: int
+    microbatch_sequences: int
+    microbatches: int
+    ranks: int
+    resharded: bool = False
+    """Layers that the ranks share are whole only while they run."""
+
+    def other_sizes(self, sequence_tokens: int, microbatch_sequences: int, microbatches: int) -> str:
+        """How a step of these sizes differs from that of the plan, for people; "" where it does not."""
+        pairs = (
+            ("sequences of {:,} tokens", self.sequence_tokens, sequence_tokens),
+            ("{:,} sequences in a microbatch", self.microbatch_sequences, microbatch_sequences),
+            ("{:,} microbatches in a step", self.microbatches, microbatches),
+        )
+        return ", ".join(f"{words.format(ours)} (here {theirs:,})" for words, ours, theirs in pairs if ours != theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine of the rates that the plan was made with."""
+
+    name: str
+    gpu: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRow:
+    """Where the state of a bucket is, and where it is stepped."""
+
+    bucket: str
+    numel: int
+    placement: Placement
+
+    @property
+    def layer(self) -> str:
+        """The bucket's name is its number and its layer."""
+        return self.bucket.partition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """What becomes of what a layer saves, and where its weights are: `device` or `host`."""
+
+    layer: str
+    activations: Keep
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Of one GPU and one step."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    device_peak_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets in bytes of one GPU; None: no limit."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+    pinned_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """All that the file holds."""
+
+    format: str
+    version: int
+    workload: Fingerprint
+    machine: Machine
+    limits: Limits
+    predicted: Predicted
+    gradients_on_host: bool
+    staging_bytes: int | None
+    buckets: tuple[BucketRow, ...]
+    """In order of use in forward."""
+    layers: tuple[LayerRow, ...]
+    frontier: tuple[FrontierPoint, ...] = ()
+    """The plans that this one was chosen from, for reports; it decides nothing."""
+    pin_gradients: bool = True
+    """Whether host memory where gradients of host-stepped buckets arrive is page-locked. May be missing, as below."""
+    pin_weights: bool = True
+    """Whether that is where their weights come back from."""
+
+    def to_json(self) -> str:
+        return json_schema.to_text(self)
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "the text") -> PlanFile:
+        """Raises ConfigError, which names `origin` and the place, if `text` is no plan."""
+        try:
+            json_schema.require_version(text, VERSION, FORMAT)
+            found = json_schema.parse(cls, text)
+            _require_whole(found)
+        except ValueError as error:
+            raise ConfigError(
+                f"{origin} cannot be used as a plan", why=str(error), fix=f"correct it there, or {_WRITE_ONE}"
+            ) from error
+        return found
+
+    def choice(self, workload: Workload) -> Choice:
+        """What the plan decides about `workload`. Raises ConfigError if it is a plan of something else."""
+        self.require_ranks(workload.ranks)
+        self._require_same(workload.inventory.buckets, [layer.name for layer in workload.repeated])
+        if self.workload.digest != digest(workload):
+            raise self._of_another_model("layers of the same names have other sizes or element types")
+        return Choice(
+            tuple(row.placement for row in self.buckets),
+            tuple(row.activations for row in self.layers),
+            frozenset(row.layer for row in self.layers if row.weights == "host"),
+            self.gradients_on_host,
+            self.staging_bytes,
+        )
+
+    def placements(self, buckets: Sequence[Bucket]) -> Plan:
+        """Placements of the optimizer alone, of buckets in order of use. Layers may be used in another order than in
+        the plan: what FSDP2's root owns comes first. Raises ConfigError if the buckets are others.
+        """
+        position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
+        order = sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
+        self._require_same([replace(buckets[at], index=i) for i, at in enumerate(order)], None)
+        found = dict(zip(order, (row.placement for row in self.buckets), strict=True))
+        return placed(buckets, [found[i] for i in range(len(buckets))], self.asked_fraction)
+
+    @property
+    def asked_fraction(self) -> float:
+        """Share of parameters whose state is off the device."""
+        total = sum(row.numel for row in self.buckets)
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
+        return away / total if total else 0.0
+
+    @property
+    def streamed_fraction(self) -> float:
+        """Of that, the share that is streamed."""
+        away = sum(row.numel for row in self.buckets if row.placement.offloaded)
+        streamed = sum(row.numel for row in self.buckets if row.placement is Placement.STREAMED)
+        return streamed / away if away else 0.0
+
+    @property
+    def needs(self) -> Needs:
+        """What was predicted of a step, as needs of one phase."""
+        sizes = self.predicted.device_peak_bytes, self.predicted.host_bytes, self.predicted.pinned_bytes
+        return Needs((PhaseNeeds(STEADY_STEP, *({"the plan": size} for size in sizes)),))
+
+    def _require_same(self, buckets: Sequence[Bucket], layers: Sequence[str] | None) -> None:
+        ours = [(row.bucket, row.numel) for row in self.buckets]
+        theirs = [(bucket.name, bucket.numel) for bucket in buckets]
+        of_layers = "" if layers is None else _first_difference("layer", [r.layer for r in self.layers], list(layers))
+        why = of_layers or _first_difference("bucket", ours, theirs)
+        if why:
+            raise self._of_another_model(why)
+
+    def _of_another_model(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the plan is of another model: {self.workload.name}, {self.workload.parameters:,} parameters",
+            why=why,
+            fix="make a plan of this model: hostward plan --json FILE",
+        )
+
+    def require_ranks(self, ranks: int) -> None:
+        """Raises ConfigError if the model is shared among another number of GPUs."""
+        if self.workload.ranks != ranks:
+            raise ConfigError(
+                f"the plan shares the model among {self.workload.ranks} GPUs, and here it is {ranks}",
+                why="its buckets are the part that one of them has",
+                fix=f"make a plan for that many: hostward plan --gpus {ranks} --json FILE",
+            )
+
+    def require_resharded(self, resharded: bool) -> None:
+        """Raises ConfigError if layers stay whole from forward to backward where the plan counts on one at a time. (The
+        other way round a GPU takes less.)
+        """
+        if self.workload.resharded and not resharded:
+            raise ConfigError(
+                "the plan is for layers that are whole only while they run, and here they stay whole until backward",
+                why="each GPU would take up to the whole weights besides what was planned",
+                fix="ddp.data_parallel_sharding_strategy=optim_grads_params, or in a loop of your own fully_shard(..., "
+                "reshard_after_forward=True); or make a plan without that option",
+            )
+
+    def require_machine(self, gpu: str) -> None:
+        """Raises ConfigError if the plan's rates are of another GPU than the one of this name."""
+        if self.machine.gpu != gpu:
+            raise ConfigError(
+                f"the plan is for {self.machine.gpu}, this GPU is {gpu}",
+                why="rates and memory of the two differ, so the plan's placements and predictions do not hold here",
+                fix="make a plan for this machine (hostward plan --hardware FILE --json FILE), or use --force",
+            )
+
+
+def _require_whole(plan: PlanFile) -> None:
+    """Raises ValueError where parts of the file do not belong together."""
+    of = plan.workload
+    for name in ("sequence_tokens", "microbatch_sequences", "microbatches", "ranks"):
+        if not getattr(of, name):
+            raise ValueError(f"workload.{name} is 0")
+    if of.ranks != plan.machine.gpus:
+        raise ValueError(f"workload.ranks is {of.ranks}, machine.gpus is {plan.machine.gpus}")
+    held = sum(row.numel for row in plan.buckets)
+    if of.parameters != held:
+        raise ValueError(f"workload.parameters is {of.parameters}, its buckets have {held}")
+    not_stepped = {row.layer: i for i, row in enumerate(plan.buckets) if row.placement != "host"}
+    for i, layer in enumerate(plan.layers):
+        if layer.weights not in ("device", "host"):
+            raise ValueError(f"layers[{i}].weights is {layer.weights[:40]!r}, not device or host")
+        if layer.weights == "host" and layer.layer in not_stepped:
+            raise ValueError(
+                f"layers[{i}].weights is host, and buckets[{not_stepped[layer.layer]}] of that layer is not: weights "
+                f"leave only where the host steps them"
+            )
+
+
+def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object]) -> str:
+    if len(ours) != len(theirs):
+        return f"it has {len(ours)} {what}s, the model has {len(theirs)}"
+    pairs = zip(ours, theirs, strict=True)
+    return next((f"{what} {i} is {a} in the plan, {b} in the model" for i, (a, b) in enumerate(pairs) if a != b), "")
+
+
+def digest(workload: Workload) -> str:
+    """The same for workloads that a plan can be exchanged between."""
+    rows = [f"{b.name} {b.numel} {b.dtype.value} {b.kind.value}" for b in workload.inventory.buckets]
+    rows += [f"{layer.name} {layer.weight_bytes} {layer.repeated}" for layer in workload.layers]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+def plan_of(
+    workload: Workload,
+    hardware: Hardware,
+    gpus: int,
+    budgets: Budgets,
+    candidate: Candidate,
+    frontier: tuple[FrontierPoint, ...] = (),
+) -> PlanFile:
+    """The file of a candidate, and what it was chosen from."""
+    choice, needs, prediction = candidate.choice, candidate.needs, candidate.prediction
+    repeated = [layer.name for layer in workload.repeated]
+    return PlanFile(
+        FORMAT,
+        VERSION,
+        Fingerprint(
+            workload.name,
+            workload.inventory.numel,
+            digest(workload),
+            workload.sequence_tokens,
+            workload.microbatch_sequences,
+            workload.microbatches,
+            workload.ranks,
+            workload.resharded,
+        ),
+        Machine(hardware.name, hardware.gpu.name if hardware.gpu else "", gpus),
+        Limits(budgets.device_bytes, budgets.host_bytes, budgets.pinned_bytes),
+        Predicted(
+            prediction.step_s,
+            prediction.compute_s,
+            prediction.exposed_s,
+            needs.device_peak_bytes,
+            needs.host_bytes,
+            needs.pinned_bytes,
+        ),
+        choice.gradients_on_host,
+        choice.staging_bytes,
+        tuple(
+            BucketRow(bucket.name, bucket.numel, placement)
+            for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True)
+        ),
+        tuple(
+            LayerRow(name, keep, "host" if name in choice.offloaded_weights else "device")
+            for name, keep in zip(repeated, choice.activations, strict=True)
+        ),
+        frontier,
+        workload.pin_gradients,
+        workload.pin_weights,
+    )
+
+
+def load(path: Path) -> PlanFile:
+    """Raises ConfigError where the file cannot be read or is no plan."""
+    return PlanFile.from_json(read_text(path, _WRITE_ONE), str(path))
+
+
+def save(plan: PlanFile, path: Path) -> None:
+    """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+    replace_text(path, plan.to_json(), what="plan")

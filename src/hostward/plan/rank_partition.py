@@ -1,0 +1,127 @@
+"""What each of several ranks has of parameters that are divided by rows, and buckets that are alike on all of them.
+
+FSDP2 gives each rank the same number of rows, and the last ones what is left, if anything: the first rank's part is the
+largest. A plan for several GPUs is one for that part; the others cut theirs in the same places. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from hostward.core.inventory import SPLIT_ELEMENTS, Bucket, Inventory, Parameter, Range, align, cut_buckets, master_kind
+from hostward.errors import ConfigError
+from hostward.plan.budgets import Required
+from hostward.plan.decisions import Choice
+from hostward.plan.memory_model import MemoryModel, Needs, required
+from hostward.plan.workload import Layer, Workload
+
+
+def first_parts(parameters: Iterable[Parameter], ranks: int) -> tuple[Parameter, ...]:
+    """Of whole parameters, the part that the first of `ranks` has. Where rows are not known, elements are divided."""
+    return tuple(replace(p, numel=_largest(p.numel, p.rows, ranks)) for p in parameters)
+
+
+def _largest(numel: int, rows: int, ranks: int) -> int:
+    rows = rows or numel
+    return -(-rows // ranks) * (numel // rows) if rows else 0
+
+
+def cut_alike(
+    first: Sequence[Bucket], parts: Mapping[str, Parameter], *, first_index: int = 0
+) -> tuple[tuple[Bucket, ...], tuple[int, ...]]:
+    """Buckets of another rank's `parts`, by name, that hold what those of the `first` rank hold: its elements at the
+    same places of its part. A cut is moved on to the next chunk of the norm, by less than 4,096 elements; what a rank
+    has none of makes no bucket.
+
+    Returns:
+        The buckets, and for each of them its number among those of the first rank.
+    """
+    ends: dict[str, int] = {}
+    for r in (r for bucket in first for r in bucket.ranges):
+        ends[r.name] = max(ends.get(r.name, 0), r.stop)
+    buckets: list[Bucket] = []
+    origins: list[int] = []
+    for i, bucket in enumerate(first):
+        ranges = tuple(piece for r in bucket.ranges for piece in _pieces(r, parts[r.name], ends[r.name]))
+        if ranges:
+            buckets.append(replace(bucket, index=first_index + len(buckets), ranges=ranges))
+            origins.append(i)
+    return tuple(buckets), tuple(origins)
+
+
+def _pieces(of_first: Range, part: Parameter, end: int) -> list[Range]:
+    """A range of the first rank's part, in another: with the rest of a chunk that begins before the part by itself."""
+    start = _cut(of_first.start, part)
+    stop = part.numel if of_first.stop == end else _cut(of_first.stop, part)
+    head = min(_cut_up(0, part), stop) if start == 0 else start
+    return [Range(part.name, a, b) for a, b in ((start, head), (head, stop)) if a < b]
+
+
+def _cut(at: int, part: Parameter) -> int:
+    return min(_cut_up(at, part), part.numel) if at else 0
+
+
+def _cut_up(at: int, part: Parameter) -> int:
+    """The first place from `at` on where a chunk of the norm begins."""
+    return align(part.first + at, SPLIT_ELEMENTS) - part.first
+
+
+# A workload of which each of several GPUs holds a part: parameters, gradients and state, divided by rows. No torch.
+
+
+class UndividedError(ConfigError):
+    """A step has not as many microbatches as would do for each GPU to have some."""
+
+
+def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, resharded: bool = False) -> Workload:
+    """The first rank's part, which is the largest: of every parameter its rows, and a `ranks`-th of the microbatches of
+    a step.
+
+    Args:
+        reduced_in_fp32: gradients are, which of 16-bit weights takes more than their own dtype.
+        resharded: layers are whole only while they run.
+
+    Raises ConfigError where the microbatches cannot be divided.
+    """
+    if ranks == 1:
+        return workload
+    if workload.microbatches % ranks:
+        sequences = workload.microbatches * workload.microbatch_sequences
+        raise UndividedError(
+            f"a step of {sequences} sequences in microbatches of {workload.microbatch_sequences} cannot be divided "
+            f"among {ranks} GPUs",
+            fix=f"train.global_batch_size={ranks * workload.microbatch_sequences}, or another multiple of it",
+        )
+    inventory = workload.inventory
+    parts = first_parts(inventory.parameters, ranks)
+    split_master = all(b.kind is master_kind(b.dtype) for b in inventory.buckets)
+    return replace(
+        workload,
+        inventory=Inventory(parts, cut_buckets(parts, split_master=split_master)),
+        layers=tuple(_part(layer, parts, ranks) for layer in workload.layers),
+        microbatches=workload.microbatches // ranks,
+        ranks=ranks,
+        reduced_in_fp32=reduced_in_fp32,
+        resharded=resharded,
+    )
+
+
+def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
+    return replace(
+        layer,
+        # Layers that a caller has named have parameters of other names.
+        trained_weight_bytes=sum(p.numel * p.dtype.itemsize_bytes for p in parts if p.layer == layer.name)
+        or -(-layer.trained_weight_bytes // ranks),
+        frozen_weight_bytes=-(-layer.frozen_weight_bytes // ranks),
+    )
+
+
+def required_of(workload: Workload) -> Required:
+    """The memory model of a workload and of others of the same ranks."""
+    model = MemoryModel(workload)
+
+    def needs(asked: Workload, choice: Choice) -> Needs:
+        return model.required(choice) if asked is workload else required(asked, choice)
+
+    return needs

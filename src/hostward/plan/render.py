@@ -1,0 +1,330 @@
+"""An answer as text for a terminal: needs by phase, placements, time and why, the frontier. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from hostward.core.placement import Placement
+from hostward.core.units import GIB
+from hostward.errors import ConfigError, HostwardError
+from hostward.plan.budgets import Units, by_owner, by_phase, columns, units_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import TRAINING
+from hostward.plan.result import Answer, offloads, verdict
+from hostward.plan.search import Candidate
+from hostward.plan.workload import Workload
+from hostward.report.schema import FrontierPoint
+
+_APART = 0.005
+"""The share of a step's time that a row of the table of choices saves at least."""
+_KEEPS = {
+    Keep.KEEP: "keep",
+    Keep.OFFLOAD: "offload",
+    Keep.RECOMPUTE: "recompute",
+    Keep.RECOMPUTE_OFFLOAD: "recompute, input offloaded",
+    Keep.ELEMENTWISE: "recompute norms and activations",
+    Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute norms and activations",
+}
+
+
+def render(found: Answer) -> str:
+    """The whole answer."""
+    question, shown = found.question, found.shown
+    workload = question.workload
+    blocks = [_title(found), verdict(found)]
+    if found.chosen is None:
+        blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
+        blocks.append("The choice that comes nearest:")
+    units = units_of(shown.needs, shown.prediction.step_s)
+    table = by_phase(shown.needs, question.budgets, units, question.gpus)
+    blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks), *_in_vain(found, units)]))
+    blocks.append(by_owner(shown.needs, units))
+    blocks.append(_placements(workload, shown.choice))
+    blocks.append(_time(found, units))
+    blocks.append(_frontier(found, units))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _title(found: Answer) -> str:
+    question = found.question
+    workload, hardware = question.workload, question.hardware
+    gpu = hardware.gpu.name if hardware.gpu else "no GPU"
+    sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
+    numel = workload.inventory.numel * workload.ranks
+    what = f"{workload.name}: {f'{numel / 1e9:.2f} G' if numel >= 1e7 else f'{numel:,}'} trained parameters"
+    counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
+    measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
+    lines = [
+        f"{what}, {workload.step_tokens:,} tokens per step and GPU ({counts})",
+        f"on {question.gpus} x {gpu} (hardware {hardware.name}{measured})",
+    ]
+    if workload.ranks > 1:
+        whole = "while they run" if workload.resharded else "from forward to backward"
+        shared = f"state, gradients and weights shared among {workload.ranks} GPUs, layers whole {whole}"
+        lines.append(f"{shared}; links between GPUs are taken to be NVLink's")
+    pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
+    plain = " and ".join(what for what, locked in pinned.items() if not locked)
+    if plain:
+        lines.append(f"{plain} of what the host steps are not page-locked: their copies take longer than is timed")
+    if found.speeds.assumed:
+        lines.append(f"not measured, assumed: {'; '.join(found.speeds.assumed)}")
+    return "\n".join(lines)
+
+
+def _loading(choice: Choice, ranks: int) -> list[str]:
+    """What the load phase takes for granted."""
+    count = len(choice.offloaded_weights)
+    if not count or ranks > 1:
+        return []
+    move = f"hostward.move(model, device, weights={count})"
+    return [f"load is that of hostward train; a loop of one's own begins with {move}"]
+
+
+def _in_vain(found: Answer, units: Units) -> list[str]:
+    """Whether weights that leave do not lower the peak, as where it is at a moment for which they have come back."""
+    needs, stayed = found.shown.needs, found.peak_without_bytes
+    if stayed is None or stayed > needs.device_peak_bytes:
+        return []
+    highest = max((p for p in needs.phases if p.name in TRAINING), key=lambda phase: phase.device_bytes)
+    count = _layers(len(found.shown.choice.offloaded_weights))
+    peak = f"{units.size(stayed)} {units.memory}"
+    return [
+        f"weights of {count} on the host save nothing at the peak ({highest.name}): {peak} with them on the device too"
+    ]
+
+
+def _placements(workload: Workload, choice: Choice) -> str:
+    """One row per run of layers that are treated alike."""
+    by_layer: dict[str, Counter[Placement]] = {}
+    for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
+        by_layer.setdefault(bucket.layer, Counter())[placement] += bucket.numel
+    keeps = iter(choice.activations)
+    described = []
+    for layer in workload.layers:
+        keep = _KEEPS[next(keeps)] if layer.repeated else "-"
+        weights = "host" if layer.name in choice.offloaded_weights else "device"
+        described.append((layer.name, (frozenset(by_layer.get(layer.name, ())), keep, weights)))
+    rows: list[list[str]] = [["layers", "optimizer state", "saved activations", "weights"]]
+    for (_, keep, weights), run in groupby(described, key=lambda entry: entry[1]):
+        names = [name for name, _ in run]
+        counts = sum((by_layer.get(name, Counter()) for name in names), Counter[Placement]())
+        shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rsplit('.', 1)[-1]}"
+        rows.append([shown, _share(counts), keep, weights])
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, _state_line(workload, choice)])
+
+
+def _share(counts: Counter[Placement]) -> str:
+    if not counts:
+        return "-"
+    total = sum(counts.values())
+    parts = [(placement, counts[placement]) for placement in Placement if counts[placement]]
+    if len(parts) == 1:
+        return parts[0][0].value
+    return ", ".join(f"{placement.value} {_percent(n / total)}" for placement, n in parts)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _state_line(workload: Workload, choice: Choice) -> str:
+    shares = _state_shares(workload, choice)
+    where = {
+        Placement.DEVICE: "on the device",
+        Placement.STREAMED: "on the host, stepped on the GPU",
+        Placement.HOST: "on the host, stepped there",
+    }
+    parts = [f"{_percent(shares[p])} {where[p]}" for p in Placement if shares[p]]
+    line = f"optimizer state: {'; '.join(parts)}"
+    return f"{line}; gradients added up on the host" if choice.gradients_on_host else line
+
+
+def _time(found: Answer, units: Units) -> str:
+    prediction, base = found.shown.prediction, found.frontier.base
+
+    def told(seconds: float) -> str:
+        return f"{units.seconds(seconds)} {units.time}"
+
+    said = f"predicted step {told(prediction.step_s)}: the GPU computes {told(prediction.compute_s)}"
+    if found.offloads:
+        said += f", {told(prediction.exposed_s)} exposed"
+    if found.shown is not base:
+        ratio = prediction.step_s / base.prediction.step_s
+        other = "nothing but what was asked for" if offloads(base.choice) else "everything on the device"
+        other = f"{other}, {told(base.prediction.step_s)}"
+        said += f"; {ratio:.2f} times the step with {other}"
+    return "\n".join([said, *(f"  why: {reason}" for reason in found.why if found.offloads)])
+
+
+def label(workload: Workload, choice: Choice) -> str:
+    """A choice in a few words."""
+    shares = _state_shares(workload, choice)
+    state = [f"{_percent(shares[p])} {p.value}" for p in Placement if p.offloaded and shares[p]]
+    parts = [f"state {', '.join(state)}"] if state else []
+    parts += ["gradients added up on the host"] if choice.gradients_on_host else []
+    kept = Counter(choice.activations)
+    parts += [f"{_layers(kept[k])} {_KEEPS[k]}" for k in Keep if k is not Keep.KEEP and kept[k]]
+    if choice.offloaded_weights:
+        parts.append(f"weights of {_layers(len(choice.offloaded_weights))} on the host")
+    return "; ".join(parts) or "everything on the device"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"
+
+
+def _state_shares(workload: Workload, choice: Choice) -> dict[Placement, float]:
+    counts = dict.fromkeys(Placement, 0)
+    for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
+        counts[placement] += bucket.state_bytes
+    return {placement: size / (sum(counts.values()) or 1) for placement, size in counts.items()}
+
+
+def frontier_points(found: Answer) -> tuple[FrontierPoint, ...]:
+    """The choices that less device memory, or less time, leads to, by device memory."""
+    return points_of(found.question.workload, _unbeaten(found))
+
+
+def points_of(workload: Workload, candidates: Sequence[Candidate]) -> tuple[FrontierPoint, ...]:
+    """Choices as reports keep them."""
+    return tuple(
+        FrontierPoint(label(workload, c.choice), c.needs.device_peak_bytes, c.prediction.step_s) for c in candidates
+    )
+
+
+def _unbeaten(found: Answer) -> list[Candidate]:
+    """Those within the budgets of host memory, and the chosen one."""
+    shown = {id(c): c for c in (*found.frontier.unbeaten(found.question.budgets), *filter(None, [found.chosen]))}
+    return sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes)
+
+
+def _frontier(found: Answer, units: Units) -> str:
+    memory, seconds = units.memory, units.time
+    rows = [["", f"device {memory}", f"host {memory}", f"step {seconds}", f"exposed {seconds}"]]
+    names = ["choice"]
+    for candidate in _apart(found):
+        needs, prediction = candidate.needs, candidate.prediction
+        rows.append(
+            [
+                ">" if candidate is found.chosen else "",
+                units.size(needs.device_peak_bytes),
+                units.size(needs.host_bytes),
+                units.seconds(prediction.step_s),
+                units.seconds(prediction.exposed_s),
+            ]
+        )
+        names.append(label(found.question.workload, candidate.choice))
+    return "\n".join(["device memory against time:", *_named(rows, names)])
+
+
+def _apart(found: Answer) -> list[Candidate]:
+    """Of the unbeaten those that one would tell from the one before, and the chosen one."""
+    shown: list[Candidate] = []
+    for candidate in _unbeaten(found):
+        enough = (1 - _APART) * shown[-1].prediction.step_s if shown else float("inf")
+        if candidate is found.chosen or candidate.prediction.step_s < enough:
+            shown.append(candidate)
+    return shown
+
+
+def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    """Lines of a table of numbers, each with words behind it."""
+    lines = columns(rows).split("\n")
+    width = max(len(line) for line in lines)
+    return [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
+
+
+def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] | None = None) -> str:
+    """Answers for several numbers of GPUs, a line for each; below, those among which the step cannot be divided."""
+    first = answers[0]
+    units = units_of(first.shown.needs, first.shown.prediction.step_s)
+    rows = [["GPUs", f"device {units.memory}", f"host {units.memory}, node", f"step {units.time}", "tokens/s"]]
+    names = ["choice"]
+    for found in answers:
+        gpus, workload, shown = found.question.gpus, found.question.workload, found.shown
+        step_s = shown.prediction.step_s
+        rows.append(
+            [
+                str(gpus),
+                units.size(shown.needs.device_peak_bytes),
+                units.size(shown.needs.host_bytes * gpus),
+                units.seconds(step_s),
+                f"{workload.step_tokens * gpus / step_s:,.0f}",
+            ]
+        )
+        missing = f"does not fit; any one would make it: {', '.join(found.changes)}"
+        names.append(missing if found.chosen is None else label(workload, shown.choice))
+    recipe, hardware = first.question.workload.name, first.question.hardware
+    gpu = hardware.gpu.name if hardware.gpu else "no GPU"
+    title = f"{recipe} on {gpu} (hardware {hardware.name}); links between GPUs are taken to be NVLink's"
+    refused = [f"{gpus} GPUs: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
+    return "\n".join([title, "", *_named(rows, names), *refused]) + "\n"
+
+
+# The frontier as a picture: predicted step time against device memory. Needs matplotlib.
+
+
+_INK, _LINE, _CHOSEN, _OTHER = "#1f2933", "#3b7dc4", "#c2410c", "#98a1ae"
+
+
+def draw(found: Answer, path: Path) -> None:
+    """Write the picture, in the format that the file's name ends with.
+
+    Raises ConfigError where matplotlib is missing, and for an ending that it does not know.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib", why=str(error), fix="pip install 'hostward[plan]'") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    everything = found.frontier.candidates
+    best = found.frontier.unbeaten(found.question.budgets)
+    slowest = 3 * min(c.prediction.step_s for c in everything)
+    others = [c for c in everything if c.prediction.step_s <= slowest and c not in best]
+    axes.scatter(
+        [c.needs.device_peak_bytes / GIB for c in others],
+        [c.prediction.step_s for c in others],
+        s=14,
+        color=_OTHER,
+        label="other choices",
+    )
+    axes.step(
+        [c.needs.device_peak_bytes / GIB for c in best],
+        [c.prediction.step_s for c in best],
+        where="post",
+        marker="o",
+        color=_LINE,
+        label="no choice is faster in as little memory",
+    )
+    if found.chosen is not None:
+        axes.scatter(
+            [found.chosen.needs.device_peak_bytes / GIB],
+            [found.chosen.prediction.step_s],
+            s=90,
+            zorder=3,
+            color=_CHOSEN,
+            label="the plan",
+        )
+    if found.question.budgets.device_bytes is not None:
+        axes.axvline(found.question.budgets.device_bytes / GIB, color=_INK, linestyle=":", label="limit")
+    axes.set_xlabel("device memory at the peak, GiB")
+    axes.set_ylabel("predicted step, s")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.set_title(f"{found.question.workload.name} on {found.question.gpus} x {found.question.hardware.name}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--plot {path} cannot be written", why=str(error), fix="name a file like FILE.png"
+        ) from error

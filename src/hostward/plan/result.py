@@ -1,0 +1,206 @@
+"""What planning has to say: the plan, or why nothing fits and the smallest change that would. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hostward.core.units import GIB, MIB, gib, size
+from hostward.plan.budgets import Budgets, Required, needed
+from hostward.plan.cost_model import Speeds, speeds_of
+from hostward.plan.decisions import LEAVES, Choice
+from hostward.plan.hardware_profile import Hardware
+from hostward.plan.search import Candidate, Frontier
+from hostward.plan.solver import Forced
+from hostward.plan.step_time import explain
+from hostward.plan.workload import Workload
+
+DEVICE_RESERVE_BYTES = 2 * GIB
+"""Of the GPU's memory: the driver's context, libraries, and what the allocator cannot use."""
+POOLS_SHARE = 0.055
+"""Of what is allocated on each of several GPUs, what torch's allocator needs besides: it keeps memory for each stream,
+FSDP2 gathers and reduces on streams of its own, and none has what another keeps. Two H200, Qwen3-30B-A3B: it took
+134.6 GB for 127.7 GB with 21 layers; with 24 it had 147.9 GB for 144.3 GB, and gave memory back in every iteration
+(benchmarks/results, 2026-11-23-recipe-30b-a3b-21-layers-two-h200.json and 24-layers).
+"""
+HOST_RESERVE_SHARE = 0.1
+"""Of the machine's memory: the system and the process itself."""
+RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
+_WORTH_IT = 0.005
+_FEWEST_TOKENS = 256
+"""Shorter sequences are not proposed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned. `budgets` are of one GPU and its share of the node."""
+
+    workload: Workload
+    hardware: Hardware
+    gpus: int
+    budgets: Budgets
+    forced: Forced
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`chosen` is None where nothing fits; then `nearest` misses the budgets by least, and `changes` would make it
+    fit.
+    """
+
+    question: Question
+    frontier: Frontier
+    speeds: Speeds
+    chosen: Candidate | None
+    nearest: Candidate
+    changes: tuple[str, ...]
+    peak_without_bytes: int | None = None
+    """The device's peak of what is shown if all weights stayed there; None where they do."""
+
+    @property
+    def shown(self) -> Candidate:
+        return self.chosen or self.nearest
+
+    @property
+    def why(self) -> Sequence[str]:
+        """Sentences on what is exposed; none where nothing fits. They try longer steps: only who prints them asks."""
+        return explain(self.frontier.costs, self.chosen.choice, self.chosen.prediction) if self.chosen else ()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the plan moves anything off the device."""
+        return offloads(self.shown.choice)
+
+
+def offloads(choice: Choice) -> bool:
+    """Whether it moves anything off the device."""
+    leaves = any(keep in LEAVES for keep in choice.activations)
+    return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
+
+
+def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
+    """What the machine has less a reserve, per GPU; no limit where the hardware file knows none."""
+    memory = hardware.limits.memory_bytes
+    locked = hardware.limits.locked_bytes
+    pools = 1 + (POOLS_SHARE if gpus > 1 else 0)
+    return Budgets(
+        int(max(0, hardware.gpu.memory_bytes - DEVICE_RESERVE_BYTES) / pools) if hardware.gpu else None,
+        int(memory * (1 - HOST_RESERVE_SHARE)) // gpus if memory is not None else None,
+        locked // gpus if locked is not None else None,
+    )
+
+
+def answer(question: Question, required: Required) -> Answer:
+    """Plan it.
+
+    Raises:
+        ConfigError: the hardware file has no GPU, or SciPy is missing.
+    """
+    speeds = speeds_of(question.hardware, question.gpus)
+    gpu, device_bytes = question.hardware.gpu, question.budgets.device_bytes
+    most_bytes = gpu.memory_bytes if gpu and device_bytes is not None and device_bytes <= gpu.memory_bytes else None
+    frontier = Frontier(question.workload, speeds, required, question.forced, most_bytes)
+    chosen = frontier.best_at_last(question.budgets)
+    nearest = chosen or frontier.nearest(question.budgets)
+    changes = [] if chosen else _changes(question, frontier, required)
+    stayed = None
+    if nearest.choice.offloaded_weights:
+        here = replace(nearest.choice, offloaded_weights=frozenset[str]())
+        stayed = required(question.workload, here).device_peak_bytes
+    return Answer(question, frontier, speeds, chosen, nearest, tuple(changes), stayed)
+
+
+def verdict(found: Answer) -> str:
+    """One sentence: whether offloading helps."""
+    base, budgets = found.frontier.base, found.question.budgets
+    if found.chosen is None:
+        return "It does not fit."
+    if not budgets.over(base.needs) and found.chosen.prediction.step_s >= base.prediction.step_s * (1 - _WORTH_IT):
+        if found.offloads:  # by hand, or by options
+            return "It fits with what was asked for: offloading more will not help, it only takes time."
+        peak = size(base.needs.device_peak_bytes)
+        return f"Everything fits on the device ({peak} at the peak): offloading will not help, it only takes time."
+    if not found.offloads:
+        return "Nothing needs to be offloaded: what is saved for backward is computed again instead."
+    if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
+        return (
+            "It fits, but the GPU stands still for longer than it computes: a larger batch or more GPUs will help more."
+        )
+    return "It fits with offloading."
+
+
+def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
+    """The smallest raise of one budget that would make it fit, whether the planner would make it fit if nothing were
+    chosen for it, or if layers did not stay gathered, and the largest microbatch that does; if none does, the longest
+    sequences.
+    """
+    found, over = [], question.budgets.over(frontier.nearest(question.budgets).needs)
+    for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
+        others = _without(question.budgets, name)
+        needs = [needed(c.needs, others.phases)[name] for c in frontier.candidates if not others.over(c.needs)]
+        if needs:
+            least = min(needs) * (1 if name == "device" else question.gpus)
+            found.append(f"{option} {-(-least // MIB)}MiB" if least < GIB else f"{option} {_tenths(least):.1f}GiB")
+    if _fits_unpinned(question, frontier, required):
+        found.append("--no-pin")
+    if question.forced != Forced():
+        free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
+        if free.best_at_last(question.budgets) is not None:
+            found.append("the planner's own choice: no --place, --keep, --weights, and no options that say what leaves")
+    if question.workload.ranks > 1 and not question.workload.resharded:
+        tried = replace(question.workload, resharded=True)
+        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
+        if again.best_at_last(question.budgets) is not None:
+            found.append(f"layers that are whole only while they run: {RESHARDED}, or with --config --reshard")
+    sequences = question.workload.microbatch_sequences
+    in_step = sequences * question.workload.microbatches
+    while sequences > 1:
+        sequences = next(n for n in range(sequences // 2, 0, -1) if in_step % n == 0)
+        tried = replace(question.workload, microbatch_sequences=sequences, microbatches=in_step // sequences)
+        again = Frontier(tried, frontier.costs.speeds, required, question.forced)
+        if again.best_at_last(question.budgets) is not None:
+            found.append(f"a microbatch of {sequences} sequence{'s' if sequences > 1 else ''}")
+            break
+    else:
+        if "device" in over:
+            found += _shorter(question, frontier.costs.speeds, required)
+    if not found:
+        short = " and ".join(f"{gib(size)} GiB more of {name} memory" for name, size in over.items())
+        found.append(short)
+    return found
+
+
+def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str]:
+    """The longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
+    asked = question.workload
+    workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
+
+    def fits(tokens: int) -> bool:
+        tried = Frontier(replace(workload, sequence_tokens=tokens), speeds, required, question.forced)
+        return tried.best_at_last(question.budgets) is not None
+
+    halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
+    lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]
+    if not lengths or not fits(lengths[-1]):  # asked first: where weights alone are too many no length fits
+        return []
+    tokens = next(filter(fits, lengths[:-1]), lengths[-1])
+    return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
+
+
+def _tenths(nbytes: int) -> float:
+    """In GiB, rounded up."""
+    return -(-nbytes // (GIB // 10)) / 10
+
+
+def _fits_unpinned(question: Question, frontier: Frontier, required: Required) -> bool:
+    """Whether it is page-locked gradients and weights alone that are too many."""
+    budgets, workload = question.budgets, question.workload
+    unpinned = replace(workload, pin_gradients=False, pin_weights=False)
+    near = [c.choice for c in frontier.candidates if set(budgets.over(c.needs)) == {"pinned"}]
+    return workload != unpinned and any(not budgets.over(required(unpinned, choice)) for choice in near)
+
+
+def _without(budgets: Budgets, name: str) -> Budgets:
+    if name == "device":
+        return replace(budgets, device_bytes=None)
+    return replace(budgets, host_bytes=None) if name == "host" else replace(budgets, pinned_bytes=None)

@@ -1,0 +1,398 @@
+"""Which buckets and layers get what: a linear programme, solved by HiGHS through SciPy. No torch.
+
+Layers that are alike are counted, not told apart: the programme chooses how many of them get what, and which shares of
+the state get which placement; `hostward.core.placement.place_fraction` then says which buckets. Numbers of layers are
+rounded towards less device memory, and what is either so or so is tried both ways: as an integer programme the same
+takes ten times as long. Times are linear: what the GPU computes, plus what does not fit behind forward or backward on
+each lane. `hostward.time_model` judges what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from typing import Any
+
+from hostward.core.inventory import Bucket
+from hostward.core.placement import Placement, place_fraction
+from hostward.errors import ConfigError
+from hostward.plan.cost_model import SUM_BYTES, Costs
+from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
+from hostward.plan.lane_simulator import Queue
+from hostward.schedule.staging import FEWEST, STAGED_SHARE
+from hostward.schedule.weights import fetched_ahead
+
+_GB = 1e9
+_ROUNDED = 1e-6
+"""Of a layer: the solver's tolerance."""
+LAST_STAY = 2
+"""Layers whose activations stay: with fewer, each layer would wait for the copy of the one before it."""
+_ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
+"""What leaves belongs to the first layers: it comes back last, so its copies have the most time. What keeps less on the
+device comes before what keeps more.
+"""
+_STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
+"""What each of them is where its tensors stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What is not the planner's to choose: placements by bucket, activations by position among repeated layers, layers
+    whose weights leave, whether the host adds gradients up (None: the planner's choice), and the most device bytes of
+    staging slots (None: what backward has freed).
+    """
+
+    placements: Mapping[int, Placement] = field(default_factory=dict)
+    activations: Mapping[int, Keep] = field(default_factory=dict)
+    offloaded_weights: frozenset[str] | None = None
+    gradients_on_host: bool | None = None
+    staging_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the programme; None: no limit."""
+
+    device_bytes: float | None = None
+    host_bytes: float | None = None
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Constraints `coefficients . x <= bound`, coefficients by variable."""
+
+    coefficients: list[dict[int, float]] = field(default_factory=list)
+    bounds: list[tuple[float, float]] = field(default_factory=list)
+
+    def at_most(self, terms: Mapping[int, float], bound: float) -> None:
+        self.coefficients.append(dict(terms))
+        self.bounds.append((-math.inf, bound))
+
+    def equal(self, terms: Mapping[int, float], bound: float) -> None:
+        self.coefficients.append(dict(terms))
+        self.bounds.append((bound, bound))
+
+
+Terms = dict[int, float]
+
+
+def _sum(*parts: tuple[Terms, float]) -> Terms:
+    """Linear combination of linear expressions."""
+    found: Terms = {}
+    for terms, factor in parts:
+        for variable, coefficient in terms.items():
+            found[variable] = found.get(variable, 0.0) + factor * coefficient
+    return found
+
+
+class Programme:
+    """The programme of one workload on one machine, for many limits.
+
+    Args:
+        weights: names of layers whose weights lie on the host; their buckets are stepped there.
+    """
+
+    def __init__(self, costs: Costs, forced: Forced, weights: frozenset[str]) -> None:
+        self.costs, self.forced, self.weights = costs, forced, weights
+        self.upper: list[float] = []
+        self.either: list[int] = []
+        """Variables that are 0 or 1."""
+        self.rows = _Rows()
+        self.buckets = costs.workload.inventory.buckets
+        self.bucket_kinds = self._bucket_kinds()
+        self.layer_kinds = self._layer_kinds()
+        self.placed = [self._shared(1, self._placements(members[0])) for members in self.bucket_kinds]
+        self.kept = [self._shared(len(members), self._keeps(members[0])) for members in self.layer_kinds]
+        self._one_recomputation()
+        self._last_stay()
+        self._time()
+        self._memory()
+
+    # ------------------------------------------------------------------ variables
+
+    def _variable(self, upper: float = math.inf) -> int:
+        self.upper.append(upper)
+        return len(self.upper) - 1
+
+    def _so_or_so(self) -> int:
+        self.either.append(self._variable(1.0))
+        return self.either[-1]
+
+    def _shared(self, count: int, options: Sequence[Any]) -> dict[Any, int]:
+        found = {option: self._variable(count) for option in options}
+        self.rows.equal(dict.fromkeys(found.values(), 1.0), count)
+        return found
+
+    def _bucket_kinds(self) -> list[list[int]]:
+        kinds: dict[Any, list[int]] = {}
+        for i, bucket in enumerate(self.buckets):
+            key = bucket.kind, bucket.dtype, self.forced.placements.get(i), bucket.layer in self.weights
+            kinds.setdefault(key, []).append(i)
+        return list(kinds.values())
+
+    def _layer_kinds(self) -> list[list[int]]:
+        kinds: dict[Any, list[int]] = {}
+        for position, i in enumerate(self.costs.repeated):
+            cost = self.costs.layers[i]
+            key = (
+                cost.forward_s,
+                cost.saved_bytes,
+                cost.elementwise_bytes,
+                cost.input_bytes,
+                self.forced.activations.get(position),
+            )
+            kinds.setdefault(key, []).append(position)
+        return list(kinds.values())
+
+    def _placements(self, bucket: int) -> list[Placement]:
+        if bucket in self.forced.placements:
+            return [self.forced.placements[bucket]]
+        return [Placement.HOST] if self.buckets[bucket].layer in self.weights else list(Placement)
+
+    def _keeps(self, position: int) -> list[Keep]:
+        if position in self.forced.activations:
+            return [self.forced.activations[position]]
+        cost = self.costs.layers[self.costs.repeated[position]]
+        return [k for k in Keep if k not in ELEMENTWISE or cost.elementwise_bytes]
+
+    def _one_recomputation(self) -> None:
+        """Elementwise parts run again in the first layers, and nothing else with it: neither whole layers run again,
+        nor layers leave as they are.
+        """
+        whole = self._so_or_so()
+        count = sum(len(members) for members in self.layer_kinds)
+        free = [k for k in self.kept if len(k) > 1]
+        others = (*RECOMPUTED, Keep.OFFLOAD)
+        self.rows.at_most({**{k[o]: 1.0 for k in free for o in others if o in k}, whole: -count}, 0.0)
+        self.rows.at_most({**{k[o]: 1.0 for k in free for o in ELEMENTWISE if o in k}, whole: count}, count)
+
+    def _last_stay(self) -> None:
+        leaving = [k[o] for k in self.kept if len(k) > 1 for o in LEAVES if o in k]
+        forced = sum(
+            len(members) for members, k in zip(self.layer_kinds, self.kept, strict=True) if set(k) <= {*LEAVES}
+        )
+        self.most_leave = max(0, len(self.costs.repeated) - LAST_STAY - forced)
+        self.rows.at_most(dict.fromkeys(leaving, 1.0), self.most_leave)
+
+    # ------------------------------------------------------------------ expressions
+
+    def _of_buckets(self, of: Any, *placements: Placement) -> Terms:
+        """Sum of `of(bucket)` over buckets with one of the placements."""
+        return {
+            kinds[p]: float(sum(of(self.buckets[member]) for member in members))
+            for members, kinds in zip(self.bucket_kinds, self.placed, strict=True)
+            for p in placements
+            if p in kinds
+        }
+
+    def _of_layers(self, of: Any, keeps: Sequence[Keep]) -> Terms:
+        """Sum of `of(cost, keep)` over repeated layers with one of `keeps`."""
+        return {
+            kinds[k]: float(of(self.costs.layers[self.costs.repeated[members[0]]], k))
+            for members, kinds in zip(self.layer_kinds, self.kept, strict=True)
+            for k in keeps
+            if k in kinds
+        }
+
+    def _time(self) -> None:
+        costs, speeds = self.costs, self.costs.speeds
+        microbatches = costs.workload.microbatches
+        forward = sum(c.forward_s for c in costs.layers)
+        backward = sum(c.backward_s for c in costs.layers)
+        again = self._of_layers(lambda c, k: c.again_s(k), list(Keep))
+        parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
+        host_s = self._of_buckets(lambda b: b.numel / speeds.host_parameters_per_s, Placement.HOST)
+        weights = self._of_buckets(_weight_bytes, Placement.HOST)
+        uploads = weights if not self.weights else {}
+        state = self._of_buckets(lambda b: b.state_bytes, Placement.STREAMED)
+        device = self._of_buckets(
+            lambda b: (2 * b.state_bytes + 6 * b.numel) / speeds.traffic_bytes_per_s, Placement.DEVICE
+        )
+        after, behind, middle, staged = (self._variable() for _ in range(4))
+        duplex = speeds.h2d_bytes_per_s + speeds.d2h_bytes_per_s
+        busy = speeds.slowdown[7][Queue.D2H] * duplex
+        lost = (1 - speeds.slowdown[7][Queue.HOST]) / busy
+        # In seconds of the link.
+        staged_terms = {staged: speeds.h2d_bytes_per_s}
+        moved = _sum((uploads, 1.0), (state, 2.0), (staged_terms, -1.0))
+        rows = self.rows
+        rows.at_most(_sum((staged_terms, 1.0), (state, -1.0)), 0.0)
+        rows.at_most({staged: 1.0}, STAGED_SHARE * backward)
+        one = ({after: 1.0}, -1.0)
+        rows.at_most(_sum((host_s, 1.0), (moved, lost), one), forward)
+        rows.at_most(_sum((moved, 1 / busy), one), forward)
+        rows.at_most(
+            _sum((uploads, 1 / speeds.h2d_bytes_per_s), (state, 1 / speeds.h2d_bytes_per_s), one,
+                 ({staged: 1.0}, -1.0)), forward,
+        )  # fmt: skip
+        rows.at_most(_sum((state, 1 / speeds.d2h_bytes_per_s), (parked, 1 / speeds.d2h_bytes_per_s), one), forward)
+        back = (_sum(({behind: 1.0}, 1.0), (again, 1.0)), -1.0)
+        rows.at_most(_sum((weights, 1 / speeds.d2h_bytes_per_s), back), backward)
+        rows.at_most(_sum((parked, 1 / speeds.h2d_bytes_per_s), ({staged: 1.0}, 1.0), back), backward)
+        pause = ({middle: 1.0}, -1.0)
+        rows.at_most(_sum((parked, 1 / speeds.d2h_bytes_per_s), pause), forward)
+        rows.at_most(_sum((parked, 1 / speeds.h2d_bytes_per_s), pause), backward)
+        # Of equal times the one that moves least.
+        self.objective = _sum(
+            (again, float(microbatches)), (device, 1.0), ({after: 1.0, behind: 1.0}, 1.0),
+            ({middle: 1.0}, float(microbatches - 1)), (moved, 0.01 / duplex), (parked, 0.01 / duplex),
+            (host_s, 0.01),
+        )  # fmt: skip
+
+    def _memory(self) -> None:
+        costs = self.costs
+        several, wide = costs.workload.microbatches > 1, SUM_BYTES if costs.workload.gradients_in_fp32 else 0
+        largest = max((b.state_bytes for b in self.buckets), default=0)
+        self.streams = streams = self._so_or_so()
+        state = self._of_buckets(lambda b: b.numel, Placement.STREAMED)
+        self.rows.at_most({**state, streams: -float(sum(costs.numels) or 1)}, 0.0)
+        here = [layer for layer in costs.workload.layers if layer.name not in self.weights]
+        away = sorted((c.layer.weight_bytes for c in costs.layers if c.layer.name in self.weights), reverse=True)
+        at_once = 1 + fetched_ahead(gathered=costs.workload.ranks > 1)
+        fixed = float(sum(layer.weight_bytes for layer in here) + sum(away[:at_once]))
+        held = self._of_buckets(lambda b: b.state_bytes, Placement.DEVICE)
+        always = _sum((held, 1.0), ({streams: float(FEWEST * largest)}, 1.0))
+        stays = self._of_buckets(lambda b: b.numel * (wide or b.dtype.itemsize_bytes), *Placement)
+        if not several:
+            stays = {v: c for v, c in stays.items() if v not in {k.get(Placement.HOST) for k in self.placed}}
+        kept = self._of_layers(lambda c, k: c.held_bytes(k), [k for k in Keep if k not in LEAVES])
+        outside = sum(c.saved_bytes for c in costs.layers if not c.layer.repeated)
+        once = max((c.saved_bytes for c in costs.layers if c.layer.repeated), default=0.0)
+        early = (stays, 1.0) if several else ({}, 1.0)
+        self.device = [
+            (_sum((always, 1.0), (kept, 1.0), early), fixed + outside),
+            (_sum((always, 1.0), (stays, 1.0)), fixed + once),
+        ]
+        parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
+        # Pools grow by an eighth where a size was not foreseen; what counts in the end is the memory model.
+        host = _sum(
+            (self._of_buckets(lambda b: b.host_bytes + b.numel * b.dtype.itemsize_bytes, Placement.HOST), 1.0),
+            (self._of_buckets(lambda b: b.state_bytes, Placement.STREAMED), 1.0),
+            (parked, 1.0),
+        )
+        self.host = host, float(sum(c.layer.frozen_weight_bytes for c in costs.layers if c.layer.name in self.weights))
+
+    # ------------------------------------------------------------------ solving
+
+    def solve(self, limits: Limits, *, least_device: bool = False) -> Choice | None:
+        """The fastest choice within the limits by linear times, or the one with the least device memory; None where
+        there is none.
+        """
+        rows, bounds = list(self.rows.coefficients), list(self.rows.bounds)
+        objective, count = self.objective, len(self.upper)
+        for terms, fixed in self.device:
+            if least_device:
+                rows.append({**terms, count: -_GB})
+                bounds.append((-math.inf, -fixed))
+            elif limits.device_bytes is not None:
+                rows.append(terms)
+                bounds.append((-math.inf, limits.device_bytes - fixed))
+        if limits.host_bytes is not None:
+            rows.append(self.host[0])
+            bounds.append((-math.inf, limits.host_bytes - self.host[1]))
+        upper = list(self.upper)
+        if least_device:
+            objective = {count: 1.0}
+            upper.append(math.inf)
+        found = _solve(objective, rows, bounds, upper, self.either)
+        return None if found is None else self._choice(found[: len(self.upper)])
+
+    def _values(self, choice: Choice) -> list[float]:
+        """The variables of a choice that this programme made."""
+        values = [0.0] * len(self.upper)
+        for members, kinds in zip(self.bucket_kinds, self.placed, strict=True):
+            total = sum(self.buckets[m].state_bytes for m in members) or 1
+            for member in members:
+                values[kinds[choice.placements[member]]] += self.buckets[member].state_bytes / total
+        for members, options in zip(self.layer_kinds, self.kept, strict=True):
+            for member in members:
+                values[options[choice.activations[member]]] += 1
+        values[self.streams] = float(Placement.STREAMED in choice.placements)
+        return values
+
+    def device_bytes(self, choice: Choice) -> float:
+        """Device bytes by linear estimate."""
+        values = self._values(choice)
+        return max(fixed + sum(c * values[v] for v, c in terms.items()) for terms, fixed in self.device)
+
+    def host_bytes(self, choice: Choice) -> float:
+        """Host bytes by linear estimate."""
+        values = self._values(choice)
+        return self.host[1] + sum(c * values[v] for v, c in self.host[0].items())
+
+    def _choice(self, values: Sequence[float]) -> Choice:
+        placements = [Placement.DEVICE] * len(self.buckets)
+        for members, kinds in zip(self.bucket_kinds, self.placed, strict=True):
+            if len(kinds) == 1:
+                for member in members:
+                    placements[member] = next(iter(kinds))
+                continue
+            of = {p: min(1.0, max(0.0, values[v])) for p, v in kinds.items()}
+            streamed, host = of.get(Placement.STREAMED, 0.0), of.get(Placement.HOST, 0.0)
+            share = streamed / (streamed + host) if streamed + host else 0.0
+            rows = place_fraction(
+                [self.buckets[m] for m in members], min(1.0, streamed + host), min(1.0, share)
+            ).buckets
+            for member, row in zip(members, rows, strict=True):
+                placements[member] = row.placement
+        keeps = [Keep.KEEP] * len(self.costs.repeated)
+        for members, options in zip(self.layer_kinds, self.kept, strict=True):
+            order = [k for k in _ORDER if k in options]
+            until = rounded_up([values[options[k]] for k in order])
+            for at, position in enumerate(members):
+                keeps[position] = next((k for k, end in zip(order, until, strict=True) if at < end), order[-1])
+        # Each kind of layers was rounded by itself.
+        leave = [i for i, keep in enumerate(keeps) if keep in LEAVES and i not in self.forced.activations]
+        for i in leave[self.most_leave :]:
+            keeps[i] = _STAYING[keeps[i]]
+        return Choice(tuple(placements), tuple(keeps), self.weights)
+
+
+def rounded_up(counts: Sequence[float]) -> list[int]:
+    """By count, the first whole number that the sum of it and of those before it does not exceed."""
+    return [math.ceil(total - _ROUNDED) for total in accumulate(counts)]
+
+
+def _weight_bytes(bucket: Bucket) -> int:
+    return bucket.numel * bucket.dtype.itemsize_bytes
+
+
+def _solve(
+    objective: Mapping[int, float],
+    rows: Sequence[Mapping[int, float]],
+    bounds: Sequence[tuple[float, float]],
+    upper: Sequence[float],
+    either: Sequence[int],
+) -> list[float] | None:
+    """The values with the least objective, those of `either` 0 or 1; None where there are none."""
+    try:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise ConfigError(
+            "planning needs SciPy",
+            why="it brings the solver that chooses placements",
+            fix="pip install '.[train,plan]' in a clone of hostward, or pip install scipy",
+        ) from error
+    matrix = np.zeros((len(rows), len(upper)))
+    for r, terms in enumerate(rows):
+        for variable, coefficient in terms.items():
+            matrix[r, variable] = coefficient
+    # Bytes and seconds in one matrix: each row by its largest coefficient.
+    scale = np.maximum(np.abs(matrix).max(axis=1), 1e-30)
+    low, high = (np.array(side) / scale for side in zip(*bounds, strict=True))
+    constraints = LinearConstraint(matrix / scale[:, None], low, high)
+    weights = np.zeros(len(upper))
+    for variable, coefficient in objective.items():
+        weights[variable] = coefficient
+    weights /= max(np.abs(weights).max(), 1e-30)
+    solved = []
+    for values in product((0.0, 1.0), repeat=len(either)):
+        least, most = np.zeros(len(upper)), np.array(upper)
+        least[either] = most[either] = values
+        found = milp(weights, constraints=constraints, bounds=Bounds(least, most))
+        if found.x is not None:
+            solved.append((float(found.fun), [float(v) for v in found.x]))
+    return min(solved, key=lambda pair: pair[0], default=(0.0, None))[1]

@@ -1,0 +1,397 @@
+"""Device memory along a training step, from forward's first operation to the end of backward. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from hostward.core.placement import Placement
+from hostward.plan.decisions import LEAVES, Choice, Keep
+from hostward.plan.gradient_memory import Facts, Gradients, Made
+from hostward.plan.workload import Curve, Layer, Moment, PerToken, Way
+from hostward.schedule.staging import FEWEST, Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
+from hostward.schedule.weights import fetched_ahead
+
+_WAYS = {
+    Keep.KEEP: Way.KEEP,
+    Keep.OFFLOAD: Way.KEEP,
+    Keep.RECOMPUTE: Way.RECOMPUTE,
+    Keep.RECOMPUTE_OFFLOAD: Way.RECOMPUTE,
+    Keep.ELEMENTWISE: Way.ELEMENTWISE,
+    Keep.ELEMENTWISE_OFFLOAD: Way.ELEMENTWISE,
+}
+_NOTHING = PerToken(0.0)
+
+
+class Owner(StrEnum):
+    """What bytes are for."""
+
+    WEIGHTS = "weights"
+    GATHERED = "gathered weights"
+    """Of several ranks' parts, with the gradients of whole layers that are scattered again."""
+    GRADIENTS = "gradients"
+    STATE = "optimizer state"
+    SLOTS = "staging slots"
+    ACTIVATIONS = "activations"
+    LOSS = "logits and loss"
+    WORKSPACE = "workspaces"
+    COPIES = "copies for a checkpoint"
+
+
+@dataclass(slots=True)
+class Sample:
+    """What is on the device at one moment, slots and optimizer state left out."""
+
+    weights: float
+    gradients: float
+    activations: float
+    loss: float = 0.0
+    gathered: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.gradients + self.activations + self.loss + self.gathered
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCount:
+    """Staging slots: how many there are, at most would be, from which buckets' gradient points they are held one by
+    one, and to which layers' next forward; None: the last one's.
+    """
+
+    count: int
+    most: int
+    stage_at: tuple[int, ...]
+    unstage_at: tuple[str | None, ...]
+
+
+@dataclass(slots=True)
+class _Timeline:
+    samples: list[Sample] = field(default_factory=list)
+    points: list[tuple[int, str | None, int | None]] = field(default_factory=list)
+    """(first sample after it, layer of a use point, bucket of a gradient point)"""
+
+    def use(self, layer: str) -> None:
+        self.points.append((len(self.samples), layer, None))
+
+    def gradient(self, bucket: int) -> None:
+        self.points.append((len(self.samples), None, bucket))
+
+
+class StepModel:
+    """One step in steady state: the last microbatch, with what earlier ones have left."""
+
+    def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
+        workload = self._workload = facts.workload
+        self._gradients, self._captured, self._serial = gradients, choice.captured, choice.serial
+        self._tokens, self._length = workload.microbatch_tokens, workload.sequence_tokens
+        layers = workload.layers
+        self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
+        self._visits = [0, *accumulate(int(layer.repeated) for layer in layers)][:-1]
+        """By layer, how many of the list's come before."""
+        keeps: list[Keep | None] = [None] * len(layers)
+        for i, keep in zip(self._numbers, choice.activations, strict=True):
+            keeps[i] = keep
+        ways = [Way.KEEP if keep is None else _WAYS[keep] for keep in keeps]
+        self._curves = [_curve_of(layer, way, facts.curves) for layer, way in zip(layers, ways, strict=True)]
+        self._bytes_at: dict[int, float] = {}
+        """By the moment's object: layers of a kind share theirs."""
+        kept = [self._at(curve.kept) for curve in self._curves]
+        self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
+        self._away = [keep in LEAVES for keep in keeps]
+        self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
+        self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
+        """Of saved tensors on the host."""
+        self._parked = [n if away else 0.0 for away, n in zip(self._away, kept, strict=True)]
+        self._parked_before = [0.0, *accumulate(self._parked[i] for i in self._numbers)]
+        """By place among the list's layers, of all before it."""
+        last_away = max((at for at, i in enumerate(self._numbers) if self._away[i]), default=-1)
+        self._window = max(1, len(self._numbers) - 1 - last_away)
+        self._weights = [layer.weight_bytes for layer in layers]
+        self._whole = [n * workload.ranks if workload.ranks > 1 else 0 for n in self._weights]
+        """Of layers that are gathered from several ranks."""
+        self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
+        """By layer, those of all before it."""
+        tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
+        self._root = self._whole[0] if tied and workload.resharded else 0
+        """An embedding that is the output layer as well: gathered by the root, it is whole in all of a pass."""
+        self._reduced = 2 if workload.reduced_in_fp32 else 1
+        """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
+        self._left = self._reduced * self._whole[0]
+        """What a backward has scattered last: it stays until the next microbatch's has something to scatter."""
+        self._left_until = len(layers) - (2 if tied else 1)
+        self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
+        self._fetched = bool(choice.offloaded_weights)
+        self._ahead = fetched_ahead(gathered=workload.ranks > 1)
+        self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
+        buckets = workload.inventory.buckets
+        streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
+        self._slot_bytes = slot_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
+        self._most = most_slots(len(streamed), self._slot_bytes, choice.staging_bytes)
+        self._late = late_bucket(facts.numels)
+
+    def _at(self, moment: Moment) -> float:
+        found = self._bytes_at.get(id(moment))
+        if found is None:
+            found = self._bytes_at[id(moment)] = moment.of(self._tokens, self._length)
+        return found
+
+    @property
+    def resident_weight_bytes(self) -> int:
+        """Between steps: the first of the offloaded layers are on their way already."""
+        first = [self._weights[i] for i in self._numbers[: self._ahead] if self._offloaded[i]]
+        return round(self._always + sum(first))
+
+    # ---------------------------------------------------------------- along the step
+
+    @cached_property
+    def _timeline(self) -> _Timeline:
+        timeline = _Timeline()
+        self._forward(timeline)
+        self._backward(timeline)
+        return timeline
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        return [sample.bytes for sample in self._timeline.samples]
+
+    @cached_property
+    def _between(self) -> Sequence[Sample]:
+        """Of a backward before the last, in which layers that are gathered stay so: no slot is taken there."""
+        timeline, total = _Timeline(), sum(self._kept)
+        if self._workload.fetched_anew or self._workload.microbatches == 1:
+            return ()  # the last is the fullest
+        for i in reversed(range(len(self._workload.layers))):
+            total -= self._kept[i]
+            gathered = self._whole_before[-1] + self._scattered(i, self._workload.microbatches > 2)
+            held, weights = [self._gradients.before_bytes], self._weights_at(i, -1)
+            self._sample(timeline, i, self._curves[i].backward, total + self._back(i), held, weights, gathered)
+            reducing = self._whole_before[-1] + (1 + self._reduced) * self._whole[i]
+            timeline.samples.append(Sample(weights, held[0], total + self._back(i), 0.0, reducing))
+        return timeline.samples
+
+    def _forward(self, timeline: _Timeline) -> None:
+        layers = self._workload.layers
+        waiting = {} if self._gradients.accumulate else self._gradients.used_in_forward()
+        held = self._gradients.before_bytes + sum(waiting.values())
+        kept = 0.0
+        for i, layer in enumerate(layers):
+            timeline.use(layer.name)
+            held -= waiting.pop(layer.name, 0)
+            base = kept + self._leaving(i)
+            gathered = self._gathered(i)
+            self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, 1), gathered)
+            kept += self._kept[i]
+
+    def _backward(self, timeline: _Timeline) -> None:
+        layers, total = self._workload.layers, sum(self._kept)
+        made_by_layer = iter(self._gradients.backward)
+        held = self._gradients.before_bytes
+        for i in reversed(range(len(layers))):
+            made = next(made_by_layer)
+            total -= self._kept[i]
+            base = total + self._back(i)
+            weights = self._weights_at(i, -1), self._gathered_behind(i), self._reducing(i)
+            after = [held, *(m.held_bytes for m in made)]
+            self._moments(timeline, i, made, base, after, weights)
+            held = after[-1]
+        timeline.samples.append(Sample(self.resident_weight_bytes, held, self._kept[0]))
+
+    @property
+    def _first(self) -> int:
+        return self._numbers[0] if self._numbers else 0
+
+    def _moments(
+        self,
+        timeline: _Timeline,
+        i: int,
+        made: Sequence[Made],
+        base: float,
+        after: Sequence[int],
+        weights: tuple[float, float, float],
+    ) -> None:
+        """The moments of a layer's backward, with gradient points where they come; `weights`: and what is gathered, and
+        what is of that when the layer is done.
+        """
+        done = 0
+        # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
+        reloaded = self._parked[i] if self._recomputed[i] else 0.0
+        for moment in self._curves[i].backward:
+            while done < min(moment.gradients, len(made)):
+                for bucket in made[done].completed:
+                    timeline.gradient(bucket)
+                done += 1
+            gone = reloaded if moment.gradients else 0.0
+            self._sample(timeline, i, (moment,), base - gone, after, *weights[:2])
+        for at in range(done, len(made)):
+            for bucket in made[at].completed:
+                timeline.gradient(bucket)
+        timeline.samples.append(Sample(weights[0], after[-1], base, 0.0, max(weights[1:])))
+
+    def _sample(
+        self,
+        timeline: _Timeline,
+        i: int,
+        moments: Sequence[Moment],
+        base: float,
+        held: Sequence[int],
+        weights: float,
+        gathered: float,
+    ) -> None:
+        layer = self._workload.layers[i]
+        behind = not layer.repeated and i > self._first
+        for moment in moments:
+            own = self._at(moment)
+            gradients = held[min(moment.gradients, len(held) - 1)]
+            gradients += self._gradients.temporary_bytes(layer, moment.gradients)
+            kept, loss = (base, own) if behind else (base + own, 0.0)
+            timeline.samples.append(Sample(weights, gradients, kept, loss, gathered))
+
+    def _leaving(self, i: int) -> float:
+        """Of layers before `i` in forward, saved tensors that are on their way to the host and still here."""
+        at = self._visits[i]
+        return self._parked_before[at] - self._parked_before[min(at, max(0, at - self._window + 1))]
+
+    def _back(self, i: int) -> float:
+        """Of layers before `i` in backward, saved tensors that are here again, or on their way."""
+        at = self._visits[i]
+        if at == len(self._numbers):
+            return 0.0
+        return self._parked_before[at] - self._parked_before[max(0, at - self._window)]
+
+    def _weights_at(self, i: int, step: int) -> float:
+        """While layer `i` runs, and those are fetched that come after it: `step` is 1 in forward, -1 in backward."""
+        whole = not self._workload.fetched_anew and (step < 0 or self._workload.microbatches > 1)
+        if whole or not self._fetched:
+            return self._always
+        here = (i + step * k for k in range(self._ahead + 1))
+        return self._always + sum(
+            self._weights[at] for at in here if 0 <= at < len(self._weights) and self._offloaded[at]
+        )
+
+    def _gathered(self, i: int) -> float:
+        """While layer `i` runs forward: layers are gathered one by one, the next one while this one runs, and stay
+        until their backward; those of several microbatches until that of the last. What is resharded leaves what it was
+        copied from until the next is gathered.
+        """
+        if self._workload.resharded:
+            left = self._left if self._workload.microbatches > 1 else 0
+            return 2 * self._whole[i] + (self._root if i > 0 else 0) + left
+        if self._workload.microbatches > 1:
+            return self._whole_before[-1] + self._left
+        return self._whole_before[i + 2]
+
+    def _gathered_behind(self, i: int) -> float:
+        """In backward: the gradient of the whole layer is made, and that of the one behind it scattered. What was
+        resharded is gathered one layer ahead; what the root has is whole until the end. (Where a gradient has two
+        halves, the curves tell how the first waits for the other.)
+        """
+        return self._others(i) + self._whole[i] + self._scattered(i, self._workload.microbatches > 1)
+
+    def _others(self, i: int) -> float:
+        """Of other layers, what is whole in backward of layer `i`."""
+        if not self._workload.resharded:
+            return self._whole_before[i]
+        return (self._whole[i - 1] if i > 0 else 0) + (self._root if i > 1 else 0)
+
+    def _reducing(self, i: int) -> float:
+        """When layer `i` is done: it is divided again, and its gradient is copied to where it is scattered from. What
+        was scattered of the layer behind it has gone before.
+        """
+        return self._others(i) + (1 + self._reduced) * self._whole[i]
+
+    def _scattered(self, i: int, again: bool) -> float:
+        """`again`: another microbatch's backward was before."""
+        before, left = self._whole_before, self._left if again and i >= self._left_until else 0
+        return before[i + 1] - before[i] + self._reduced * (before[i + 2] - before[i + 1]) + left
+
+    # ---------------------------------------------------------------- slots
+
+    def slots(self) -> SlotCount:
+        """As the engine settles them after its profile of the third step."""
+        if not self._most:
+            return SlotCount(0, 0, (), ())
+        if self._serial:  # taken when backward is over
+            return replace(self.first_slots, stage_at=(-1,) * self.first_slots.count)
+        settled = settle(
+            self._spans(),
+            slot_size_bytes=self._slot_bytes,
+            most=self._most,
+            stage_at=self._late,
+            early=not any(self._away) and not self._fetched,
+        ) or Settled(self._most, (self._late,) * self._most, (None,) * self._most)
+        return SlotCount(settled.count, self._most, settled.stage_at, settled.unstage_at)
+
+    @property
+    def first_slots(self) -> SlotCount:
+        """Before that profile."""
+        count = min(FEWEST, self._most)
+        return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
+
+    def _spans(self) -> list[Span]:
+        samples, points = self._totals, self._timeline.points
+        ends = [*(at for at, _, _ in points[1:]), len(samples)]
+        found = []
+        for (start, layer, bucket), end in zip(points, ends, strict=True):
+            # What is there at a point is there in its span, even if no moment falls into it.
+            peak = max(samples[min(start, len(samples) - 1) : max(end, start + 1)])
+            found.append(Span(layer, bucket, 0, round(peak)))
+        return found
+
+    def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
+        """By owner, at the moment at which the device holds the most."""
+        samples, points = self._timeline.samples, self._timeline.points
+        last = len(samples) - 1
+        staged = [next((at for at, _, b in points if b is not None and b <= stage), last) for stage in slots.stage_at]
+        uses = {layer: at for at, layer, _ in reversed(points) if layer is not None}
+        behind = max(uses.values(), default=0)
+        back = [uses.get(layer, behind) if layer is not None else behind for layer in slots.unstage_at]
+
+        def slots_at(t: int) -> int:
+            # The graph's memory is there during the step as well.
+            kept = slots.count if self._captured else slots.count - bisect_right(back, t)
+            return max(kept, bisect_right(staged, t)) * self._slot_bytes
+
+        # From one change of the slots to the next, what else is there decides.
+        spans = pairwise(sorted({0, *staged, *back, len(samples)}))
+        fullest_of = [(max(self._totals[start:end]), slots_at(start), start, end) for start, end in spans]
+        most, slots_held, start, end = max(fullest_of, key=lambda span: span[0] + span[1])
+        found = samples[self._totals.index(most, start, end)]
+        fullest = max(self._between, key=lambda sample: sample.bytes, default=found)
+        if fullest.bytes > found.bytes + slots_held:
+            found, slots_held = fullest, 0
+        return {
+            Owner.WEIGHTS: found.weights,
+            Owner.GRADIENTS: found.gradients,
+            Owner.SLOTS: slots_held,
+            Owner.ACTIVATIONS: found.activations,
+            Owner.LOSS: found.loss,
+            Owner.GATHERED: found.gathered,
+        }
+
+
+def _curve_of(layer: Layer, way: Way, made: dict[tuple[str, Way], Curve]) -> Curve:
+    """How a layer runs: one without norms and activations that can run again keeps all. Without curves, from what is
+    known in sum, once: `made`.
+    """
+    if layer.curves:
+        return layer.curves.get(way) or layer.curves[Way.KEEP]
+    key = layer.name, way
+    if key not in made:
+        made[key] = _curve_in_sum(layer, way)
+    return made[key]
+
+
+def _curve_in_sum(layer: Layer, way: Way) -> Curve:
+    saved, kept = layer.saved_bytes, layer.saved_bytes
+    if way is Way.RECOMPUTE:
+        kept = layer.input_bytes
+    elif way is Way.ELEMENTWISE:
+        kept = sum((part.bytes for part in layer.saved if not part.elementwise), _NOTHING)
+    running = Moment(layer.input_bytes + saved)
+    backward = Moment(running.bytes + layer.workspace_bytes, 0.0, len(layer.gradients))
+    return Curve((running,), Moment(kept), (backward,))

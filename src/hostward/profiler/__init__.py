@@ -1,0 +1,1 @@
+"""Measure a model's layers on the meta device: what they save, compute and hold."""

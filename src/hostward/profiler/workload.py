@@ -1,0 +1,328 @@
+"""A module as a workload: what it holds and computes, found on the meta device. No weight is allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hostward.activations.recompute import Region, Regions, elementwise_in
+from hostward.core.inventory import Dtype, Inventory, cut_buckets, layer_of
+from hostward.errors import ConfigError, ModelError
+from hostward.model.layers import find_layers
+from hostward.model.parameters import Places, groups_of
+from hostward.plan.workload import Curve, Layer, PerToken, Saved, Way, Workload
+from hostward.profiler.layer_profiler import Layers, Loss, PartRun, run
+from hostward.profiler.token_fit import Fit, Size, curve, sizes, with_layers
+from hostward.runtime.backend import DTYPES
+
+_NOTHING = PerToken(0.0)
+
+
+def workload_of(
+    model: torch.nn.Module,
+    *,
+    sequence_tokens: int,
+    microbatch_sequences: int = 1,
+    microbatches: int = 1,
+    loss: Loss,
+    name: str = "",
+    layers: Sequence[torch.nn.Module] | None = None,
+    split_master: bool = True,
+) -> Workload:
+    """What one step of training a causal language model computes and holds.
+
+    One forward and backward run on the meta device at three sizes, over as many layers as there are kinds of them,
+    twice. `model` is not changed, and may lie on the meta device itself.
+
+    Args:
+        loss: as training computes it, of token numbers int64 [sequences, tokens].
+        name: of the model; by default its class.
+        layers: in order of use, where they cannot be found.
+        split_master: as for buckets: False where torch steps.
+
+    Raises:
+        ModelError: no layers were found; forward depends on values of tensors; or the model is sharded.
+        ConfigError: sizes below 1.
+    """
+    for option, value in (("sequence_tokens", sequence_tokens), ("microbatch_sequences", microbatch_sequences)):
+        if value < 1:
+            raise ConfigError(f"{option} must be at least 1, got {value}")
+    if groups_of(model) is not None:
+        raise ModelError(
+            "the model is sharded by FSDP2",
+            why="forward and backward run on the meta device here, where there are no ranks to gather from",
+            fix="plan with the model as it is before fully_shard",
+        )
+    found = find_layers(model, layers)
+    traced = _Traced(model, found, Size(microbatch_sequences, sequence_tokens), loss)
+    inventory = inventory_of(model, split_master=split_master)
+    parts = traced.parts()
+    return Workload(
+        name or type(model).__name__,
+        inventory,
+        tuple(_in_order(model, found, parts)),
+        _weight_dtype(model),
+        sequence_tokens,
+        microbatch_sequences,
+        microbatches,
+    )
+
+
+def inventory_of(model: torch.nn.Module, *, split_master: bool = True) -> Inventory:
+    """Trainable parameters and the buckets that hostward.AdamW cuts them into."""
+    places = Places(model)
+    facts = tuple(places.tracked(name, p, 0).facts for name, p in places.trainable())
+    return Inventory(facts, cut_buckets(facts, split_master=split_master))
+
+
+def _weight_dtype(model: torch.nn.Module) -> Dtype:
+    numels: dict[torch.dtype, int] = {}
+    for p in model.parameters():
+        numels[p.dtype] = numels.get(p.dtype, 0) + p.numel()
+    dtype = max(numels, key=lambda d: numels[d])
+    if dtype not in DTYPES:
+        raise ModelError(f"weights of dtype {dtype}", fix="train in float32, bfloat16 or float16")
+    return DTYPES[dtype]
+
+
+# ---------------------------------------------------------------- runs
+
+
+class _Traced:
+    """Runs of a short model that has each kind of layer twice."""
+
+    def __init__(self, model: torch.nn.Module, layers: Layers, size: Size, loss: Loss) -> None:
+        self._model, self._layers, self._loss = model, layers, loss
+        self._size = size
+        self._fit = Fit(size)
+        kinds = _kinds(model, layers)
+        first = [[i for i, kind in enumerate(kinds) if kind == known] for known in dict.fromkeys(kinds)]
+        self._few = sorted(i for held in first for i in held[:2])
+        self._more = sorted(i for held in first for i in held[:3])
+        representative = {kinds[held[0]]: held[:2][-1] for held in first}
+        self._stands_for = [self._few.index(representative[kind]) for kind in kinds]
+        self._short = _short(model, layers, self._few)
+
+    def parts(self) -> list[Layer]:
+        """Before the layers, the layers, and behind them, weights not yet counted."""
+        runs = {way: found for way in Way if (found := self._runs(way)) is not None}
+        made = {few: self._layer(few, runs) for few in dict.fromkeys(self._stands_for)}
+        named = []
+        for few, (path, _) in zip(self._stands_for, self._layers, strict=True):
+            layer = made[few]
+            named.append(replace(layer, name=path, gradients=tuple(_renamed(layer.gradients, layer.name, path))))
+        before, behind = self._ends(runs[Way.KEEP])
+        return [before, *named, behind]
+
+    def _runs(self, way: Way) -> list[list[PartRun]] | None:
+        """By size; None if no layer can run that way."""
+        model, layers = self._short
+        with _running(layers, way) as possible:
+            if not possible:
+                return None
+            try:
+                return [run(model, layers, _ids(size), self._loss) for size in sizes(self._size)]
+            except ModelError:
+                if way is Way.ELEMENTWISE:
+                    return None  # its modules are not what their names promise, and training cannot recompute them
+                raise
+
+    def _layer(self, few: int, runs: Mapping[Way, list[list[PartRun]]]) -> Layer:
+        found = {way: [parts[few + 1] for parts in by_size] for way, by_size in runs.items()}
+        curves = {way: curve(self._fit, parts) for way, parts in found.items()}
+        path = self._short[1][few][0]
+        return _layer_of(path, self._fit, found[Way.KEEP], curves, found.get(Way.ELEMENTWISE))
+
+    def _ends(self, keep: list[list[PartRun]]) -> list[Layer]:
+        """What comes before the layers and behind them."""
+        more: list[PartRun] | None = None
+        added = len(self._more) - len(self._few)
+        if added:
+            model, layers = _short(self._model, self._layers, self._more)
+            more = run(model, layers, _ids(self._size), self._loss)
+        found = []
+        for part in (0, -1):
+            runs = [parts[part] for parts in keep]
+            held = curve(self._fit, runs)
+            if more is not None:
+                missing = (len(self._layers) - len(self._few)) / added
+                held = with_layers(self._fit, held, runs[0], more[part], missing)
+            layer = _layer_of("", self._fit, runs, dict.fromkeys(Way, held), None)
+            found.append(replace(layer, repeated=False))
+        return found
+
+
+def _renamed(names: Sequence[str], before: str, after: str) -> Iterator[str]:
+    for name in names:
+        yield f"{after}{name.removeprefix(before)}" if name.startswith(f"{before}.") else name
+
+
+def _ids(size: Size) -> torch.Tensor:
+    return torch.empty(size.sequences, size.tokens, dtype=torch.int64, device="meta")
+
+
+@contextmanager
+def _running(layers: Layers, way: Way) -> Iterator[bool]:
+    """Layers run this way within. False: none of them can."""
+    regions: list[Region | Regions] = []
+    if way is Way.RECOMPUTE:
+        regions += [Region(layer) for _, layer in layers]
+    elif way is Way.ELEMENTWISE and (names := elementwise_in(layers)):
+        regions.append(Regions(layers, names))
+    try:
+        yield way is Way.KEEP or bool(regions)
+    finally:
+        for region in regions:
+            region.undo()
+
+
+def _kinds(model: torch.nn.Module, layers: Layers) -> list[object]:
+    """By layer, what makes it alike to others."""
+    config: Any = getattr(model, "config", None)
+    types = getattr(config, "layer_types", None)
+    alike = not isinstance(types, (list, tuple)) or len(set(types)) <= 1
+    # The caller looks the type of a layer up by its position, which is another one in a short model.
+    return [_kind(layer) if alike else i for i, (_, layer) in enumerate(layers)]
+
+
+def _kind(layer: torch.nn.Module) -> object:
+    modules = tuple((path, type(module)) for path, module in layer.named_modules())
+    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    return modules, weights
+
+
+def _short(model: torch.nn.Module, layers: Layers, chosen: Sequence[int]) -> tuple[torch.nn.Module, Layers]:
+    """A copy on the meta device, in training mode, with these layers alone."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        like = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = (
+            torch.nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else like
+        )
+    paths = [path for path, _ in layers]
+    if len(chosen) < len(layers):
+        parent, _, _ = paths[0].rpartition(".")
+        held = model.get_submodule(parent)
+        if not isinstance(held, (torch.nn.ModuleList, torch.nn.Sequential)) or len(held) != len(layers):
+            raise ModelError("the layers are not in one list", fix="leave layers= out")
+        memo[id(held)] = type(held)(*_unpacked(held, [copy.deepcopy(layers[i][1], memo) for i in chosen]))
+        paths = [f"{parent}.{i}" if parent else str(i) for i in range(len(chosen))]
+    short = copy.deepcopy(model, memo).train()
+    config: Any = getattr(short, "config", None)
+    if getattr(config, "num_hidden_layers", None) == len(layers):
+        config.num_hidden_layers = len(chosen)
+    for module in short.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    return short, [(path, short.get_submodule(path)) for path in paths]
+
+
+def _unpacked(held: torch.nn.Module, layers: list[torch.nn.Module]) -> list[Any]:
+    return layers if isinstance(held, torch.nn.Sequential) else [layers]
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _layer_of(
+    path: str, fit: Fit, runs: Sequence[PartRun], curves: Mapping[Way, Curve], elementwise: Sequence[PartRun] | None
+) -> Layer:
+    """A layer without weights, from its runs at the three sizes."""
+
+    def rates(value: Callable[[PartRun], float]) -> PerToken:
+        return fit.rates([value(r) for r in runs])
+
+    saved = tuple(_saved(fit, runs, elementwise))
+    kept = sum((part.bytes for part in saved), _NOTHING)
+    tokens, length = fit.size.of_all, fit.size.tokens
+    most = max((m.bytes for m in curves[Way.KEEP].backward), key=lambda rate: rate.of(tokens, length), default=_NOTHING)
+    workspace = PerToken(most.linear - kept.linear, most.square - kept.square)
+    return Layer(
+        path,
+        True,
+        0,
+        0,
+        rates(lambda r: r.input_bytes),
+        saved,
+        rates(lambda r: sum(work.flops for work in r.work.values())),
+        rates(lambda r: sum(work.traffic_bytes for work in r.work.values())),
+        workspace if workspace.of(tokens, length) > 0 else _NOTHING,
+        curves,
+        runs[0].gradients,
+    )
+
+
+def _saved(fit: Fit, runs: Sequence[PartRun], elementwise: Sequence[PartRun] | None) -> Iterator[Saved]:
+    """What is left where norms and activations run again comes apart from what they make again."""
+    whole = _by_name(runs)
+    rest = whole if elementwise is None else _moved(whole, _by_name(elementwise))
+    for name, held in whole.items():
+        left = rest.get(name, [0] * len(held))
+        flops = fit.rates([r.work[name].flops if name in r.work else 0.0 for r in runs])
+        traffic = fit.rates([r.work[name].traffic_bytes if name in r.work else 0.0 for r in runs])
+        again = [a - b for a, b in zip(held, left, strict=True)]
+        if any(left):
+            yield Saved(name, fit.rates(left), False, flops, _NOTHING if any(again) else traffic)
+        if any(again):
+            yield Saved(name, fit.rates(again), True, _NOTHING, traffic)
+
+
+def _by_name(runs: Sequence[PartRun]) -> dict[str, list[int]]:
+    """Saved bytes by name and size."""
+    return {name: [r.saved.get(name, 0) for r in runs] for name in dict.fromkeys(n for r in runs for n in r.saved)}
+
+
+def _moved(whole: Mapping[str, list[int]], rest: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """`rest`, with what a part saves for others that run again under the names of these: no name has more than in
+    `whole`.
+    """
+    sizes_of = range(len(next(iter(whole.values()), ())))
+    more = [sum(max(0, left[i] - whole.get(name, left)[i]) for name, left in rest.items()) for i in sizes_of]
+    more = [n + sum(left[i] for name, left in rest.items() if name not in whole) for i, n in enumerate(more)]
+    found = {
+        name: [min(left[i], held[i]) for i in sizes_of] for name, held in whole.items() if (left := rest.get(name))
+    }
+    for name, held in reversed(list(whole.items())):
+        left = found.setdefault(name, [0] * len(held))
+        for i in sizes_of:
+            taken = min(more[i], held[i] - left[i])
+            left[i] += taken
+            more[i] -= taken
+    return found
+
+
+def _in_order(model: torch.nn.Module, layers: Layers, parts: Sequence[Layer]) -> Iterator[Layer]:
+    """The parts with their weights; what is outside of the layers by name, in order of the module."""
+    inside = {path for path, _ in layers}
+    trained: dict[str, int] = dict.fromkeys(inside, 0)
+    frozen: dict[str, int] = dict.fromkeys(inside, 0)
+    before: dict[str, None] = {}
+    after: dict[str, None] = {}
+    for name, p in model.named_parameters():
+        held = next((path for path in inside if name.startswith(f"{path}.")), None) or layer_of(name)
+        if held not in inside:
+            (after if before and any(trained[path] + frozen[path] for path in inside) else before)[held] = None
+        counted = trained if p.requires_grad else frozen
+        counted[held] = counted.get(held, 0) + p.numel() * p.element_size()
+
+    def weighed(layer: Layer, name: str) -> Layer:
+        return replace(
+            layer, name=name, trained_weight_bytes=trained.get(name, 0), frozen_weight_bytes=frozen.get(name, 0)
+        )
+
+    first, *middle, last = parts
+    names = [*before] or ["inputs"]
+    yield weighed(first, names[0])
+    yield from (weighed(_EMPTY, name) for name in names[1:])
+    yield from (weighed(layer, layer.name) for layer in middle)
+    names = [*after] or ["outputs"]
+    yield from (weighed(_EMPTY, name) for name in names[:-1])
+    yield weighed(last, names[-1])
+
+
+_EMPTY = Layer("", False, 0, 0, _NOTHING, (), _NOTHING, _NOTHING, _NOTHING)

@@ -1,0 +1,431 @@
+"""The report of a training run, as data and as the file `report.json`. No torch.
+
+A run writes it at its end, whatever ends it, and now and then on the way. Columns run over iterations: entry i of
+`losses`, `grad_norms`, `iteration_s`, `learning_rates` and of the columns in `step_memory` is that of iteration
+`first_iteration + i`. A run that was cut short may have more entries in the columns that are known when a step is
+issued than in those that come back from the device; `steps()` gives whole rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from hostward.core.placement import PlacedBucket
+from hostward.errors import ConfigError
+from hostward.files.atomic_file import read_text, replace_text
+from hostward.files.json_schema import parse, require_version
+
+REPORT_FILE = "report.json"
+TRACE_FILE = "trace.json"
+FORMAT = "hostward-run"
+VERSION = 1
+
+
+def iterations(first: int, end: int) -> str:
+    """[first, end), counted from 0, in words and as people count them: from 1, the last one included."""
+    if end <= first:
+        return "no iteration"
+    return f"iteration {end}" if end == first + 1 else f"iterations {first + 1} to {end}"
+
+
+class Ended(StrEnum):
+    """How a run stands."""
+
+    RUNNING = "running"
+    """The report was written on the way. A run that was killed leaves such a report."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    """By Ctrl-C (SIGINT)."""
+    TERMINATED = "terminated"
+    """By SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes in steady state, by owner, and what the system counts beside them. Device bytes of gradients and of staging
+    slots come and go: these are the most at any time.
+    """
+
+    device_by_owner_bytes: Mapping[str, int]
+    host_by_owner_bytes: Mapping[str, int]
+    pinned_bytes: int
+    resident_bytes: int
+    """Resident set size of the process."""
+    device_allocated_bytes: int | None
+    """What torch's CUDA allocator holds between steps; None without a GPU."""
+    device_peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPart:
+    """The same of one thing that leaves. exposed_s: None where nobody knows what the device has stood still for."""
+
+    transfer_s: Mapping[str, float]
+    transfer_bytes: Mapping[str, float]
+    exposed_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """What moving and stepping cost per step, measured over the iterations [first, last), and what of it was hidden.
+
+    `exposed_s`: seconds in which the device stood still for an arrival; `hidden_s`: the rest of the offload work.
+    Transfers by direction, "d2h" and "h2d".
+    """
+
+    first_iteration: int
+    last_iteration: int
+    hidden_s: float
+    exposed_s: float
+    offload_s: float
+    host_step_s: float
+    transfer_s: Mapping[str, float]
+    transfer_bytes: Mapping[str, float]
+    lines: tuple[str, ...]
+    """The same for people."""
+    parts: Mapping[str, OffloadPart] = field(default_factory=dict)
+    """Of it, "weights of layers" and "saved activations", where they leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """One entry of each column of `StepMemory`."""
+
+    device_allocated_bytes: int | None
+    device_peak_bytes: int | None
+    host_resident_bytes: int
+    pinned_bytes: int
+    device_reserved_bytes: int | None = None
+    alloc_retries: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Columns, one entry per iteration, taken on the host when its step had been issued.
+
+    Device bytes are those of torch's CUDA allocator, None without a GPU; the peak is the most since the run began.
+    device_reserved_bytes: and what it keeps for later. alloc_retries: how often since the process began it had to give
+    that back to get more, for which the host waits for the GPU. Both are None without a GPU, and in older reports.
+    """
+
+    device_allocated_bytes: tuple[int, ...] | None
+    device_peak_bytes: tuple[int, ...] | None
+    host_resident_bytes: tuple[int, ...]
+    pinned_bytes: tuple[int, ...]
+    device_reserved_bytes: tuple[int, ...] | None = None
+    alloc_retries: tuple[int, ...] | None = None
+
+    def entry(self, i: int) -> StepBytes:
+        """Of iteration `i` of the columns."""
+        columns = {each.name: getattr(self, each.name) for each in fields(StepBytes)}
+        row: dict[str, Any] = {name: None if column is None else column[i] for name, column in columns.items()}
+        return StepBytes(**row)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerSamples:
+    """Bytes by owner at some moments of some iterations, in order of time.
+
+    at_iteration: 4.5 is the middle of the iteration that leads from 4 steps to 5. moments: "forward" is the end of the
+    last microbatch's forward, which an iteration that is a CUDA graph does not have, "backward" that of its backward,
+    "step" is when the step has been issued. Every owner's column is as long as these. rest_of_device_bytes: what
+    torch's CUDA allocator holds besides, which is saved activations and workspaces; None without a GPU, where nobody
+    counts them. An entry below 0 means that the owners were counted as holding more than was allocated then.
+    """
+
+    at_iteration: tuple[float, ...]
+    moments: tuple[str, ...]
+    device_by_owner_bytes: Mapping[str, tuple[int, ...]]
+    rest_of_device_bytes: tuple[int, ...] | None
+    host_by_owner_bytes: Mapping[str, tuple[int, ...]]
+    pinned_bytes: tuple[int, ...]
+
+    @property
+    def overcounted_bytes(self) -> int:
+        """The most bytes by which the owners exceed what torch's CUDA allocator held at the same moment: 0 unless some
+        were counted twice, and without a GPU.
+        """
+        return max(0, -min(self.rest_of_device_bytes or (0,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A run in five numbers, predicted or measured; None: unknown.
+
+    host_bytes: of state, gradients, weights and activations on the host. step_s: of a steady iteration. exposed_s: of
+    it, seconds in which the device stands still for an arrival.
+    """
+
+    device_peak_bytes: int | None
+    host_bytes: int | None
+    pinned_bytes: int | None
+    step_s: float | None
+    exposed_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan among those that trade device memory for time."""
+
+    label: str
+    device_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One iteration. Numbers that are not finite are None."""
+
+    iteration: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float
+    step_s: float
+    tokens_per_s: float
+    skipped: bool
+    device_allocated_bytes: int | None
+    device_peak_bytes: int | None
+    device_reserved_bytes: int | None
+    host_resident_bytes: int
+    pinned_bytes: int
+
+
+class Columns(Protocol):
+    """What a report and a run that goes on both hold, entry by entry."""
+
+    @property
+    def first_iteration(self) -> int: ...
+    @property
+    def losses(self) -> Sequence[float | None]: ...
+    @property
+    def grad_norms(self) -> Sequence[float | None]: ...
+    @property
+    def learning_rates(self) -> Sequence[float]: ...
+    @property
+    def iteration_s(self) -> Sequence[float]: ...
+    @property
+    def tokens_per_iteration(self) -> int: ...
+
+
+def step_row(of: Columns, i: int, memory: StepBytes, skipped: Container[int]) -> StepRow:
+    """Entry `i` of the columns. `skipped`: iterations whose step was skipped."""
+    iteration, step_s = of.first_iteration + i, of.iteration_s[i]
+    return StepRow(
+        iteration=iteration,
+        loss=of.losses[i],
+        grad_norm=of.grad_norms[i],
+        learning_rate=of.learning_rates[i],
+        step_s=step_s,
+        tokens_per_s=of.tokens_per_iteration / step_s if step_s else 0.0,
+        skipped=iteration in skipped,
+        device_allocated_bytes=memory.device_allocated_bytes,
+        device_peak_bytes=memory.device_peak_bytes,
+        device_reserved_bytes=memory.device_reserved_bytes,
+        host_resident_bytes=memory.host_resident_bytes,
+        pinned_bytes=memory.pinned_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One training run."""
+
+    format: str
+    version: int
+    date: str
+    """When this was written, UTC, ISO 8601."""
+    command: str
+    versions: Mapping[str, str]
+    recipe: str
+    ended: Ended
+    reason: str | None
+    """What ended it, unless it finished."""
+    first_iteration: int
+    last_iteration: int
+    """Iterations whose step has been issued."""
+    planned_iterations: int
+    losses: tuple[float | None, ...]
+    grad_norms: tuple[float | None, ...]
+    learning_rates: tuple[float, ...]
+    skipped_iterations: tuple[int, ...]
+    tokens_per_iteration: int
+    tokens_per_s: float
+    iteration_s: tuple[float, ...]
+    step_memory: StepMemory
+    memory_over_time: OwnerSamples
+    asked_fraction: float
+    placed_fraction: float
+    state_bytes: int
+    offloaded_bytes: int
+    buckets: int
+    host_buckets: int
+    streamed_buckets: int
+    placements: str
+    """Of the optimizer state, in words."""
+    plan: tuple[PlacedBucket, ...]
+    activations: Mapping[str, Any] | None
+    """Of what layers saved for backward, where it is offloaded: an ActivationReport as plain values, and "words", which
+    are "" where all of it stays. Its "weights" are those of layers that leave, with "words" of their own; or None.
+    """
+    offload: OffloadReport | None
+    """None where nothing was offloaded and no trace was asked for, or before anything was measured."""
+    memory: MemoryReport
+    predicted: Estimate | None
+    measured: Estimate
+    frontier: tuple[FrontierPoint, ...]
+    moved_d2h_bytes: int
+    moved_h2d_bytes: int
+    parameters: int
+    """Of the whole model, those that are trained, wherever they are."""
+    model_parameters: int
+    """All of the whole model."""
+    data: str
+    options: Mapping[str, str]
+    """Those that differ from their defaults, as typed."""
+    machine: Mapping[str, Any]
+    host: Mapping[str, Any]
+    """Facts about the host: system, CPUs of this process, bytes of memory and what limits them."""
+    checkpoint: str | None
+    ranks: RanksReport | None = None
+    """Of a finished run of several processes; the rest of the report is that of rank 0."""
+    division: str | None = None
+    """What of the model each of several processes has, in words."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether there was no GPU: the device was host memory, and times are those of copies within it."""
+        return self.machine.get("backend") == "simulated"
+
+    def steps(self) -> tuple[StepRow, ...]:
+        """The iterations whose numbers have all arrived."""
+        skipped = set(self.skipped_iterations)
+        return tuple(step_row(self, i, self.step_memory.entry(i), skipped) for i in range(len(self.iteration_s)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON; numbers that are not finite become None."""
+        plain: dict[str, Any] = finite(asdict(self))
+        return plain
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+        replace_text(path, self.to_json(), what="report")
+
+
+def finite(content: Any) -> Any:
+    """JSON has no NaN and no infinity: they become None, wherever they are in mappings and sequences."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def read_report(path: Path) -> RunReport:
+    """The report in a file, or in a run's folder.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or it is no report of hostward; names the place in it.
+    """
+    file = path / REPORT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ConfigError(
+            f"folder {path} holds no report of a run",
+            why=f"no run has been written there: there is no {REPORT_FILE} in it",
+            fix="name a run's folder (--run-dir, else checkpoint.save), or a file that --json wrote",
+        )
+    fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
+    text = read_text(file, fix, what="report")
+    try:
+        require_version(text, VERSION, FORMAT)
+        report = parse(RunReport, text)
+        _require_whole(report)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} is no report of a run",
+            why=str(error),
+            fix="train again with --run-dir FOLDER, or with --json FILE",
+        ) from error
+    return report
+
+
+def _require_whole(report: RunReport) -> None:
+    """Raises ValueError where columns do not belong together."""
+    steps, memory, samples = len(report.iteration_s), report.step_memory, report.memory_over_time
+    for name, column in (("losses", report.losses), ("grad_norms", report.grad_norms)):
+        _require_length(name, column, steps, exactly=True)
+    at_least: dict[str, Iterable[Any] | None] = {
+        "learning_rates": report.learning_rates,
+        "step_memory.device_allocated_bytes": memory.device_allocated_bytes,
+        "step_memory.device_peak_bytes": memory.device_peak_bytes,
+        "step_memory.host_resident_bytes": memory.host_resident_bytes,
+        "step_memory.pinned_bytes": memory.pinned_bytes,
+        "step_memory.device_reserved_bytes": memory.device_reserved_bytes,
+        "step_memory.alloc_retries": memory.alloc_retries,
+    }
+    for name, found in at_least.items():
+        _require_length(name, found, steps, exactly=False)
+    columns: dict[str, Iterable[Any] | None] = {
+        "moments": samples.moments,
+        "rest_of_device_bytes": samples.rest_of_device_bytes,
+        "pinned_bytes": samples.pinned_bytes,
+        **{f"device_by_owner_bytes.{k}": v for k, v in samples.device_by_owner_bytes.items()},
+        **{f"host_by_owner_bytes.{k}": v for k, v in samples.host_by_owner_bytes.items()},
+    }
+    for name, found in columns.items():
+        _require_length(f"memory_over_time.{name}", found, len(samples.at_iteration), exactly=True)
+
+
+def _require_length(name: str, column: Iterable[Any] | None, length: int, *, exactly: bool) -> None:
+    found = length if column is None else len(tuple(column))
+    if found < length or (exactly and found != length):
+        raise ValueError(f"{name} has {found} entries where there are {length} iterations or samples")
+
+
+# What the processes of a run say of themselves, as a part of its report. No torch.
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One process of a run of several. Bytes at its end; seconds per iteration, None where they were not measured."""
+
+    rank: int
+    node: str
+    device: str
+    host_bytes: int
+    pinned_bytes: int
+    device_peak_bytes: int | None
+    data_s: float
+    """Reading samples."""
+    host_step_s: float | None
+    transfer_s: float | None
+    """Both directions together."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """Sums over the ranks of one node."""
+
+    node: str
+    ranks: int
+    host_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RanksReport:
+    """What the ranks of a run say of themselves, in order."""
+
+    ranks: tuple[RankRow, ...]
+    nodes: tuple[NodeRow, ...]
+    stragglers: tuple[str, ...]
+    """Ranks that take much longer for something than the others, one sentence each."""

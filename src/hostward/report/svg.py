@@ -1,0 +1,419 @@
+"""Charts as inline SVG. The drawing stretches with the page; labels are HTML beside it and keep their size."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hostward.errors import ConfigError
+from hostward.report.formatting import ACTIVATIONS, GRADIENTS, OTHER, SLOTS, STATE, WEIGHTS, Stack, duration
+from hostward.runtime.step_trace import Span, SpanKind, Trace, union_s
+from hostward.schedule.ops import Lane
+
+SIDE = 1000
+"""Both sides of a drawing, in its own units."""
+FILLS = {
+    WEIGHTS: "weights",
+    STATE: "state",
+    GRADIENTS: "gradients",
+    SLOTS: "slots",
+    ACTIVATIONS: "activations",
+    OTHER: "other",
+}
+"""Names of colours by role."""
+_EDGE = 0.06
+
+
+def escape(words: str) -> str:
+    """Text for HTML; control characters, which it cannot hold, become a replacement character."""
+    return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A scale from `low` to `high`, with marks at values and their labels."""
+
+    low: float
+    high: float
+    marks: tuple[tuple[float, str], ...]
+
+    def share(self, value: float) -> float:
+        """Where a value lies, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+
+
+def figure(value: float, step: float) -> str:
+    """A mark's label, with the decimals that marks `step` apart need; millions are abbreviated."""
+    if abs(value) >= 10**6:
+        return f"{figure(value / 10**6, step / 10**6)} M"
+    decimals = 0 if step >= 1 else min(6, len(f"{step:.6f}".rstrip("0").partition(".")[2]))
+    return f"{value:,.{decimals}f}"
+
+
+def axis_from_zero(most: float, *, scale: float = 1.0, about: int = 4) -> Axis:
+    """From 0 to a little more than `most`; labels are values divided by `scale`."""
+    found = ticks(max(most, 1e-12) / scale, about)
+    step = found[1] if len(found) > 1 else max(most, 1e-12) / scale
+    values = found if most / scale <= found[-1] * 1.02 else [*found, found[-1] + step]
+    high = max(values[-1], step) * scale
+    return Axis(0.0, high, tuple((v * scale, figure(v, step)) for v in values))
+
+
+def axis_around(values: Sequence[float], *, about: int = 4) -> Axis:
+    """From a little less than the least value to a little more than the largest, at round marks."""
+    low, high = min(values), max(values)
+    span = high - low or abs(high) * 0.1 or 1.0
+    step = ticks(span, about)[1] if len(ticks(span, about)) > 1 else span
+    first, last = low // step, -(-high // step)
+    if first == last:
+        last += 1
+    marks = [(first + n) * step for n in range(int(last - first) + 1)]
+    return Axis(first * step, last * step, tuple((m, figure(m, step)) for m in marks))
+
+
+def axis_of_iterations(first: float, last: float) -> Axis:
+    """Iterations, counted from 1 as the progress line counts them, at whole marks."""
+    last = max(last, first + 1e-9)
+    step = max(1.0, ticks(last - first, 6)[1] if len(ticks(last - first, 6)) > 1 else 1.0)
+    start = -(-first // step) * step
+    marks = [start + n * step for n in range(int((last - start) / step + 1e-9) + 1)] if last >= start else []
+    return Axis(first, last, tuple((m, figure(m, step)) for m in marks))
+
+
+def area_chart(stack: Stack, *, title: str, text: str, scale: float, peak: int | None = None) -> str:
+    """Layers on top of each other over iterations; `peak` is a dashed line."""
+    x = axis_of_iterations(stack.at[0], stack.at[-1])
+    y = axis_from_zero(max(stack.most, peak or 0), scale=scale)
+    shapes, below = [], [0] * len(stack.at)
+    for role, layer in stack.layers.items():
+        above = [b + n for b, n in zip(below, layer, strict=True)]
+        corners = [*zip(stack.at, above, strict=True), *reversed(list(zip(stack.at, below, strict=True)))]
+        shapes.append(f'<path class="layer fill-{FILLS[role]}" d="M{_points(corners, x, y)}Z"/>')
+        below = above
+    if peak is not None:
+        at = _y(peak, y)
+        shapes.append(f'<line class="peak" x1="0" x2="{SIDE}" y1="{at}" y2="{at}"/>')
+    return plot(shapes, x, y, title=title, text=text)
+
+
+def line_chart(points: Sequence[tuple[float, float]], y: Axis, *, title: str, text: str) -> str:
+    """One curve over iterations."""
+    x = axis_of_iterations(points[0][0], points[-1][0])
+    if len(points) == 1:
+        points = [(x.low, points[0][1]), (x.high, points[0][1])]
+    return plot([f'<path class="curve" d="M{_points(points, x, y)}"/>'], x, y, title=title, text=text, low=True)
+
+
+def scatter(points: Sequence[tuple[float, float, bool]], x: Axis, y: Axis, *, title: str, text: str) -> str:
+    """Numbered dots; the filled one is this run's."""
+    dots = [
+        f'<span class="dot{" own" if own else ""}" aria-hidden="true" style="left:{100 * x.share(across):.2f}%;'
+        f'bottom:{100 * y.share(up):.2f}%">{number}</span>'
+        for number, (across, up, own) in enumerate(points, 1)
+    ]
+    return plot([], x, y, title=title, text=text, besides=dots)
+
+
+def plot(
+    shapes: Iterable[str],
+    x: Axis,
+    y: Axis,
+    *,
+    title: str,
+    text: str,
+    low: bool = False,
+    besides: Iterable[str] = (),
+) -> str:
+    """A drawing with its grid, the labels of both axes, and what a reader of it by ear is told: title and text."""
+    parts = [f'<div class="plot{" low" if low else ""}">']
+    parts += [
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img">',
+        f"<title>{escape(title)}</title><desc>{escape(text)}</desc>",
+        *(f'<line class="grid" x1="0" x2="{SIDE}" y1="{_y(v, y)}" y2="{_y(v, y)}"/>' for v, _ in y.marks),
+        *shapes,
+        "</svg>",
+    ]
+    parts += [f'<span class="y" style="bottom:{100 * y.share(v):.2f}%">{escape(label)}</span>' for v, label in y.marks]
+    for value, label in x.marks:
+        share = x.share(value)
+        edge = " start" if share < _EDGE else " end" if share > 1 - _EDGE else ""
+        parts.append(f'<span class="x{edge}" style="left:{100 * share:.2f}%">{escape(label)}</span>')
+    return "\n".join([*parts, *besides, "</div>"])
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Swatches by name of a colour, or "dash", with words."""
+    items = [
+        f'<li><i class="dash"></i>{escape(words)}</li>'
+        if colour == "dash"
+        else f'<li><i style="background:var(--{colour})"></i>{escape(words)}</li>'
+        for colour, words in entries
+    ]
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _points(points: Iterable[tuple[float, float]], x: Axis, y: Axis) -> str:
+    return "L".join(f"{x.share(a) * SIDE:.1f},{_y(b, y)}" for a, b in points)
+
+
+def _y(value: float, y: Axis) -> str:
+    return f"{(1 - y.share(value)) * SIDE:.1f}"
+
+
+# One step's lanes as a timeline, in HTML and inline SVG.
+
+
+_HEIGHT = 10
+_NARROW = 0.7
+"""Of SIDE: what is narrower is drawn this wide."""
+_ROOM = 0.17
+"""Share of the width that a word needs on the narrowest screen."""
+_MS = 1e-3
+
+
+def chosen_step(trace: Trace) -> int | None:
+    """The step to show: the last one that another one follows, for the last of all has nothing to hide behind."""
+    steps = trace.steps()
+    return steps[-2] if len(steps) > 1 else steps[0] if steps else None
+
+
+def timeline(trace: Trace, step: int) -> str:
+    """Rows of lanes with a ruler below, a legend above."""
+    window = window_of(trace, step)
+    shown = spans_in(trace, window)
+    parts = [_legend(shown, step)]
+    words = list(_phase_words([s for s in shown if s.lane is Lane.COMPUTE], window))
+    if words:
+        parts.append(_bare(f'<div class="ruler phases">{"".join(words)}</div>'))
+    parts += [_row(lane, [s for s in shown if s.lane is lane], window, step) for lane in lanes_of(shown)]
+    return "\n".join([*parts, _bare(f'<div class="ruler">{"".join(_ruler(window))}</div>')])
+
+
+def _row(lane: Lane, spans: Sequence[Span], window: Window, step: int) -> str:
+    seconds, nbytes = sums(lane, spans, step)
+    what = "stands still" if lane is Lane.COMPUTE else "busy"
+    rate = f"<br> <span>{nbytes / seconds / 1e9:.1f} GB/s</span>" if nbytes and seconds else ""
+    title = f"{lane.value}: {what} {duration(seconds)} of {duration(window.length_s)}"
+    boxes = boxes_of(spans, window, step, narrow_s=_NARROW / SIDE * window.length_s)
+    drawn = [_rectangle(window, b, low=_is_low(lane, b.style)) for b in boxes]
+    return (
+        f'<div class="lane"><div class="name"><b>{lane.value}</b> <span>{LANES.get(lane.value, "")}</span></div>'
+        f'<div class="bar"><svg viewBox="0 0 {SIDE} {_HEIGHT}" preserveAspectRatio="none" role="img">'
+        f"<title>{escape(title)}</title>{''.join(drawn)}</svg></div>"
+        f'<div class="sum"><span>{what}</span> <b>{duration(seconds)}</b>{rate}</div></div>'
+    )
+
+
+def _is_low(lane: Lane, style: str) -> bool:
+    """Kernels of ours within backward are drawn lower than the backward that they are part of."""
+    return lane is Lane.COMPUTE and style == SpanKind.KERNEL.value
+
+
+def _rectangle(window: Window, box: Box, *, low: bool) -> str:
+    left = window.share(box.start_s) * SIDE
+    width = max(window.share(box.end_s) * SIDE - left, _NARROW)
+    top, height = (2, _HEIGHT - 4) if low else (0, _HEIGHT)
+    return (
+        f'<rect class="fill-{_colour(box.style)}{" pale" if box.pale else ""}" x="{min(left, SIDE - width):.2f}" '
+        f'y="{top}" width="{width:.2f}" height="{height}"><title>{escape(box.label)}</title></rect>'
+    )
+
+
+def _colour(style: str) -> str:
+    return "copystate" if style == STATE_COPY else style
+
+
+def _legend(shown: Sequence[Span], step: int) -> str:
+    styles = {style_of(span) for span in shown}
+    entries = [(_colour(style), words) for style, words in WORDS.items() if style in styles]
+    if any(span.step != step for span in shown):
+        entries.append((_colour(BACKWARD), "paler: another step"))
+    return legend(entries)
+
+
+def _phase_words(spans: Sequence[Span], window: Window) -> Iterator[str]:
+    for phase in phases(spans):
+        left, right = window.share(phase.start_s), window.share(phase.end_s)
+        word = style_of(phase)
+        shown = word if right - left >= _ROOM else "&nbsp;"
+        place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
+        yield f'<span class="{word}" style="{place}">{shown}</span>'
+
+
+def _ruler(window: Window) -> Iterator[str]:
+    marks = ticks(window.length_s / _MS, 5)
+    step = marks[1] if len(marks) > 1 else 1.0
+    for mark in marks:
+        share = mark * _MS / window.length_s
+        edge = ' class="end"' if share > 0.9 else ""
+        unit = " ms" if mark == marks[-1] else ""
+        yield f'<span{edge} style="left:{100 * share:.2f}%">{figure(mark, step)}{unit}</span>'
+
+
+def _bare(content: str) -> str:
+    """A row without a name."""
+    return f'<div class="lane bare"><div class="name"></div>{content}<div class="sum"></div></div>'
+
+
+# A trace as rectangles over time, one row per lane: what is drawn of it, before anybody decides with what.
+
+
+LANES = {
+    "compute": "the GPU's own work",
+    "d2h": "GPU to host",
+    "host": "AdamW on the CPU",
+    "h2d": "host to GPU",
+    "update": "AdamW on the GPU",
+}
+"""What a lane is for; the rows come in this order, other lanes after them."""
+
+FORWARD, BACKWARD, STATE_COPY = "forward", "backward", "state"
+WORDS = {
+    FORWARD: "forward of a layer",
+    BACKWARD: "backward of a layer",
+    SpanKind.COPY.value: "copy",
+    STATE_COPY: "copy of state",
+    SpanKind.HOST.value: "AdamW, host",
+    SpanKind.KERNEL.value: "kernel",
+    SpanKind.WAIT.value: "wait",
+}
+"""The styles of rectangles, and what they stand for. Drawn in this order, later over earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The stretch of time on the axis, in seconds of the trace."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return max(self.end_s - self.start_s, 1e-9)
+
+    def share(self, time_s: float) -> float:
+        """Where a time lies on the axis, from 0 to 1; what is outside lies at the edge."""
+        return min(max((time_s - self.start_s) / self.length_s, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One rectangle: a span, or neighbours too narrow to be told apart. Times in seconds of the trace."""
+
+    start_s: float
+    end_s: float
+    style: str
+    pale: bool
+    label: str
+
+
+def style_of(span: Span) -> str:
+    """A key of WORDS."""
+    parts = span.name.split("/")
+    if span.kind is SpanKind.MARK:
+        return BACKWARD if BACKWARD in parts else FORWARD
+    return STATE_COPY if span.kind is SpanKind.COPY and STATE_COPY in parts else span.kind.value
+
+
+def window_of(trace: Trace, step: int | None) -> Window:
+    """From the first to the last span of the step, or of all steps. Raises ConfigError for a trace of nothing."""
+    spans = trace.of_steps(None if step is None else [step]).spans
+    if not spans:
+        raise ConfigError("the trace holds no span", fix="trace a run with at least one step")
+    return Window(min(span.start_s for span in spans), max(span.end_s for span in spans))
+
+
+def spans_in(trace: Trace, window: Window) -> list[Span]:
+    """What happens within the window, of whatever step."""
+    return [s for s in trace.spans if s.end_s >= window.start_s and s.start_s <= window.end_s]
+
+
+def lanes_of(spans: Iterable[Span]) -> list[Lane]:
+    """The lanes that have spans, in the order of the rows."""
+    known = list(LANES)
+    return sorted(
+        {span.lane for span in spans},
+        key=lambda lane: (known.index(lane.value) if lane.value in known else len(known), list(Lane).index(lane)),
+    )
+
+
+def boxes_of(spans: Iterable[Span], window: Window, step: int | None, *, narrow_s: float) -> list[Box]:
+    """Rectangles of one lane in the order in which they are drawn; what encloses comes before what it encloses.
+
+    Args:
+        step: spans of other steps are pale; None: none is.
+        narrow_s: neighbours of one style that are shorter, and not farther apart, become one rectangle.
+    """
+
+    def seen_s(span: Span) -> float:
+        return (window.share(span.end_s) - window.share(span.start_s)) * window.length_s
+
+    groups: list[list[Span]] = []
+    last: dict[tuple[str, bool], list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        key = (style_of(span), step is not None and span.step != step)
+        group = last.get(key)
+        if (
+            group is not None
+            and seen_s(span) < narrow_s
+            and seen_s(group[-1]) < narrow_s
+            and (window.share(span.start_s) - window.share(group[-1].end_s)) * window.length_s < narrow_s
+        ):
+            group.append(span)
+        else:
+            last[key] = [span]
+            groups.append(last[key])
+    boxes = []
+    for group in groups:
+        label = describe(group[0])
+        if len(group) > 1:
+            label = f"{len(group)} spans, from {group[0].name} to {group[-1].name}, {union_s(group) * 1e3:.3f} ms"
+        pale = step is not None and group[0].step != step
+        boxes.append(Box(group[0].start_s, max(s.end_s for s in group), style_of(group[0]), pale, label))
+    order = {style: 0 if style in (FORWARD, BACKWARD) else n for n, style in enumerate(WORDS)}
+    return sorted(boxes, key=lambda box: order[box.style])
+
+
+def describe(span: Span) -> str:
+    """The tooltip of a span."""
+    text = f"{span.name}: {span.duration_s * 1e3:.3f} ms"
+    if span.nbytes and span.duration_s:
+        text += f", {span.nbytes / 1e6:.1f} MB, {span.nbytes / span.duration_s / 1e9:.1f} GB/s"
+    return f"{text}, step {span.step}"
+
+
+def phases(spans: Iterable[Span]) -> Iterator[Span]:
+    """Stretches of forward and backward: neighbouring marks of one kind and step; marks inside a mark do not count."""
+    current: Span | None = None
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        if span.kind is not SpanKind.MARK or (current is not None and span.end_s <= current.end_s):
+            continue
+        if current is not None and (style_of(current), current.step) == (style_of(span), span.step):
+            current = replace(current, end_s=span.end_s)
+            continue
+        if current is not None:
+            yield current
+        current = span
+    if current is not None:
+        yield current
+
+
+def sums(lane: Lane, spans: Sequence[Span], step: int | None) -> tuple[float, int]:
+    """Seconds that the lane worked for the step, and bytes that it copied; of compute, seconds that it stood still."""
+    own = [span for span in spans if step is None or span.step == step]
+    if lane is Lane.COMPUTE:
+        return union_s(span for span in own if span.kind is SpanKind.WAIT), 0
+    return union_s(own), sum(span.nbytes for span in own if span.kind is SpanKind.COPY)
+
+
+def ticks(length: float, about: int) -> list[float]:
+    """Values from 0 to at most `length`, at multiples of 1, 2 or 5 of a power of ten, at most `about` steps."""
+    if not (math.isfinite(length) and length > 0):
+        return [0.0]
+    raw = length / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    tick = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    return [n * tick for n in range(math.floor(length / tick + 1e-9) + 1)]

@@ -1,0 +1,164 @@
+"""The norm of gradients whose elements several processes share out: the same bits as in one process that has them all.
+
+A chunk of 4,096 elements, counted in the whole parameter, may lie with several processes: a *shared* chunk. Its sum
+depends on its largest exponent, which no process knows alone. So elements of shared chunks are kept until the norm is
+taken; then the exponents are compared, and each process sums its own elements on the common scale. Two collectives on
+the compute lane, of integers: no order of processes can change a bit, and nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hostward.kernels.reference import NOT_FINITE
+from hostward.runtime.operands import ALL_ZERO, Buffer, Partials
+
+_LIMB_BITS = 31
+_FIXED_POINT = 2.0**50
+
+
+class Ranks(Protocol):
+    """The processes that share the parameters. Both verbs enqueue, on the stream that is current, and work in place."""
+
+    def largest(self, values: torch.Tensor) -> None:
+        """Of every element the largest one of all ranks."""
+
+    def total(self, values: torch.Tensor) -> None:
+        """Of every element the sum over all ranks."""
+
+
+class GroupRanks:
+    """The processes of process groups, each of which reduces what the one before has reduced. Collectives run on the
+    current stream: with NCCL nothing waits on the host.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = [group for group in groups if group.size() > 1]
+
+    def largest(self, values: torch.Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+
+    def total(self, values: torch.Tensor) -> None:
+        for group in self._groups:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements of a shared chunk that this process has.
+
+    Args:
+        bucket, range, start, stop: where its elements lie: [start, stop) of a range of a bucket.
+        chunk: index of its partial sum.
+        shared: index of the whole chunk among the shared ones of the model; the same on every rank.
+    """
+
+    bucket: int
+    range: int
+    start: int
+    stop: int
+    chunk: int
+    shared: int
+
+
+class Across:
+    """What the norm needs besides the partial sums.
+
+    Args:
+        fragments: those of this process.
+        n_shared: shared chunks of the model.
+        allocate: makes the place where elements of fragments are kept: float32 [elements].
+        counted: int64 [partial sums], 0 for those of parts that other ranks have as well, and count; else 1.
+        stages: those that have other parameters, each the sums of its own; None: there are none.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        fragments: Sequence[Fragment],
+        n_shared: int,
+        allocate: Callable[[int], Buffer],
+        counted: torch.Tensor,
+        stages: Ranks | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self._stages = stages
+        self._counted = counted
+        self.n_shared = n_shared
+        sizes = [f.stop - f.start for f in fragments]
+        self._kept = allocate(sum(sizes)) if fragments else None
+        self._of_bucket: dict[int, list[tuple[Fragment, Buffer]]] = {}
+        first = 0
+        for fragment, size in zip(fragments, sizes, strict=True):
+            if self._kept is not None:
+                part = Buffer(self._kept.tier, self._kept.data[first : first + size], self._kept.owner)
+                self._of_bucket.setdefault(fragment.bucket, []).append((fragment, part))
+            first += size
+        device = None if self._kept is None else self._kept.data.device
+        self._chunks = torch.tensor([f.chunk for f in fragments], dtype=torch.int64, device=device)
+        self._shared = torch.tensor([f.shared for f in fragments], dtype=torch.int64, device=device)
+        owners = chain.from_iterable([i] * size for i, size in enumerate(sizes))
+        self._owners = torch.tensor(list(owners), dtype=torch.int64, device=device)
+
+    def of(self, bucket: int) -> Sequence[tuple[Fragment, Buffer]]:
+        """The bucket's fragments, and where their elements are to be copied to, as float32, when they are final."""
+        return self._of_bucket.get(bucket, ())
+
+    def kept(self) -> Sequence[Buffer]:
+        """Where elements of fragments are kept."""
+        return [part for parts in self._of_bucket.values() for _, part in parts]
+
+    def totals(
+        self, partials: Partials, found_inf: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Over all ranks: int64 [2] sum of squares in units of 2**31 and 1, int32 [1] exponent of its scale, and
+        float32 [1], not 0 where `found_inf` is not 0 on any rank.
+        """
+        sums, exponents = partials.sums.data, partials.exponents.data
+        largest = torch.full((2 + self.n_shared,), ALL_ZERO, dtype=torch.int32, device=sums.device)
+        if len(exponents):
+            largest[:1] = exponents.amax()
+        if found_inf is not None:
+            largest[1:2] = found_inf.ne(0).to(torch.int32)
+        shared = largest[2:]
+        if self._kept is not None:
+            shared.index_copy_(0, self._shared, exponents.index_select(0, self._chunks))
+        self.ranks.largest(largest)
+        if self._stages is not None:
+            self._stages.largest(largest[:2])  # shared chunks are those of one stage
+        top = largest[:1]
+        totals = torch.zeros(2 + self.n_shared, dtype=torch.int64, device=sums.device)
+        if self._kept is not None:
+            sums = sums.index_fill(0, self._chunks, 0)
+            own = self._fragment_sums(self._kept.data, shared.index_select(0, self._shared))
+            totals[2:].index_copy_(0, self._shared, own)
+        totals[:2] = _limbs(sums * self._counted, exponents, top)
+        self.ranks.total(totals)
+        totals[:2] += _limbs(totals[2:], shared, top)
+        if self._stages is not None:
+            self._stages.total(totals[:2])
+        return totals[:2], top, largest[1:2].gt(0).to(torch.float32)
+
+    def _fragment_sums(self, values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+        """Sums of the own fragments, on the scales of their whole chunks."""
+        ordinary = (exponents != ALL_ZERO) & (exponents != NOT_FINITE)
+        # 2**-exponent by its bits: a power computed in floating point need not be exact.
+        scales = ((1023 - torch.where(ordinary, exponents, 0).to(torch.int64)) << 52).view(torch.float64)
+        scaled = values.to(torch.float64) * scales.index_select(0, self._owners)
+        squares = torch.where(ordinary.index_select(0, self._owners), scaled * scaled * _FIXED_POINT, 0.0)
+        made = torch.zeros(len(exponents), dtype=torch.int64, device=exponents.device)
+        return made.index_add_(0, self._owners, squares.to(torch.int64)) * self._counted.index_select(0, self._chunks)
+
+
+def _limbs(sums: torch.Tensor, exponents: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """int64 [2]: chunk sums brought to the scale of exponent `top` and added up, in units of 2**31 and 1."""
+    shift = (2 * (top.to(torch.int64) - exponents.to(torch.int64))).clamp_(0, 63)
+    scaled = sums >> shift
+    return torch.stack([(scaled >> _LIMB_BITS).sum(), (scaled & (2**_LIMB_BITS - 1)).sum()])

@@ -1,0 +1,189 @@
+"""What operations work on: memory of a tier, and what kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostward.core.inventory import Dtype, MasterKind
+from hostward.errors import PlacementError
+from hostward.kernels.cpu.adamw import FloatTable
+
+TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
+DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
+
+
+class Tier(StrEnum):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Buffer:
+    """Bytes of one tier with an owner: what an operation reads or writes, and what the memory report counts.
+
+    `data` is a contiguous tensor, and `address` where it was when it was put here: to ask the tensor again costs a work
+    more than all else it does. `resized` says that its storage is emptied and filled again, so that it has to be asked.
+    `pinned` says that the host pages are locked, or would be on a machine with a GPU.
+    """
+
+    __slots__ = ("_data", "address", "owner", "pinned", "resized", "tier")
+
+    def __init__(
+        self, tier: Tier, data: torch.Tensor, owner: str, pinned: bool = False, *, resized: bool = False
+    ) -> None:
+        self.tier = tier
+        self.owner = owner
+        self.pinned = pinned
+        self.resized = resized
+        self.data = data
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._data
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        self._data = tensor
+        self.address = tensor.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """What every step reads through memory, one element each: float32 scale, int32 skip, float32 norm."""
+
+    scale: Buffer
+    skip: Buffer
+    norm: Buffer
+
+    def all(self) -> tuple[Buffer, Buffer, Buffer]:
+        return self.scale, self.skip, self.norm
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyper-parameters of one parameter group at one step, as the kernels read them."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def as_array(self) -> npt.NDArray[np.float64]:
+        """float64 [5], in the order of the kernels' interface."""
+        return np.array([self.lr, self.weight_decay, self.beta1, self.beta2, self.eps], dtype=np.float64)
+
+
+@dataclass(slots=True, eq=False)
+class Constants:
+    """What all buckets of a parameter group read at a step; replaced from step to step, never changed in place.
+
+    `tables` are the bias corrections by step count.
+    """
+
+    hyper: Hyper
+    tables: tuple[FloatTable, FloatTable]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRange:
+    """One range of a bucket: its first element in the state, and its buffers. `count` is int64 [1]."""
+
+    offset: int
+    gradient: Buffer
+    weight: Buffer
+    count: Buffer
+
+    @property
+    def length(self) -> int:
+        return self.weight.data.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWOperands:
+    """One bucket's state as an AdamW kernel takes it.
+
+    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `low` is the remainder (int16, split masters) or the master
+    (float32, plain ones), or None. All gradients have one dtype.
+    """
+
+    ranges: Sequence[BoundRange]
+    kind: MasterKind
+    exp_avg: Buffer
+    exp_avg_sq: Buffer
+    low: Buffer | None
+    constants: Constants
+
+    def read(self) -> list[Buffer]:
+        return [r.gradient for r in self.ranges]
+
+    def written(self) -> list[Buffer]:
+        state = [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
+        return [*state, *(r.weight for r in self.ranges), *(r.count for r in self.ranges)]
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on one tier."""
+
+    sums: Buffer
+    exponents: Buffer
+
+    def all(self) -> tuple[Buffer, Buffer]:
+        return self.sums, self.exponents
+
+    def part(self, first: int, chunks: int) -> Partials:
+        """Those of a run of chunks."""
+        span = slice(first, first + chunks)
+        sums, exponents = (Buffer(b.tier, b.data[span], b.owner, b.pinned) for b in self.all())
+        return Partials(sums, exponents)
+
+
+CHUNK_ELEMENTS = 4096
+ALL_ZERO = -(2**31)
+"""Exponent of a chunk without any value but zero."""
+
+
+def chunks_of(elements: int) -> int:
+    """Chunks of the norm in that many elements."""
+    return -(-elements // CHUNK_ELEMENTS)
+
+
+def empty_buffer(owner: str, tier: Tier = Tier.DEVICE) -> Buffer:
+    """A buffer over nothing yet."""
+    return Buffer(tier, torch.empty(0, device="cpu"), owner)
+
+
+@dataclass(slots=True, eq=False)
+class Clipping:
+    """What the norm takes besides the gradients: the limit (0: none), float32 [1] factors and flags, or None.
+
+    `overflow_out` gets the skip flag added: a gradient scaler that could not look at the gradients itself reads it.
+    """
+
+    max_norm: float = 0.0
+    inv_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    overflow_out: torch.Tensor | None = None
+
+
+def require_tier(buffers: Sequence[Buffer], tier: Tier, operation: str) -> None:
+    """Raises PlacementError if an operand lies on the wrong side."""
+    for buffer in buffers:
+        if buffer.tier is not tier:
+            raise PlacementError(
+                f"{operation}: operand {buffer.owner!r} lies on the {buffer.tier.value}, not on the {tier.value}",
+                why="device kernels never run on host memory, and host kernels never on device memory",
+                fix="report this with the plan: placements and operands disagree",
+            )

@@ -1,0 +1,1 @@
+"""Turn a placement into a schedule of operations, and check its order. No torch."""

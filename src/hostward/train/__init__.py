@@ -1,1 +1,0 @@
-"""What `hostward train` runs: models, data, schedule and loop."""

@@ -1,0 +1,1 @@
+"""Training data: text, JSON lines, Megatron's indexed files, and their tokenizers."""

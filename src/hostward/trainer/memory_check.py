@@ -1,0 +1,418 @@
+"""Whether a run can fit, from the sizes of its model alone: refused before anything is allocated."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hostward.attachment import layers_of
+from hostward.checkpoint import api, files
+from hostward.config.rules.table import captured, microbatches, serial, widened
+from hostward.config.schema import Config
+from hostward.core.host_limits import Rates, host_memory
+from hostward.core.inventory import Dtype, cut_buckets
+from hostward.core.placement import Placement
+from hostward.core.units import MIB, size, sizes_apart
+from hostward.errors import CheckpointError, MemoryLimitError, ModelError
+from hostward.machine.facts import (
+    LOCK_LIMIT_FIX,
+    LOCK_LIMIT_WHY,
+    SLOW_HALVES_FIX,
+    SLOW_HALVES_WHY,
+    has_slow_halves,
+    lock_limit_bytes,
+    processor_flags,
+)
+from hostward.optim.placement import ShareOf
+from hostward.plan.budgets import Budgets, refuse, table
+from hostward.plan.cost_model import Costs, Speeds, measured, speeds_of
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.hardware_profile import Hardware, profile_of
+from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, required
+from hostward.plan.plan_file import PlanFile
+from hostward.plan.rank_partition import first_parts, required_of, sharded
+from hostward.plan.render import points_of
+from hostward.plan.result import default_budgets
+from hostward.plan.search import Frontier, best_share
+from hostward.plan.solver import Forced
+from hostward.plan.step_memory import Owner
+from hostward.plan.step_time import predict
+from hostward.plan.workload import Workload
+from hostward.profiler.workload import inventory_of
+from hostward.report.schema import Estimate, FrontierPoint
+from hostward.runtime.backend import TORCH_DTYPES
+from hostward.trainer.models import meta_model, named_shapes, parameter_count, place_in_model
+from hostward.trainer.offload_options import accumulates_in_fp32, gradients_leave, share_of, staging_bytes, sums_on_host
+from hostward.trainer.plan_request import asked_of, other_division, phases_of, require_by_rows, shares, unplanned
+from hostward.trainer.process_group import Ranks
+from hostward.trainer.workload import recipe_workload
+from hostward.trainer.workload_cache import usual_folder
+
+log = logging.getLogger("hostward")
+
+
+STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
+"""Per parameter: two moments, and the part of the master that is not the weight itself."""
+
+SMALLER = "shrink the model, as in model.num_layers=2"
+NONE_FOUND = "no GPU was found: hostward doctor says why, and hostward plan with the same options what GPUs it takes"
+NONE_ASKED = "train.device=auto uses GPUs, and hostward plan with the same options says which it takes"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Least bytes of a run, activations and workspaces left out."""
+
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+
+
+def lock_limit(device: torch.device) -> str | None:
+    """What to tell at the start of this process's limit of locked pages; None: it has none, or nothing is locked."""
+    limit_bytes = lock_limit_bytes()
+    if device.type != "cuda" or limit_bytes is None:
+        return None
+    return f"ulimit -l is {size(limit_bytes)}: {LOCK_LIMIT_WHY} ({LOCK_LIMIT_FIX})"
+
+
+def slow_halves(config: Config, device: torch.device) -> list[str]:
+    """What to tell of a 16-bit model on a CPU that is slow with it; nothing where it is none."""
+    dtype = config.model.params_dtype
+    if device.type != "cpu" or Dtype(dtype) is Dtype.FP32 or not has_slow_halves(processor_flags()):
+        return []
+    return [f"model.params_dtype={dtype} is slow on this CPU: {SLOW_HALVES_WHY} ({SLOW_HALVES_FIX})"]
+
+
+def need(config: Config, parameters: int) -> Need:
+    """What a model of so many parameters needs, wherever it lies."""
+    dtype = Dtype(config.model.params_dtype)
+    weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
+    gradient_bytes = parameters * 4 if accumulates_in_fp32(config) else weight_bytes
+    return Need(parameters, weight_bytes, gradient_bytes, parameters * STATE_BYTES[dtype])
+
+
+def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks, away_bytes: int = 0) -> Need:
+    """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is. The
+    ranks of a node ask it together.
+
+    Args:
+        away_bytes: of this rank's weights that leave, and are never all on the device while there are gradients.
+
+    Raises:
+        MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
+    """
+    shapes = named_shapes(config, vocab_size)
+    held = _held(shapes, ranks, config.model.virtual_pipeline_model_parallel_size or 1)
+    count = sum(math.prod(shapes[name]) for name in held)
+    of_experts = sum(math.prod(shapes[name]) for name in held if ".experts." in name)
+    config = share_of(config, ranks.data_size)
+    least = need(config, -(-count // ranks.of_stage) if ranks.divided else count)
+    # Divided weights are whole besides, from forward to backward, unless one layer at a time is.
+    gathered = (count - of_experts) // ranks.sharing + of_experts // config.model.expert_model_parallel_size
+    whole_bytes = need(config, gathered).weight_bytes if ranks.divided and not ranks.resharded else 0
+    asked = shares(config)
+    offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
+    least_share, most_share = asked.host_share
+    landing_bytes = int(least_share * least.gradient_bytes)
+    leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
+    parts = {
+        Owner.WEIGHTS.value: least.weight_bytes,
+        Owner.GATHERED.value: whole_bytes,
+        Owner.GRADIENTS.value: least.gradient_bytes,
+        Owner.STATE.value: least.state_bytes,
+    }
+    host, free_bytes = host_memory(), None
+    phase = PhaseNeeds(STEADY_STEP, {}, parts, {})
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        there = {Owner.WEIGHTS.value: away_bytes, Owner.STATE.value: offloaded_bytes}
+        gone = {**there, Owner.GRADIENTS.value: leaving_bytes}
+        here = {owner: size_bytes - gone.get(owner, 0) for owner, size_bytes in parts.items()}
+        phase = PhaseNeeds(STEADY_STEP, here, {**there, Owner.GRADIENTS.value: landing_bytes}, {})
+    free = Budgets(free_bytes, host.available_bytes // ranks.local_size)
+    if phase.host_bytes * ranks.local_size > host.available_bytes:
+        fix = SMALLER
+        if device.type == "cpu":
+            fix = f"{NONE_ASKED if config.train.device == 'cpu' else NONE_FOUND}; or {SMALLER}"
+            if slow_halves(config, device):
+                fix = f"{fix} {SLOW_HALVES_FIX}"
+        raise _too_large(least, phase, free, "host", phase.host_bytes * ranks.local_size, host.available_bytes, fix)
+    if free_bytes is not None and phase.device_bytes > free_bytes:
+        fix = f"raise optimizer.optimizer_offload_fraction, or {SMALLER}"
+        raise _too_large(least, phase, free, "device", phase.device_bytes, free_bytes, fix)
+    # Weights that leave do so when all are there, and before there are gradients.
+    if free_bytes is not None and ranks.size > 1 and least.weight_bytes > free_bytes:
+        loading = PhaseNeeds(LOAD, {Owner.WEIGHTS.value: least.weight_bytes}, {}, {})
+        fix = "divide it among more processes: with several, weights that leave lie on the device until training begins"
+        raise _too_large(least, loading, free, "device", least.weight_bytes, free_bytes, fix)
+    return least
+
+
+def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
+    """Those of a model's parameters that this rank's stages have: the embedding is with the first stage of all, what
+    follows the layers with the last, and so is an embedding that is the output layer as well.
+    """
+    places = {name: place_in_model(name) for name in names}
+    layers = 1 + int(max(place for place in places.values() if place < math.inf))
+    first, last = (ranks.has_layer(layer, layers, rounds) for layer in (0, layers - 1))
+    if not any(name.startswith("lm_head.") for name in places):
+        first |= last
+    at_ends = {-1: first, math.inf: last}
+    return [n for n, p in places.items() if (at_ends[p] if p in at_ends else ranks.has_layer(int(p), layers, rounds))]
+
+
+def _too_large(
+    least: Need, phase: PhaseNeeds, free: Budgets, where: str, needed_bytes: int, available_bytes: int, fix: str
+) -> MemoryLimitError:
+    why = (
+        f"{least.parameters:,} parameters: weights {size(least.weight_bytes)}, gradients {size(least.gradient_bytes)}, "
+        f"optimizer state {size(least.state_bytes)}, and activations come on top"
+    )
+    if free.device_bytes is None:
+        why = f"{why}; without a GPU all of it lies there"
+    else:
+        why = f"{why}; without these, beside what is free:\n{table(Needs((phase,)), free)}"
+    asked, there = sizes_apart(needed_bytes, available_bytes)
+    return MemoryLimitError(
+        f"the run needs at least {asked} of {where} memory, and {there} are available",
+        why=why,
+        fix=fix,
+    )
+
+
+# Refusing a run that cannot fit, by the memory model, before anything is allocated.
+
+
+CURE = "hostward plan with the same options says what would fit; --force starts anyway"
+CURE_UNPLANNED = "{} is weighed as if what it takes away stayed; if that is more than is missing, --force starts anyway"
+CURE_OF_MORE = "leave {} out: it keeps one layer more on the device than has been weighed"
+CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What is predicted of a run, None where nothing was weighed, and other plans for it."""
+
+    predicted: Estimate | None = None
+    frontier: tuple[FrontierPoint, ...] = ()
+    mix_of: ShareOf | None = None
+    """What to stream of the offloaded state; None: not known, or nothing depends on it."""
+
+
+def require_fit(
+    recipe: str,
+    config: Config,
+    device: torch.device,
+    vocab_size: int,
+    plan: PlanFile | None,
+    ranks: Ranks,
+) -> Weighed:
+    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, or for layers, experts or
+    matrices divided over ranks. With several ranks each weighs its part, and asks the host for its share of what is
+    free. Seconds are the plan's, or those of the shipped profile of this GPU; and so is what else would do.
+
+    Raises:
+        MemoryLimitError: it does not fit what is free on the device and on the host.
+        ConfigError: the plan is of another model.
+    """
+    if device.type != "cuda" or other_division(config) is not None:
+        return Weighed()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    try:
+        workload = recipe_workload(config, name=recipe, vocab_size=vocab_size, folder=usual_folder())
+    except ModelError as error:
+        log.warning("what this run needs is not known before it starts: %s", error.what)
+        return Weighed()
+    in_fp32 = widened(config, ranks.size)
+    if ranks.divided:
+        workload = sharded(workload, ranks.size, reduced_in_fp32=in_fp32, resharded=ranks.resharded)
+    else:
+        workload = replace(workload, microbatches=microbatches(config, ranks.size), reduced_in_fp32=in_fp32)
+    choice = asked_choice(config, workload) if plan is None else replace(plan.choice(workload), serial=serial(config))
+    needs = required(workload, choice)
+    budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
+    copies = ranks.size > 1 and not ranks.divided
+    cure = CURE_OF_COPIES if copies else cure_of(config)
+    refuse(needs, budgets, cure if plan is None else cure_of_plan(budgets, ranks))
+    # Predicted seconds are those of a step that hides behind forward and backward.
+    hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
+    drawn = plan is None and ranks.first and not copies  # a plan brings its own; nothing of copies is offloaded
+    frontier = others(workload, hardware, ranks.local_size, budgets) if drawn and hardware is not None else ()
+    known = plan is not None or unplanned(config) is None
+    predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size) if known else None
+    asked = shares(config)
+    if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
+        return Weighed(predicted, frontier)
+    speeds, fraction = speeds_of(hardware, ranks.local_size), asked.offload_fraction
+
+    def mix_of(rates: Rates) -> float:
+        return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
+
+    return Weighed(predicted, frontier, mix_of)
+
+
+def cure_of(config: Config) -> str:
+    """What to do about options that do not fit."""
+    found = unplanned(config)
+    if found is None:
+        return CURE
+    return (CURE_OF_MORE if found.adds else CURE_UNPLANNED).format(found.option)
+
+
+def cure_of_plan(free: Budgets, ranks: Ranks) -> str:
+    """How to make another one, for what is free on each GPU and on the node."""
+    words = [f"--gpus {ranks.size}"] if ranks.size > 1 else []
+    for name, size_bytes in (("device", free.device_bytes), ("host", free.host_bytes)):
+        if size_bytes is not None:
+            words.append(f"--{name}-memory {size_bytes * (ranks.local_size if name == 'host' else 1) // MIB}MiB")
+    return f"hostward plan with the same options and {' '.join(words)} --json FILE; --force starts anyway"
+
+
+def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:
+    """Plans that take less memory, or less time, than one another within the budgets of host memory, for the page of a
+    run; none without SciPy, which planning needs and training does not.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        return ()
+    most_bytes = default_budgets(hardware, gpus).device_bytes
+    found = Frontier(workload, speeds_of(hardware, gpus), required_of(workload), Forced(), most_bytes)
+    return points_of(workload, found.unbeaten(budgets))
+
+
+def estimate(
+    workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None, gpus: int = 1
+) -> Estimate:
+    """What is predicted of a run on so many GPUs of a machine; its seconds are unknown without a plan of this workload
+    and without a profile of the GPU.
+    """
+    step_s = exposed_s = None
+    sizes = workload.sequence_tokens, workload.microbatch_sequences, workload.microbatches
+    if plan is not None and not plan.workload.other_sizes(*sizes):
+        step_s, exposed_s = plan.predicted.step_s, plan.predicted.exposed_s
+    elif hardware is not None:
+        found = predict(workload, choice, speeds_of(hardware, gpus))
+        step_s, exposed_s = found.step_s, found.exposed_s
+    return Estimate(needs.device_peak_bytes, needs.host_bytes, needs.pinned_bytes, step_s, exposed_s)
+
+
+def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: Ranks) -> None:
+    """Raises ConfigError if the plan's buckets are not those of the model, divided among `ranks`, or if it cannot be
+    carried out; NotBuiltError if options divide it in another way. A plan for a step of other sizes is carried out, and
+    it is said.
+    """
+    require_by_rows(config, "--plan", ranks.size)
+    plan.require_ranks(ranks.size)
+    plan.require_resharded(ranks.resharded)
+    sizes = config.model.seq_length, config.train.micro_batch_size, microbatches(config, ranks.size)
+    if ranks.first and (others := plan.workload.other_sizes(*sizes)):
+        log.warning(
+            "the plan is for %s: another may be faster here, or need less memory, and its seconds are not this run's; "
+            "hostward plan with the options of this run makes one",
+            others,
+        )
+    split_master = not config.optimizer.use_torch_optimizer_for_cpu_offload
+    model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
+    whole = inventory_of(model, split_master=split_master)
+    plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), split_master=split_master))
+    layers_of(plan)  # raises for what cannot be carried out
+
+
+def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = None) -> Choice:
+    """What the options ask for. An "auto" mix is weighed as if the host stepped all of it, which takes most memory of
+    the host, unless `speeds` are known.
+    """
+    forced = asked_of(config, workload, speeds)
+    buckets, layers = workload.inventory.buckets, workload.repeated
+    return Choice(
+        tuple(forced.placements.get(i, Placement.DEVICE) for i in range(len(buckets))),
+        tuple(forced.activations.get(i, Keep.KEEP) for i in range(len(layers))),
+        forced.offloaded_weights or frozenset(),
+        sums_on_host(config),
+        staging_bytes(config, lambda: workload.inventory),
+        captured(config),
+        serial(config),
+    )
+
+
+# Whether the checkpoints of a run have room on their disk: refused, or told, before any weight is allocated.
+
+
+SAVED_STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 12, Dtype.FP16: 12}
+"""Per parameter beside its weight: two moments, and the fp32 master of a 16-bit weight."""
+
+
+def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, first: bool = True) -> None:
+    """Weigh the next checkpoint against what is free; the first rank tells if those that are to be kept together find
+    no room. Ranks weigh the same: they write into one folder, what they hold alike once.
+
+    Raises:
+        CheckpointError: not even one finds room. Retention gives none: older checkpoints stay until a new one is whole.
+    """
+    options = config.checkpoint
+    if options.save is None:
+        return
+    saves = saves_to_come(config, resume_from)
+    if not saves:
+        return
+    save, one_bytes = Path(options.save), checkpoint_bytes(config, vocab_size)
+    with files.system_errors(f"checkpoint.save={save} cannot be weighed"):
+        free_bytes = room_bytes(save)
+        if free_bytes is None:
+            return
+        free_bytes += files.leftover_bytes(save)
+        # Retention removes none of later iterations, as of a run that this one is finetuned from.
+        kept = options.most_recent_k is not None
+        older_bytes = files.complete_bytes(save, config.train.train_iters) if kept else 0
+    if one_bytes > free_bytes:
+        asked, there = sizes_apart(one_bytes, free_bytes)
+        raise CheckpointError(
+            f"checkpoint.save={save} has room for {there}; a checkpoint takes at least {asked}",
+            why="older checkpoints are removed when a new one is complete, not before",
+            fix="free space there, or set checkpoint.save to a folder on another disk; --force starts anyway",
+        )
+    together = saves if options.most_recent_k is None else min(saves, options.most_recent_k + 1)
+    if first and together * one_bytes > free_bytes + older_bytes:
+        log.warning(
+            "checkpoint.save=%s would hold %d checkpoints of this run at once, of %s each at least, and has room for "
+            "%d; the save that finds none ends the run (checkpoint.most_recent_k keeps fewer, one more during a save)",
+            save,
+            together,
+            size(one_bytes),
+            (free_bytes + older_bytes) // one_bytes,
+        )
+
+
+def checkpoint_bytes(config: Config, vocab_size: int) -> int:
+    """Of one checkpoint of the whole model, without tables of contents and the like."""
+    dtype = Dtype(config.model.params_dtype)
+    return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + SAVED_STATE_BYTES[dtype])
+
+
+def saves_to_come(config: Config, resume_from: Path | None) -> int:
+    """Checkpoints that a run writes until its end: those at intervals before the last iteration, and one behind it,
+    which is there already where a run that is over goes on in its own folder.
+    """
+    options, until, begun = config.checkpoint, config.train.train_iters, 0
+    if resume_from is not None and not options.finetune:
+        begun = int(str(api.read_plain(resume_from)["iteration"]))
+    if begun >= until:
+        return int(options.save != options.load)
+    interval = options.save_interval
+    return 1 + (0 if interval is None else (until - 1) // interval - begun // interval)
+
+
+def room_bytes(folder: Path) -> int | None:
+    """What this user may still write where the folder is, or will be; None: the file system does not say."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    found = os.statvfs(there)
+    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return blocks * found.f_frsize if found.f_blocks else None

@@ -1,0 +1,283 @@
+"""Models: transformers' own classes, with random weights or those of a local pretrained folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hostward.config.schema import Config, ModelConfig
+from hostward.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+# Constants of the Llama 3 frequency scaling; every published Llama 3.1 and 3.2 model has these.
+LLAMA3_LOW_FREQ_FACTOR = 1.0
+LLAMA3_HIGH_FREQ_FACTOR = 4.0
+LLAMA3_ORIGINAL_CONTEXT_TOKENS = 8192
+LLAMA3_CONTEXT_TOKENS = 131072
+MASKLESS = "hostward_causal"
+"""Name of an attention in transformers' table: scaled_dot_product_attention that is causal by its own flag, never by a
+mask.
+"""
+
+
+def build_model(
+    config: Config, *, vocab_size: int | None, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> torch.nn.Module:
+    """The causal language model that `config.model` describes, in training mode, with its cache off.
+
+    Random weights are drawn on `device` at `dtype`, without a copy elsewhere, and depend on `seed`, the device type,
+    the dtype and the sizes alone. With `model.hf_model_path` the weights are those of the folder, cast to `dtype`.
+    The random number generators of the caller are left as they were. With sdpa and no windows layers attend without a
+    mask, whatever forward is given for one: samples are whole sequences.
+
+    Args:
+        vocab_size: rows of the embedding where neither `model.vocab_size` nor the folder gives them.
+        dtype: float32, bfloat16 or float16.
+
+    Raises:
+        ConfigError: no vocabulary size.
+        ModelError: the pretrained folder is missing, unreadable or holds another architecture.
+    """
+    import torch
+
+    device = torch.device(device)
+    path = config.model.hf_model_path
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators):
+        torch.manual_seed(seed)
+        if path is None:
+            described = transformers_config(config.model, vocab_size=vocab_size)
+            with device:
+                model = empty_model(described, dtype)
+        else:
+            model = load_pretrained(config.model, path, dtype).to(device)
+    model.config.use_cache = False
+    trained: torch.nn.Module = model.train()
+    return trained
+
+
+def named_shapes(config: Config, vocab_size: int | None) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter by name, shared ones once, without allocating any.
+
+    With `model.hf_model_path` the sizes are read from the folder.
+    """
+    import torch
+
+    built = meta_model(config, vocab_size, torch.float32)
+    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+
+
+def parameter_count(config: Config, vocab_size: int | None) -> int:
+    """Parameters of the model, shared ones counted once, without allocating any."""
+    return sum(math.prod(shape) for shape in named_shapes(config, vocab_size).values())
+
+
+def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the next token, plus the load-balancing loss where the model has one.
+
+    Args:
+        inputs: int64 [batch, sequence].
+        labels: int64 [batch, sequence]; `labels[:, i]` is the token after `inputs[:, i]`; -100 is left out.
+
+    Returns:
+        fp32 0-dim tensor.
+    """
+    # shift_labels says that the labels are aligned already; without it transformers would shift them once more. It
+    # flattens them with view(), which a slice of a longer batch does not allow.
+    labels = labels.contiguous()
+    loss: torch.Tensor = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+    return loss
+
+
+def layers_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """(path, module) of the layers that are here, in order of use: of a stage there may be one."""
+    if not hasattr(model, "model"):
+        from hostward.model.layers import find_layers
+
+        return find_layers(model)
+    return [(f"model.layers.{name}", layer) for name, layer in model.model.layers.named_children()]
+
+
+def place_in_model(name: str) -> float:
+    """The number of the layer that has a parameter; before all of them the embedding, behind them what follows."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if found is None:
+        return -1 if "embed_tokens" in name else math.inf
+    return int(found[1])
+
+
+def empty_model(described: Any, dtype: torch.dtype) -> Any:
+    """The model of a transformers configuration on torch's current default device, weights drawn from its generator."""
+    from transformers import AutoModelForCausalLM
+
+    causal: Any = AutoModelForCausalLM
+    return causal.from_config(described, dtype=dtype)
+
+
+def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> Any:
+    """The model that `config.model` describes, or the folder of `model.hf_model_path`, on torch's meta device: names,
+    shapes and dtypes, without any bytes.
+
+    Raises:
+        ConfigError: no vocabulary size. ModelError: the pretrained folder cannot be read.
+    """
+    model = config.model
+    if model.hf_model_path is None:
+        return on_meta(transformers_config(model, vocab_size=vocab_size), dtype)
+    return on_meta(pretrained_config(model, model.hf_model_path), dtype)
+
+
+def on_meta(described: Any, dtype: torch.dtype) -> Any:
+    """The model of a transformers configuration on torch's meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return empty_model(described, dtype)
+
+
+def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
+    """The transformers configuration of a model that is built from sizes.
+
+    Raises:
+        ConfigError: neither `model.vocab_size` nor `vocab_size` is given.
+    """
+    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    rows = model.vocab_size if model.vocab_size is not None else vocab_size
+    if rows is None:
+        raise ConfigError(
+            "the vocabulary size is unknown",
+            why="model.vocab_size is not set and no tokenizer gave one",
+            fix="set model.vocab_size",
+        )
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
+    if model.rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": LLAMA3_LOW_FREQ_FACTOR,
+            "high_freq_factor": LLAMA3_HIGH_FREQ_FACTOR,
+            "original_max_position_embeddings": LLAMA3_ORIGINAL_CONTEXT_TOKENS,
+        }
+    common: dict[str, Any] = {
+        "vocab_size": rows,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
+        "head_dim": model.kv_channels or model.hidden_size // model.num_attention_heads,
+        # A statement about the model only: no table of this length is built.
+        "max_position_embeddings": max(model.seq_length, LLAMA3_CONTEXT_TOKENS if model.rope_scaling else 0),
+        "rope_parameters": rope,
+        "rms_norm_eps": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "attn_implementation": _attention(model, ()),
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    classes: dict[str, Any] = {"qwen3_moe": Qwen3MoeConfig, "qwen3": Qwen3Config, "llama": LlamaConfig}
+    described = classes[model.architecture]
+    if model.architecture == "qwen3_moe":
+        # Every layer is experts, so the dense width is unused; transformers still wants a number.
+        return described(
+            **common,
+            intermediate_size=model.ffn_hidden_size or 3 * model.hidden_size,
+            num_experts=model.num_moe_experts,
+            num_experts_per_tok=model.moe_router_topk,
+            moe_intermediate_size=model.moe_ffn_hidden_size,
+            norm_topk_prob=True,
+            output_router_logits=model.moe_aux_loss_coeff > 0,
+            router_aux_loss_coef=model.moe_aux_loss_coeff,
+            experts_implementation=model.experts_implementation,
+        )
+    return described(**common, intermediate_size=model.ffn_hidden_size)
+
+
+def _attention(model: ModelConfig, layer_types: Iterable[str]) -> str:
+    """The name in transformers' table of what `model.attn_implementation` asks for.
+
+    transformers asks the device in every forward whether sequences are packed, for which the host waits, and makes a
+    mask where it may not ask, as in the capture of a CUDA graph: another kernel, and other bits. Without a mask the
+    bits are those of what it finds.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if model.attn_implementation != "sdpa" or set(layer_types) - {"full_attention"}:
+        return model.attn_implementation
+    # No function makes masks for this name: then none is made.
+    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+    return MASKLESS
+
+
+def load_pretrained(model: ModelConfig, path: str, dtype: torch.dtype) -> Any:
+    """The model of a local folder, on the CPU, at `dtype`.
+
+    Raises:
+        ModelError: the folder or its files cannot be read, or lack a weight that the model needs.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    described = pretrained_config(model, path)
+    causal: Any = AutoModelForCausalLM
+    try:
+        loaded, info = causal.from_pretrained(
+            path, config=described, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise unusable_weights(path, str(error).partition("\n")[0] or type(error).__name__) from error
+    # transformers draws random numbers for a weight that it does not find.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise unusable_weights(path, f"{len(missing)} weights are missing, {missing[0]} among them")
+    return loaded
+
+
+def unusable_weights(path: str, why: str) -> ModelError:
+    """The error for a pretrained folder whose weights cannot be used."""
+    return ModelError(
+        f"the weights in model.hf_model_path={path} cannot be loaded",
+        why=why,
+        fix="name a folder that save_pretrained wrote, with its config.json and its safetensors files",
+    )
+
+
+def pretrained_config(model: ModelConfig, path: str) -> Any:
+    """The transformers configuration of a local folder, with the implementations that the options ask for.
+
+    Raises:
+        ModelError: no readable config.json, or another architecture than `model.architecture`.
+    """
+    from transformers import AutoConfig
+
+    fix = "name a local folder that holds config.json and the weights, or fetch the model into one first"
+    file = Path(path) / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"model.hf_model_path={path} is not a pretrained folder", why=f"{file}: {error}", fix=fix
+        ) from error
+    if found != model.architecture:
+        raise ModelError(
+            f"model.hf_model_path={path} holds a model of type {found!r}, not {model.architecture!r}",
+            fix=f"set model.architecture={found}, or name another folder",
+        )
+    described: Any = AutoConfig.from_pretrained(
+        path, local_files_only=True, attn_implementation=model.attn_implementation
+    )
+    described._attn_implementation = _attention(model, getattr(described, "layer_types", None) or ())
+    if model.architecture == "qwen3_moe":
+        described._experts_implementation = model.experts_implementation
+        described.output_router_logits = model.moe_aux_loss_coeff > 0
+        described.router_aux_loss_coef = model.moe_aux_loss_coeff
+    return described

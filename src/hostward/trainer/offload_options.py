@@ -1,0 +1,268 @@
+"""From options to the optimizer: which share of its state is stepped where, and what that leaves on the device."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from hostward.attachment import Activations, Attachment, attach, layers_of, recompute_whole
+from hostward.config.rules.table import captured, serial
+from hostward.config.schema import Config
+from hostward.core.inventory import Inventory
+from hostward.core.placement import Placement, Plan, summed_on_host
+from hostward.core.units import MIB
+from hostward.errors import ConfigError
+from hostward.kernels.cpu.affinity import CpuFacts, default_threads
+from hostward.optim.adamw import AdamW
+from hostward.optim.placement import ShareOf
+from hostward.plan.plan_file import PlanFile
+from hostward.profiler.workload import inventory_of
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
+from hostward.schedule.staging import FEWEST, slot_bytes, streamed_bytes
+from hostward.trainer import checkpointing
+from hostward.trainer.models import layers_of as of_model
+from hostward.trainer.parallel import Held
+from hostward.trainer.plan_request import require_planned, shares
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from hostward.config.schema import Config
+    from hostward.optim.adamw import AdamW
+    from hostward.plan.plan_file import PlanFile
+
+
+def share_of(config: Config, data_ranks: int) -> Config:
+    """The options as one of so many ranks sees them, each of which trains on its share of the global batch. One rank
+    alone reduces nothing; those that share matrices and samples reduce gradients of experts.
+    """
+    found = copy.deepcopy(config)
+    found.train.global_batch_size //= data_ranks
+    found.ddp.grad_reduce_in_fp32 &= data_ranks * config.model.tensor_model_parallel_size > 1
+    return found
+
+
+def accumulates(config: Config) -> bool:
+    """Whether several microbatches add to the gradients of one step."""
+    return config.train.global_batch_size > config.train.micro_batch_size
+
+
+def gradients_leave(config: Config) -> bool:
+    """Whether gradients of the host share leave the device while backward makes others."""
+    return not _all_stay(config) and (not accumulates(config) or sums_on_host(config))
+
+
+def _all_stay(config: Config) -> bool:
+    """Whether no gradient leaves before the step: the serial schedule takes them in it, a CUDA graph writes them."""
+    return serial(config) or captured(config)
+
+
+def sums_on_host(config: Config) -> bool:
+    """Whether gradients of the host share are added up on the host, and the others in float32."""
+    return config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host"
+
+
+def accumulates_in_fp32(config: Config) -> bool:
+    """Whether gradients that stay on the device do so in float32."""
+    return accumulates(config) or sums_on_host(config) or config.ddp.grad_reduce_in_fp32
+
+
+def with_plan(config: Config, plan: PlanFile) -> Config:
+    """The options of a run with a plan: what they say of placements is what the plan says.
+
+    Raises ConfigError where options place something themselves, NotBuiltError for what no plan carries out.
+    """
+    own = {
+        "optimizer.optimizer_cpu_offload": config.optimizer.optimizer_cpu_offload,
+        "optimizer.offload_optimizer_states": config.optimizer.offload_optimizer_states,
+        "model.cpu_offloading": config.model.cpu_offloading,
+        "model.recompute_granularity": config.model.recompute_granularity is not None,
+    }
+    require_planned(config, "--plan")
+    for option, used in own.items():
+        if used:
+            raise ConfigError(
+                f"--plan and {option}",
+                why="the plan says where everything goes",
+                fix=f"leave {option} out, or make the plan with it: hostward plan {option}=... --json FILE",
+            )
+    found = copy.deepcopy(config)
+    found.optimizer.optimizer_cpu_offload = plan.asked_fraction > 0
+    found.optimizer.optimizer_offload_fraction = plan.asked_fraction
+    found.optimizer.offload_mix = plan.streamed_fraction or None
+    found.optimizer.gradients = "host" if plan.gradients_on_host else None
+    found.optimizer.pin_cpu_grads, found.optimizer.pin_cpu_params = plan.pin_gradients, plan.pin_weights
+    return found
+
+
+def make_optimizer(
+    held: Held,
+    config: Config,
+    plan: PlanFile | None = None,
+    cpus: CpuFacts | None = None,
+    mix_of: ShareOf | None = None,
+) -> AdamW:
+    """The optimizer that the options describe; `plan` says where its state goes instead.
+
+    Args:
+        cpus: of the machine, for the threads of the host step where options give no number. None: as the system says.
+        mix_of: tells what an "auto" mix streams; None: rates alone do.
+    """
+    options, asked = config.optimizer, shares(config)
+    streamed: float | str | ShareOf = asked.streamed_fraction if plan is None else 0.0
+    if isinstance(streamed, str) and mix_of is not None:
+        streamed = mix_of
+    return AdamW(
+        held.model,
+        lr=options.lr,
+        **checkpointing.group_settings(config),
+        max_grad_norm=options.clip_grad,
+        offload_fraction=asked.offload_fraction if plan is None else 0.0,
+        plan=plan,
+        streamed_fraction=streamed,
+        overlap=options.overlap_cpu_optimizer_d2h_h2d,
+        pin_gradients=options.pin_cpu_grads,
+        pin_weights=options.pin_cpu_params,
+        use_torch_optimizer=options.use_torch_optimizer_for_cpu_offload,
+        gradients=options.gradients,
+        grad_dtype=torch.float32 if accumulates_in_fp32(config) and config.model.params_dtype != "fp32" else None,
+        staging_bytes=staging_bytes(config, lambda: inventory_of(held.model)),
+        host_threads=options.host_threads or (None if cpus is None else default_threads(os.environ, cpus)),
+        stages=held.stages,
+        tied=held.tied,
+    )
+
+
+def staging_bytes(config: Config, inventory: Callable[[], Inventory]) -> int | None:
+    """Most device bytes of staging slots; None: what backward frees, and two slots. A CUDA graph frees nothing."""
+    asked = config.optimizer.optimizer_state_offload_chunk_size_mb * MIB
+    if asked or not captured(config):
+        return asked or None
+    parts = [streamed_bytes(bucket.kind, bucket.offsets[-1]) for bucket in inventory().buckets]
+    return FEWEST * slot_bytes(parts)
+
+
+def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
+    """Most bytes that gradients take on the device at once, if every parameter has one.
+
+    With several microbatches that is all of them, before the last, unless the host adds them up. Those that leave in
+    every backward, or in the only one: at any time there are those of the other buckets, and of a run of buckets that
+    are filled or on their way out.
+    """
+    leaving, names = _leaving(config, inventory, plan), _names(inventory)
+    stay = _names_besides(leaving, names)
+    in_fp32 = accumulates_in_fp32(config)
+    sizes = {
+        p.name: p.numel * (4 if in_fp32 and (p.name in stay or not sums_on_host(config)) else p.dtype.itemsize_bytes)
+        for p in inventory.parameters
+    }
+    if not gradients_leave(config):
+        return sum(sizes.values())
+    on_host = [names[b] for b in leaving]
+    runs = [set().union(*on_host[i : i + GRADIENTS_IN_FLIGHT + 1]) - stay for i in range(len(on_host))]
+    in_flight = max((sum(sizes[name] for name in run) for run in runs), default=0)
+    return sum(sizes[name] for name in stay) + in_flight
+
+
+def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
+    """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
+    leaving = [] if _all_stay(config) else _leaving(config, inventory, plan)
+    return frozenset(_names_besides(leaving, _names(inventory)))
+
+
+def _leaving(config: Config, inventory: Inventory, plan: Plan) -> list[int]:
+    """Buckets whose gradients go to the host."""
+    placements = [b.placement for b in plan.buckets]
+    if sums_on_host(config):
+        return sorted(summed_on_host(inventory.buckets, placements))
+    return [b for b, placement in enumerate(placements) if placement is Placement.HOST]
+
+
+def _names(inventory: Inventory) -> list[set[str]]:
+    """By bucket, the parameters that it holds ranges of."""
+    return [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
+
+
+def _names_besides(leaving: list[int], names: list[set[str]]) -> set[str]:
+    return {name for b, held in enumerate(names) if b not in leaving for name in held}
+
+
+# From options to what becomes of saved activations, offloaded, recomputed, or both, and of weights.
+
+
+def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> int:
+    """Put the model's own checkpoints around the layers that are to be recomputed: all (uniform), or the first
+    `recompute_num_layers` (block) that are here, or those of a plan. Returns how many. Raises ConfigError for layers
+    that have none.
+    """
+    options = config.model
+    if plan is None and options.recompute_granularity != "full":
+        return 0
+    layers = [layer for _, layer in of_model(model)]
+    if plan is not None:
+        chosen = layers_of(plan).whole
+    elif options.recompute_method == "uniform":
+        chosen = frozenset(range(len(layers)))
+    else:
+        chosen = frozenset(range(min(options.recompute_num_layers or 0, len(layers))))
+    recompute_whole(model, layers, chosen, draws=not captured(config))
+    return len(chosen)
+
+
+def attach_activations(
+    model: torch.nn.Module,
+    optimizer: AdamW,
+    config: Config,
+    plan: PlanFile | None = None,
+    stages: Sequence[torch.nn.Module] = (),
+) -> Attachment | None:
+    """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None.
+
+    Args:
+        stages: those of a pipeline that `model` consists of.
+    """
+    if plan is not None:
+        layers = layers_of(plan)
+        # What does not fit was refused before the weights were allocated.
+        wanted = layers.activations or layers.weights or layers.parts
+        return attach(model, optimizer, plan=plan, force=True) if wanted else None
+    how, modules, weights = _offloaded(config), None, None
+    if config.model.recompute_granularity == "selective":
+        modules = tuple(config.model.recompute_modules)
+    if config.model.cpu_offloading and config.model.cpu_offloading_weights:
+        weights = config.model.cpu_offloading_num_layers or None
+    if how is None and modules is None and weights is None:
+        return None
+    inner = [layer for _, layer in of_model(model)]
+    attached = attach(model, optimizer, activations=how, weights=weights, recompute=modules, layers=inner)
+    if stages:
+        attached.in_runs([len(of_model(stage)) for stage in stages])
+    return attached
+
+
+def _offloaded(config: Config) -> Activations | None:
+    options = config.model
+    if options.fine_grained_activation_offloading:
+        # Megatron counts elements, and offloads in all layers but those whose backward comes at once.
+        return Activations(
+            modules=options.offload_modules,
+            min_bytes=0,
+            min_elements=options.min_offloaded_tensor_size,
+            fraction=options.activation_offload_fraction,
+            max_in_flight=options.fine_grained_offloading_max_inflight_offloads,
+            retain_pinned_buffers=captured(config),  # replays copy to fixed addresses
+        )
+    count = options.cpu_offloading_num_layers
+    if not (options.cpu_offloading and count and options.cpu_offloading_activations):
+        return None
+    return Activations(
+        num_layers=count,
+        double_buffering=options.cpu_offloading_double_buffering,
+        retain_pinned_buffers=options.cpu_offloading_retain_pinned_cpu_buffers,
+    )

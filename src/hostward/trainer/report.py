@@ -1,0 +1,381 @@
+"""From a run to its report: what it did and what it holds, as data; and tables for people."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostward.config.schema import Config, get_option, options
+from hostward.config.validate import shown
+from hostward.core.host_limits import host_memory, resident_bytes
+from hostward.core.placement import Placement
+from hostward.report.schema import (
+    FORMAT,
+    VERSION,
+    Ended,
+    Estimate,
+    MemoryReport,
+    NodeRow,
+    OffloadPart,
+    OffloadReport,
+    RankRow,
+    RanksReport,
+    RunReport,
+    StepMemory,
+    StepRow,
+    iterations,
+    step_row,
+)
+from hostward.runtime.backend import Tier
+from hostward.runtime.step_trace import Trace
+from hostward.schedule.ops import Lane
+from hostward.trainer.offload_options import gradient_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hostward.config.schema import Config
+    from hostward.trainer.loop import Run
+    from hostward.trainer.process_group import Ranks
+
+
+SLOTS = "staging slots"
+GRAPH = "CUDA graph"
+
+
+def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None:
+    """Averages over the steps of a trace of `traced` iterations, the last of them `iterations` - 1; None for a trace of
+    nothing.
+
+    The last step is left out where there are others: no forward follows, so there is nothing for it to hide behind. So
+    is what the first forward moves: a step begins with its gradients, and that forward's own is not in the trace.
+    """
+    steps = trace.steps()[-traced:] if traced else ()
+    if not steps:
+        return None
+    chosen = steps[:-1] or steps
+    summary, n = trace.summary(chosen), len(chosen)
+    first = iterations - len(steps)
+    return OffloadReport(
+        first_iteration=first,
+        last_iteration=first + n,
+        hidden_s=summary.hidden_s / n,
+        exposed_s=summary.exposed_s / n,
+        offload_s=summary.offload_s / n,
+        host_step_s=summary.host_step_s / n,
+        transfer_s={direction: seconds / n for direction, seconds in summary.transfer_s.items()},
+        transfer_bytes={direction: count / n for direction, count in summary.transfer_bytes.items()},
+        lines=tuple(summary.explain().splitlines()),
+        parts={
+            name: OffloadPart(
+                transfer_s={direction: seconds / n for direction, seconds in part.transfer_s.items()},
+                transfer_bytes={direction: count / n for direction, count in part.transfer_bytes.items()},
+                exposed_s=None if part.exposed_s is None else part.exposed_s / n,
+            )
+            for name, part in summary.parts.items()
+        },
+    )
+
+
+def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: str | None = None) -> RunReport:
+    """What the run did and what it holds now. Reads counters; waits for nothing.
+
+    Args:
+        circumstances: `date`, `command` and `versions` of the report.
+    """
+    plan, ledger, config = run.optimizer.plan, run.optimizer.backend.ledger, run.config
+    tokens = run.tokens_per_iteration
+    steady = run.iteration_s[1:] or run.iteration_s
+    memory, offload = _memory(run), run.offload
+    return RunReport(
+        format=FORMAT,
+        version=VERSION,
+        **circumstances,
+        recipe=run.recipe,
+        ended=ended,
+        reason=reason,
+        first_iteration=run.first_iteration,
+        last_iteration=run.iteration,
+        planned_iterations=config.train.train_iters,
+        losses=tuple(run.losses),
+        grad_norms=tuple(run.grad_norms),
+        learning_rates=tuple(run.learning_rates),
+        skipped_iterations=tuple(run.skipped),
+        tokens_per_iteration=tokens,
+        tokens_per_s=tokens * len(steady) / sum(steady) if steady else 0.0,
+        iteration_s=tuple(run.iteration_s),
+        step_memory=run.sampler.step_memory(),
+        memory_over_time=run.sampler.owners(),
+        asked_fraction=plan.asked_fraction,
+        placed_fraction=plan.placed_fraction,
+        state_bytes=plan.state_bytes,
+        offloaded_bytes=plan.offloaded_bytes,
+        buckets=len(plan.buckets),
+        host_buckets=plan.count(Placement.HOST),
+        streamed_buckets=plan.count(Placement.STREAMED),
+        placements=plan.explain(),
+        plan=plan.buckets,
+        activations=_activations(run),
+        offload=offload,
+        memory=memory,
+        predicted=run.predicted,
+        measured=Estimate(
+            device_peak_bytes=memory.device_peak_bytes,
+            host_bytes=sum(memory.host_by_owner_bytes.values()),
+            pinned_bytes=memory.pinned_bytes,
+            step_s=median(steady) if steady else None,
+            exposed_s=None if offload is None else offload.exposed_s,
+        ),
+        frontier=run.frontier,
+        moved_d2h_bytes=ledger.copied_bytes[Lane.D2H],
+        moved_h2d_bytes=ledger.copied_bytes[Lane.H2D],
+        parameters=run.trained_parameters,
+        model_parameters=run.model_parameters,
+        data=run.dataset.description,
+        options=options_set(config),
+        machine={**run.optimizer.backend.describe(), "torch": torch.__version__, **_device_facts(run.device)},
+        host=_host_facts(),
+        checkpoint=None if run.saved is None else str(run.saved),
+        ranks=run.of_ranks,
+        division=division(config, run.ranks),
+    )
+
+
+def newest_row(run: Run) -> StepRow:
+    """The newest iteration whose numbers have arrived; there is one."""
+    i = len(run.losses) - 1
+    return step_row(run, i, run.sampler.steps[i], run.skipped[-1:])
+
+
+def _activations(run: Run) -> dict[str, Any] | None:
+    if run.attachment is None:
+        return None
+    found = run.attachment.report()
+    weights = None if found.weights is None else {**asdict(found.weights), "words": found.weights.explain()}
+    return {**asdict(found), "weights": weights, "words": "\n".join(found.of_activations())}
+
+
+def _memory(run: Run) -> MemoryReport:
+    ledger, cuda = run.optimizer.backend.ledger, run.device.type == "cuda"
+    at_most = {"gradients": gradient_bytes(run.share, run.optimizer.inventory, run.optimizer.plan)}
+    at_most |= {SLOTS: run.slot_bytes} if run.slot_bytes else {}
+    at_most |= {GRAPH: run.graph_bytes} if run.graph_bytes else {}
+    return MemoryReport(
+        device_by_owner_bytes={**ledger.by_owner(Tier.DEVICE), **at_most},
+        host_by_owner_bytes={**ledger.by_owner(Tier.HOST), **run.save_bytes},
+        pinned_bytes=ledger.pinned_bytes + run.save_pinned_bytes,
+        resident_bytes=resident_bytes(),
+        device_allocated_bytes=torch.cuda.memory_allocated(run.device) if cuda else None,
+        device_peak_bytes=torch.cuda.max_memory_allocated(run.device) if cuda else None,
+    )
+
+
+def options_set(config: Config) -> dict[str, str]:
+    """The options that differ from their defaults, as typed on a command line."""
+    values = {name: get_option(config, name) for name in options()}
+    return {name: shown(value) for name, value in values.items() if value != options()[name].default}
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {"device_memory_bytes": torch.cuda.get_device_properties(device).total_memory}
+
+
+def _host_facts() -> dict[str, Any]:
+    limit = host_memory()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": limit.total_bytes,
+        "limited_by": limit.limited_by,
+    }
+
+
+def render(report: RunReport) -> list[Table]:
+    """Tables for a terminal."""
+    from rich.table import Table
+
+    run = Table(title=f"{report.recipe}: {iterations(report.first_iteration, report.last_iteration)}")
+    run.add_column("run")
+    run.add_column("value", justify="right", overflow="fold")  # names of options can be copied
+    simulated = report.simulated
+    rows = {
+        "loss, first and last": _first_and_last(report.losses),
+        "tokens/s": f"{report.tokens_per_s:,.0f}",
+        "parameters (trained)": f"{report.model_parameters:,} ({report.parameters:,})",
+        "state offloaded, asked": f"{report.asked_fraction:.4f}",
+        "state offloaded, placed": f"{report.placed_fraction:.4f}",
+        "state offloaded, bytes": f"{report.offloaded_bytes:,} of {report.state_bytes:,}",
+        "buckets stepped on the host": f"{report.host_buckets} of {report.buckets}",
+        "buckets streamed": f"{report.streamed_buckets} of {report.buckets}",
+        "placements": report.placements,
+        "moved device to host, bytes": f"{report.moved_d2h_bytes:,}",
+        "moved host to device, bytes": f"{report.moved_h2d_bytes:,}",
+        "skipped steps": str(len(report.skipped_iterations)),
+        "data": report.data,
+        "backend": ", ".join(f"{k} {v}" for k, v in report.machine.items()),
+    }
+    if report.activations is not None:
+        weights = report.activations.get("weights")
+        rows |= {"weights that leave": weights["words"]} if weights else {}
+        rows |= {"saved activations": report.activations["words"]} if report.activations["words"] else {}
+    if report.offload is not None:
+        span = iterations(report.offload.first_iteration, report.offload.last_iteration)
+        notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
+        rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
+    rows |= _allocator_row(report.step_memory)
+    rows |= {"each rank has": report.division} if report.division else {}
+    if report.ranks is not None:
+        rows |= _rank_rows(report.ranks, simulated=simulated)
+    if report.checkpoint:
+        rows["checkpoint"] = report.checkpoint
+    for name, value in rows.items():
+        run.add_row(name, value)
+    return [run, _memory_table(report.memory, report.step_memory.device_reserved_bytes, simulated=simulated)]
+
+
+def _allocator_row(memory: StepMemory) -> dict[str, str]:
+    """Of iterations after the first, in which pools grow."""
+    retries = memory.alloc_retries
+    if not retries or retries[-1] == retries[0]:
+        return {}
+    n = sum(now > before for before, now in pairwise(retries))
+    return {
+        "device memory was full": f"in {n} of {len(retries) - 1} iterations after the first, torch's allocator gave\n"
+        "back what it keeps; the host waits for the whole GPU then"
+    }
+
+
+def _rank_rows(ranks: RanksReport, *, simulated: bool) -> dict[str, str]:
+    nodes = [
+        f"{n.node}: {n.ranks} ranks, host {n.host_bytes:,}{'' if simulated else f', pinned {n.pinned_bytes:,}'} bytes"
+        for n in ranks.nodes
+    ]
+    rows = {f"{len(ranks.ranks)} ranks, by node": "\n".join(nodes)}
+    return rows | ({"stragglers": "\n".join(ranks.stragglers)} if ranks.stragglers else {})
+
+
+def _first_and_last(losses: Sequence[float | None]) -> str:
+    if not losses:
+        return "no iteration was run"
+    return " → ".join("not finite" if loss is None else f"{loss:.6f}" for loss in (losses[0], losses[-1]))
+
+
+def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, *, simulated: bool) -> Table:
+    from rich.table import Table
+
+    table = Table(title="memory in steady state")
+    if simulated:
+        table.caption = "The device is simulated: its bytes are host memory too, and nothing is page-locked."
+    for column in ("owner", "simulated device bytes" if simulated else "device bytes", "host bytes"):
+        table.add_column(column, justify="left" if column == "owner" else "right")
+    owners = [*memory.device_by_owner_bytes]
+    owners += [o for o in memory.host_by_owner_bytes if o not in memory.device_by_owner_bytes]
+    for owner in owners:
+        on_device, on_host = memory.device_by_owner_bytes.get(owner, 0), memory.host_by_owner_bytes.get(owner, 0)
+        table.add_row(owner, f"{on_device:,}" if on_device else "", f"{on_host:,}" if on_host else "")
+    table.add_section()
+    table.add_row(
+        "sum", f"{sum(memory.device_by_owner_bytes.values()):,}", f"{sum(memory.host_by_owner_bytes.values()):,}"
+    )
+    if not simulated:
+        table.add_row("of it pinned", "", f"{memory.pinned_bytes:,}")
+    table.add_row("process, resident", "", f"{memory.resident_bytes:,}")
+    if memory.device_allocated_bytes is not None:
+        table.add_row("torch, allocated between steps", f"{memory.device_allocated_bytes:,}", "")
+        table.add_row("torch, peak", f"{memory.device_peak_bytes:,}", "")
+    if reserved_bytes:
+        table.add_row("torch, reserved", f"{reserved_bytes[-1]:,}", "")
+    return table
+
+
+# What the ranks of a run say of themselves at its end: sums by node, and who was slow.
+
+
+SLOW = 1.25
+"""A rank is named that takes so many times what the median rank takes,"""
+MATTERS = 0.02
+"""and by at least this share of an iteration longer."""
+_WORK: dict[str, Callable[[RankRow], float | None]] = {
+    "reading samples": lambda row: row.data_s,
+    "its host step": lambda row: row.host_step_s,
+    "its copies": lambda row: row.transfer_s,
+}
+"""What a rank does by itself. While it does it the others wait for it in their next collective, so iterations take
+equally long on all ranks."""
+
+
+def ranks_report(run: Run) -> RanksReport | None:
+    """Gathered from all ranks, so every one must call it; None of a run of one process."""
+    if run.ranks.size == 1:
+        return None
+    ledger, cuda, offload = run.optimizer.backend.ledger, run.device.type == "cuda", run.offload
+    iterations = max(1, run.iteration - run.first_iteration)
+    row = RankRow(
+        rank=run.ranks.rank,
+        node=platform.node(),
+        device=torch.cuda.get_device_name(run.device) if cuda else "cpu",
+        host_bytes=ledger.total_bytes(Tier.HOST),
+        pinned_bytes=ledger.pinned_bytes,
+        device_peak_bytes=torch.cuda.max_memory_allocated(run.device) if cuda else None,
+        data_s=run.data_s / iterations,
+        host_step_s=None if offload is None else offload.host_step_s,
+        transfer_s=None if offload is None else sum(offload.transfer_s.values()),
+    )
+    rows = tuple(run.ranks.gather(row))
+    steady = run.iteration_s[1:] or run.iteration_s
+    return RanksReport(rows, nodes(rows), stragglers(rows, median(steady) if steady else 0.0))
+
+
+def division(config: Config, ranks: Ranks) -> str | None:
+    """What of the model each process has, in words; None of one process."""
+    if ranks.size == 1:
+        return None
+    model, among, found = config.model, ranks.of_stage, []
+    if ranks.stages > 1:
+        several = model.virtual_pipeline_model_parallel_size
+        found.append(f"layers in {ranks.stages} stages" + (f" of {several} parts each" if several else ""))
+    if ranks.divided:
+        found.append(f"weights, gradients and state divided over {among} ranks{' of each' if found else ''}")
+        if ranks.sharing > 1:
+            found.append(f"matrices first among {ranks.sharing} neighbours")
+        if model.expert_model_parallel_size > 1:
+            found.append(f"experts first among {model.expert_model_parallel_size}")
+        whole = "only while it runs" if ranks.resharded else "from its forward to its backward"
+        strategy = config.ddp.data_parallel_sharding_strategy
+        found.append(f"a layer whole {whole} (ddp.data_parallel_sharding_strategy={strategy})")
+    elif among > 1:
+        found.append(f"all weights, gradients and state on each of {among} ranks (ddp.use_distributed_optimizer=false)")
+    return "; ".join(found)
+
+
+def nodes(rows: Sequence[RankRow]) -> tuple[NodeRow, ...]:
+    """Sums over ranks, by node, in order of their first rank."""
+    names = dict.fromkeys(row.node for row in rows)
+    held = {name: [row for row in rows if row.node == name] for name in names}
+    return tuple(
+        NodeRow(name, len(those), sum(r.host_bytes for r in those), sum(r.pinned_bytes for r in those))
+        for name, those in held.items()
+    )
+
+
+def stragglers(rows: Sequence[RankRow], iteration_s: float) -> tuple[str, ...]:
+    """One sentence for each rank and work that the others wait for."""
+    found = []
+    for work, seconds in _WORK.items():
+        taken = [(row, s) for row in rows if (s := seconds(row)) is not None]
+        usual_s = median(s for _, s in taken) if taken else 0.0
+        found += [
+            f"rank {row.rank} on {row.node}: {work} takes {s:.3g} s per iteration, {usual_s:.3g} s on the median rank"
+            for row, s in taken
+            if s > SLOW * usual_s and s - usual_s > MATTERS * iteration_s
+        ]
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""`hostward verify`: train with and without offloading and compare every bit."""

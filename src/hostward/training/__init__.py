@@ -1,1 +1,0 @@
-"""What attaches to a user's model: the optimizer."""

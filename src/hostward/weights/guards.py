@@ -1,0 +1,119 @@
+"""What replaces weights, or reads them as a whole: state dicts, loads, moves. Other readers meet a fence
+(`hostward.model.fence`).
+
+A module that is copied or pickled takes hooks and guards along; they do nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hostward.errors import ModelError
+
+if TYPE_CHECKING:
+    from hostward.weights.offload import OffloadedWeights
+    from hostward.weights.residency import Weight
+
+
+def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
+    """Put a guard on an object; returns what takes it off."""
+    owner.__dict__[attribute] = guard
+
+    def undo() -> None:
+        if owner.__dict__.get(attribute) is guard:
+            del owner.__dict__[attribute]
+
+    return undo
+
+
+class _Guard:
+    """`numbers`: of the weights, by what they come and go with, that it is about."""
+
+    def __init__(
+        self, offloaded: OffloadedWeights | None = None, numbers: Sequence[int] = (), about: Any = None
+    ) -> None:
+        self._offloaded, self._numbers, self._about = offloaded, numbers, about
+
+    def _present(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offloaded is None else self._offloaded.all_present(self._numbers)
+
+
+class Apply(_Guard):
+    """`to`, `half`, `cuda` and the like, on the model or a layer: they read weights; to move them is refused."""
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        if self._offloaded is None:
+            return self._plain(function, recurse)
+        for parameter in self._offloaded.parameters():
+            probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            made = function(probe)
+            if (made.dtype, made.device) != (probe.dtype, probe.device):
+                before, after = (
+                    (probe.dtype, made.dtype) if made.device == probe.device else (probe.device, made.device)
+                )
+                raise ModelError(
+                    f"the model was about to go from {before} to {after} while its weights are offloaded",
+                    why="their copies on the host are of what they are now",
+                    fix="detach(), change the model, and attach again",
+                )
+        with self._present():
+            return self._plain(function, recurse)
+
+    def _plain(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> torch.nn.Module:
+        applied: torch.nn.Module = type(self._about)._apply(self._about, function, recurse)
+        return applied
+
+    def __reduce__(self) -> tuple[type[Apply], tuple[None, tuple[()], torch.nn.Module]]:
+        return Apply, (None, (), self._about)
+
+
+class StateHook(_Guard):
+    """Before and after `state_dict()` of a module: copies from the host in place of weights without bytes. `about`: by
+    name.
+    """
+
+    def __call__(self, module: torch.nn.Module, *given: Any) -> None:
+        weights: Mapping[str, Weight] = self._about or {}
+        if self._offloaded is None:
+            return
+        if len(given) == 2:  # (prefix, keep_vars): before
+            self._offloaded.name_only(weights.values())
+            return
+        self._offloaded.named(weights.values())
+        state_dict: dict[str, Any] = given[0]
+        prefix: str = given[1]
+        for name, weight in weights.items():
+            if isinstance(state_dict.get(prefix + name), torch.nn.Parameter):
+                raise ModelError(
+                    "state_dict(keep_vars=True) of a model with offloaded weights",
+                    why="the parameters themselves come and go",
+                    fix="leave keep_vars out, or detach() first",
+                )
+            weight.require_in(module, name)
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = self._offloaded.value(weight)
+
+    def __reduce__(self) -> tuple[type[StateHook], tuple[()]]:
+        return StateHook, ()
+
+
+class LoadHook(_Guard):
+    """Before and after `load_state_dict` of a module. `about`: its weights, by name."""
+
+    def __call__(self, *given: Any) -> None:
+        if self._offloaded is None:
+            return
+        if len(given) == 2:  # (module, incompatible keys): after
+            for name, weight in (self._about or {}).items():
+                weight.require_in(given[0], name)  # assign=True puts others there
+            self._offloaded.loaded(self._numbers)
+        else:
+            for number in self._numbers:
+                self._offloaded.use(number)
+
+    def __reduce__(self) -> tuple[type[LoadHook], tuple[()]]:
+        return LoadHook, ()

@@ -1,0 +1,475 @@
+"""Weight offloading on a model: hooks that tell which layer is next, and what else reads weights.
+
+The hooks only tell what to fetch ahead. That a weight is there when autograd asks for it rests on `WeightHandle`, what
+is saved in its place; and that it goes only when nobody needs it, on `Weight.held`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hostward.activations.saved_tensors import raise_modified, tensors_of
+from hostward.config.arguments import named_fields, require_fewer, require_whole
+from hostward.errors import ConfigError, HostwardError
+from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
+from hostward.model.layer_hooks import Enter, Leave, Mark
+from hostward.model.layers import Runs
+from hostward.model.parameters import groups_of, local_of
+from hostward.optim.master_sync import witness_of
+from hostward.runtime.backend import Backend
+from hostward.schedule.ops import Schedule
+from hostward.schedule.weights import WeightsShape, lower_weights
+from hostward.weights.fsdp2_gather import GatheredLayers, Gathers
+from hostward.weights.guards import Apply, LoadHook, StateHook, guarded
+from hostward.weights.policy import choose
+from hostward.weights.residency import Residency, Weight
+
+if TYPE_CHECKING:
+    from hostward.optim.adamw import AdamW
+
+
+@named_fields
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How weights leave the device.
+
+    num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
+    min_elements: smaller frozen weights stay.
+
+    Raises ConfigError for values out of range, and for names that are none of these.
+    """
+
+    num_layers: int | None = None
+    min_elements: int = 65536
+
+    def __post_init__(self) -> None:
+        require_whole("Weights.num_layers", self.num_layers, least=1, optional=True)
+        require_whole("Weights.min_elements", self.min_elements, least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """Bytes of offloaded weights.
+
+    offloaded: that have one copy on the host. host: of these copies, page-locked for this; the others are the
+    optimizer's own. here: on the device now. fetched: copied to the device since `attach`; on_demand: of these, what
+    nobody had foreseen. held: what could not go because somebody else held it, each time. kept: by reason.
+    """
+
+    offloaded_bytes: int
+    host_bytes: int
+    here_bytes: int
+    fetched_bytes: int
+    on_demand_bytes: int
+    held_bytes: int
+    kept_bytes: Mapping[str, int]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Off the device now."""
+        return self.offloaded_bytes - self.here_bytes
+
+    def explain(self) -> str:
+        """A few lines for people."""
+        where = f"{self.freed_bytes:,} of them off the device now, {self.host_bytes:,} page-locked for them"
+        lines = [f"weights: {self.offloaded_bytes:,} bytes on the host, {where}"]
+        lines.append(f"  fetched: {self.fetched_bytes:,} bytes, {self.on_demand_bytes:,} of them unforeseen")
+        if self.held_bytes:
+            lines.append(f"  could not go when they were done with, because others held them: {self.held_bytes:,}")
+        lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
+        return "\n".join(lines)
+
+
+class WeightHandle:
+    """A weight, or a view of one, that autograd has saved: it holds no memory."""
+
+    __slots__ = ("_dtype", "_number", "_offloaded", "_offset", "_sizes", "_strides", "_version", "_weight", "_witness")
+
+    def __init__(self, offloaded: OffloadedWeights, number: int, weight: Weight, tensor: torch.Tensor) -> None:
+        self._offloaded, self._number, self._weight = offloaded, number, weight
+        self._version = tensor._version
+        self._witness: torch.Tensor | None = None
+        """Shares the version counter of the view, and nothing else. None: the weight itself was saved."""
+        if tensor is not weight.parameter:
+            self._witness = tensor.detach()
+            self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._dtype, self._sizes, self._strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
+        self._offset = int(tensor.storage_offset())
+
+    @unfenced
+    def unpack(self) -> torch.Tensor:
+        """The tensor as it was saved. Raises ModelError if it was written since."""
+        weight, witness = self._weight, self._witness
+        if (weight.parameter if witness is None else witness)._version != self._version:
+            raise_modified(self._sizes)
+        self._offloaded.use(self._number)
+        if witness is None:
+            return weight.parameter
+        view = torch.empty(0, dtype=self._dtype, device=weight.storage.device)
+        return view.set_(weight.storage, self._offset, self._sizes, self._strides)
+
+
+class OffloadedWeights:
+    """Weights of a model's first layers, offloaded until `detach`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Sequence[tuple[str, torch.nn.Module]],
+        optimizer: AdamW | None,
+        backend: Backend,
+        how: Weights,
+    ) -> None:
+        """Raises what `hostward.weights.policy.choose` raises."""
+        count = len(layers) - 1 if how.num_layers is None else how.num_layers
+        sharding = groups_of(model)
+        gathered = None if sharding is None else GatheredLayers(sharding, layers, count)
+        chosen = choose(model, layers, count, optimizer, backend, how.min_elements, gathered)
+        self._optimizer, self._backend, self._chosen = optimizer, backend, chosen
+        self.count = len(chosen.layers)
+        """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
+        self._layers = len(layers) if gathered is None else len(gathered.names)
+        self._runs = Runs((self._layers,))
+        trained = {i for i, held in enumerate(chosen.layers) if held and held.stepped}
+        shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
+        self.schedule: Schedule = lower_weights(shape)
+        """One turn, as data."""
+        self._residency = Residency(backend, chosen.layers, shape.ahead)
+        self._of_storage = {
+            w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
+        }
+        self._of_name = {w.name: i for i, w in self._of_storage.values() if w.changed is not None}
+        self._stack: list[int] = []
+        """Layers whose forward runs, innermost last."""
+        self._task = -1
+        """The backward that calls `_end` when it ends."""
+        self._handles: list[RemovableHandle] = []
+        self._guarded: list[Callable[[], None]] = []
+        self._lock = threading.RLock() if optimizer is None else optimizer._issuer.lock
+        self._fence = Fence(self.parameters(), _Reads(self))
+        held_by: dict[int, list[torch.nn.Parameter]] = {}
+        for i, weight in self._of_storage.values():
+            held_by.setdefault(i, []).append(weight.parameter)
+        self._entries = {i: self._fence.entries(held) for i, held in held_by.items()}
+        self._down: set[int] = set()
+        """Layers whose operations run now: their weights are here, and plain ones."""
+        if optimizer is not None and chosen.stepped:
+            try:
+                optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+            except HostwardError:
+                backend.free(chosen.buffers)
+                raise
+            optimizer._watch.follow(chosen.stepped, self.present)
+            optimizer._access.present = self.present
+        self._gathers = None if gathered is None else Gathers(gathered, self._residency)
+        if gathered is None:
+            self._follow_layers([layer for _, layer in layers])
+        self._guard(model, [layer for _, layer in layers[:count]])
+        self._residency.sweep()
+        up(self._fence.entries())
+
+    def _follow_layers(self, layers: Sequence[torch.nn.Module]) -> None:
+        for i, layer in enumerate(layers):
+            self._handles.append(layer.register_forward_pre_hook(Enter(self, i), prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(Leave(self, i), always_call=True))
+            leaving = set() if i >= self.count else {w.parameter for w in self._weights_of(layer)}
+            for owner in layer.modules():
+                if owner is not layer and not leaving.isdisjoint(owner._parameters.values()):
+                    self._handles.append(owner.register_forward_pre_hook(Mark(self, i), prepend=True))
+
+    def _weights_of(self, layer: torch.nn.Module) -> list[Weight]:
+        found = (self._of_storage.get(local_of(p).untyped_storage()._cdata) for p in layer.parameters())
+        return [each[1] for each in found if each is not None]
+
+    def _guard(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+        self._guarded.append(guarded(model, "_apply", Apply(self, (), model)))
+        for layer in layers:
+            weights = {w.parameter: w for w in self._weights_of(layer)}
+            if not weights:
+                continue
+            all_here = self._numbers(weights.values())
+            self._guarded.append(guarded(layer, "_apply", Apply(self, all_here, layer)))
+            for owner in layer.modules():
+                names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
+                numbers = self._numbers(names.values())
+                if names or owner is layer:
+                    # They stay until all of the layer is loaded: FSDP2 reads a module's parts behind its children's.
+                    loaded = LoadHook(self, all_here if owner is layer else (), names)
+                    self._handles.append(owner.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
+                if names:
+                    state = StateHook(self, numbers, names)
+                    self._handles.append(owner.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
+                    self._handles.append(owner.register_state_dict_post_hook(state))  # type: ignore[no-untyped-call]
+                    self._handles.append(owner.register_load_state_dict_pre_hook(LoadHook(self, numbers)))  # type: ignore[no-untyped-call]
+
+    def _numbers(self, weights: Iterable[Weight]) -> tuple[int, ...]:
+        return tuple(sorted({self._of_storage[w.storage._cdata][0] for w in weights}))
+
+    # ---------------------------------------------------------------- forward and backward
+
+    @unfenced
+    def enter(self, number: int, _: object) -> None:
+        """A layer is about to run."""
+        residency = self._residency
+        if number in self._stack:  # an interrupted forward has left it
+            del self._stack[self._stack.index(number) :]
+        self._stack.append(number)
+        self.use(number)
+        if torch._C._current_graph_task_id() != -1:
+            residency.prefetch(self._beside(number, -1))
+            return
+        residency.sweep((*self._stack, number + 1))
+        residency.prefetch(self._beside(number, 1))
+
+    @unfenced
+    def leave(self, number: int, output: object) -> None:
+        """A layer has run, or failed."""
+        if number in self._stack:
+            del self._stack[self._stack.index(number) :]
+        back = _Back(weakref.ref(self), number)
+        for node in {tensor.grad_fn for tensor in tensors_of(output)}:
+            if node is not None:
+                node.register_prehook(back)
+        if torch._C._current_graph_task_id() != -1:
+            return  # it was recomputed for a backward that comes now
+        self._raise((number,))
+        if number < self.count:
+            self._residency.empty(number)
+        elif number == self._layers - 1 and not torch.is_grad_enabled():
+            self._residency.prefetch(0)
+
+    @unfenced
+    def mark(self, _: object, number: int) -> None:
+        """A module within a layer is about to run, perhaps on its own."""
+        self.use(number)
+
+    @unfenced
+    def back(self, number: int) -> None:
+        """Backward has reached the output of a layer."""
+        residency, task = self._residency, torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._raise(self._down - {*self._stack, number})
+        self.use(number)
+        residency.sweep((*self._stack, number, number - 1))
+        residency.prefetch(self._beside(number, -1))
+
+    @unfenced
+    def _end(self) -> None:
+        """A backward has ended: perhaps one inside another, so what was fetched ahead stays."""
+        self._task = -1
+        self._raise(self._down - {*self._stack})
+        expected = self._residency.expected
+        self._residency.sweep(self._stack if expected is None else (*self._stack, expected))
+
+    def _beside(self, number: int, steps: int) -> int:
+        """The layer so many steps further in the same run; -1: there is none."""
+        return number + steps if number + steps in self._runs.beside(number) else -1
+
+    def in_runs(self, lengths: Sequence[int]) -> None:
+        """As `Attachment.in_runs`."""
+        if self._gathers is None:
+            self._runs = Runs(tuple(lengths))
+        else:
+            self._gathers.in_runs(lengths)
+
+    @unfenced
+    def expect(self, run: int, *, backward: bool) -> None:
+        """As `Attachment.expect`."""
+        if self._gathers is not None:
+            self._gathers.expect(run, backward=backward)
+            return
+        number = self._runs.run(run)[-1 if backward else 0]
+        self._residency.sweep((*self._stack, number))
+        self._residency.prefetch(number)
+
+    def use(self, number: int) -> None:
+        """The compute lane may read a layer's weights from here on."""
+        if number < self.count:
+            self._residency.ensure(number)
+            if number in self._entries and number not in self._down:
+                self._down.add(number)
+                down(self._entries[number])
+
+    def _raise(self, numbers: Iterable[int]) -> None:
+        """Operations of these layers are over."""
+        for number in [n for n in numbers if n in self._down]:
+            self._down.discard(number)
+            up(self._entries[number])
+
+    @unfenced
+    def pack(self, tensor: torch.Tensor) -> WeightHandle | None:
+        """What to save for backward in place of a weight or its view; None: it is neither."""
+        if plain_type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        found = self._of_storage.get(tensor.untyped_storage()._cdata)
+        if found is None or tensor.is_conj() or tensor.is_neg():
+            return None
+        return WeightHandle(self, *found, tensor)
+
+    # ---------------------------------------------------------------- other readers
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Somebody reads or writes these weights: they are on the device, until the next of them, or forward, comes."""
+        with self._lock, without_functions():
+            self._residency.read(self._numbers(self._of_parameter(p) for p in parameters))
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        """As `Reader.exposed`."""
+        weight = self._of_parameter(parameter)
+        if weight.changed is None and alias is None:
+            weight.exposed = True
+        elif weight.changed is None and alias is not None:
+            weight.handed.append((witness_of(alias), alias._version))
+
+    def _of_parameter(self, parameter: torch.Tensor) -> Weight:
+        with without_functions():
+            return self._of_storage[local_of(parameter).untyped_storage()._cdata][1]
+
+    @contextmanager
+    def all_here(self) -> Iterator[None]:
+        """All weights are on the device within."""
+        residency, before = self._residency, self._residency.pinned
+        residency.pinned = True
+        try:
+            with self._lock, without_functions():
+                self.bring_all()
+            yield
+        finally:
+            residency.pinned = before
+            with self._lock, without_functions():
+                residency.sweep(self._stack)
+
+    def name_only(self, weights: Iterable[Weight]) -> None:
+        """A module's `state_dict()` is about to name these: what it takes of them is replaced by `value`."""
+        down(self._fence.entries(weight.parameter for weight in weights))
+
+    def named(self, weights: Iterable[Weight]) -> None:
+        """It has."""
+        layers = {self._of_storage[w.storage._cdata][0]: w for w in weights}
+        for number in layers.keys() - self._down:
+            up(self._entries[number])
+
+    def bring_all(self) -> None:
+        """All weights come to the device, and go when their layers have run."""
+        self._residency.bring_all()
+
+    def present(self, name: str) -> AbstractContextManager[None]:
+        """A weight that the optimizer has, by its name there, is on the device within."""
+        number = self._of_name.get(name)
+        return nullcontext() if number is None else self._residency.present(number)
+
+    @contextmanager
+    def all_present(self, numbers: Iterable[int]) -> Iterator[None]:
+        """So are all of a layer."""
+        with ExitStack() as stack:
+            for number in numbers:
+                stack.enter_context(self._residency.present(number))
+            yield
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All that come and go."""
+        return [weight.parameter for _, weight in self._of_storage.values()]
+
+    @unfenced
+    def value(self, weight: Weight) -> torch.Tensor:
+        """A copy of a weight, on the CPU; from the host's copy unless the one on the device is newer."""
+        held = self._residency.layers[self._of_storage[weight.storage._cdata][0]]
+        self._backend.synchronise()
+        newer = held is not None and held.resident and weight.written()
+        return weight.like(weight.local.detach().cpu().clone() if newer else weight.host_value())
+
+    @unfenced
+    def loaded(self, numbers: Iterable[int]) -> None:
+        """Weights were loaded: the host copies follow."""
+        for number in numbers:
+            held = self._residency.layers[number]
+            if held is None:
+                continue
+            if self._optimizer is not None and held.stepped:
+                self._optimizer._follow_weights()
+            self._residency.empty(number)
+
+    # ---------------------------------------------------------------- the end
+
+    def report(self) -> WeightReport:
+        """What is offloaded, and what it has taken so far."""
+        residency = self._residency
+        here = sum(held.nbytes for held in residency.layers if held is not None and held.resident)
+        return WeightReport(
+            sum(held.nbytes for held in residency.layers if held is not None),
+            sum(buffer.nbytes for buffer in self._chosen.buffers),
+            here, residency.fetched, residency.on_demand, residency.held,
+            {why.value: nbytes for why, nbytes in self._chosen.kept_bytes.items()},
+        )  # fmt: skip
+
+    @unfenced
+    def detach(self) -> None:
+        """All weights are on the device again, and stay."""
+        if not self._guarded:
+            return
+        if self._gathers is not None:
+            self._gathers.close()
+        for number in range(self.count):
+            self.use(number)
+        for handle in self._handles:
+            handle.remove()
+        for undo in self._guarded:
+            undo()
+        self._fence.close()
+        self._handles.clear()
+        self._guarded.clear()
+        self._backend.synchronise()
+        if self._optimizer is not None and self._chosen.stepped:
+            self._optimizer._issuer.offload_weights(frozenset(), None)
+            self._optimizer._watch.follow(frozenset(), None)
+            self._optimizer._access.present = None
+        self._residency.layers = [None] * self.count
+        self._backend.free(self._chosen.buffers)
+        self._of_storage.clear()
+
+
+def weights_of(given: object, n_layers: int) -> Weights:
+    """Options from what `attach` was given, for a model of so many layers. Raises ConfigError."""
+    if isinstance(given, bool) or not isinstance(given, (Weights, int)):
+        raise ConfigError(
+            f"weights={given!r} says not what to offload", fix="weights=hostward.Weights(...), or a number of layers"
+        )
+    require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
+    return Weights(num_layers=given) if isinstance(given, int) else given
+
+
+class _Reads:
+    """The reader of `Fence`. Records of fences may outlive what is attached, so it holds none of it."""
+
+    def __init__(self, offloaded: OffloadedWeights) -> None:
+        self._offloaded = weakref.ref(offloaded)
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> None:
+        offloaded = self._offloaded()
+        if offloaded is not None:
+            offloaded.read(parameters)
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        offloaded = self._offloaded()
+        if offloaded is not None:
+            offloaded.exposed(parameter, alias)
+
+
+class _Back:
+    def __init__(self, offloaded: weakref.ref[OffloadedWeights], number: int) -> None:
+        self._offloaded, self._number = offloaded, number
+
+    def __call__(self, _: Any) -> None:
+        offloaded = self._offloaded()
+        if offloaded is not None:
+            offloaded.back(self._number)
