@@ -7,6 +7,12 @@ optimizer = hostward.AdamW(model, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hostward import errors
@@ -46,6 +52,38 @@ _HOMES = {
     "StreamedStates": "hostward.optim.any_optimizer.offload",
     "offload_optimizer_states": "hostward.optim.any_optimizer.offload",
 }
+
+
+_MOVED = {
+    "hostward.adapters": "hostward.distributed",
+    "hostward.run_report": "hostward.report.schema",
+    "hostward.training": "hostward.optim",
+    "hostward.training.scaling": "hostward.optim.sharded",
+}
+"""Modules that documentation named under another name before version 0.2."""
+
+
+class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import a module by its old name, with a warning."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in _MOVED else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        new = _MOVED[spec.name]
+        warnings.warn(f"{spec.name} is {new} now; the old name goes in version 0.3", DeprecationWarning, stacklevel=2)
+        module = ModuleType(spec.name)
+        module.__dict__.update({k: v for k, v in vars(importlib.import_module(new)).items() if not k.startswith("__")})
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the names are there."""
+
+
+sys.meta_path.append(_MovedModules())
 
 
 def __getattr__(name: str) -> Any:
