@@ -2,8 +2,9 @@
 
     python benchmarks/scaling_picture.py OUT.svg benchmarks/results/DATE-scaling.json ... [--title TEXT]
 
-A line for each number of tokens and layers, over the step with nothing offloaded in the same run; dotted its floor by
-what the link carries in both directions together. Grey are others, each over its own step with nothing offloaded:
+A line for each number of tokens and layers, relative to the step without offloading in the same run; dotted its lower
+bound by what PCIe carries in both directions together. Grey are published numbers of others, each relative to its own
+step without offloading:
 
     Megatron Bridge     16 H100, TP2 PP2 EP4, its own batch: 996 ms, and 1871, 2484, 3187, 4189 at 25 to 100 % (its
                         performance card, 2026-03-30)
@@ -45,17 +46,17 @@ def picture(curves: Mapping[tuple[int, int], Curve], title: str) -> Figure:
     figure = Figure(figsize=(8.6, 4.6), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
-    axes.plot([100 * share for share in BRIDGE], list(BRIDGE.values()), "o--", color=OTHER, label="Megatron Bridge")
-    for tokens, ratio in PRIME_RL.items():
-        axes.plot([100], [ratio], "s", color=OTHER)
-        axes.annotate(f"prime-rl, {tokens}", (100, ratio), (-8, 4), textcoords="offset points", ha="right", color=OTHER)
+    bridge = [100 * share for share in BRIDGE]
+    axes.plot(bridge, list(BRIDGE.values()), "o--", color=OTHER, label="Megatron Bridge, 16 H100 (published)")
+    for marker, (tokens, ratio) in zip("sD", PRIME_RL.items(), strict=True):
+        axes.plot([100], [ratio], marker, color=OTHER, label=f"prime-rl, 8 H200, {tokens} (published)")
     for colour, ((length, layers), curve) in zip(COLOURS, curves.items(), strict=False):
         shares = sorted(curve)
         ratios, floors = zip(*(curve[share] for share in shares), strict=True)
         across = [100 * share for share in shares]
         axes.plot(across, ratios, "o-", color=colour, label=f"{length // 1024} K tokens, {layers} layers")
         axes.plot(across, floors, ":", color=colour)
-    axes.set(title=title, xlabel="% of the optimizer state on the host", ylabel="step, over nothing offloaded")
+    axes.set(title=title, xlabel="% of the optimizer state offloaded", ylabel="step time relative to no offloading")
     axes.set_ylim(bottom=0.9)
     axes.grid(color="#e3e7ec")
     axes.legend(frameon=False, loc="upper left")

@@ -2,7 +2,7 @@
 
     python benchmarks/trace_picture.py TRACE.json OUT.svg --step 3 --title "1.7 B parameters, all state offloaded"
 
-On the compute row, forward and backward of each layer are grey, and red is where the lane stood still for an arrival.
+On the compute row, forward and backward of each layer are grey, and red is where the GPU was idle.
 With `--step N` the time axis is cut to the spans of step N; what other steps did meanwhile is drawn paler. The last
 lines sum up the steps shown.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hostward.errors import HostwardError
 from hostward.report import svg
-from hostward.report.svg import BACKWARD, FORWARD, LANES, STATE, Window, boxes_of, phases, style_of, window_of
+from hostward.report.svg import BACKWARD, FORWARD, LANES, STATE_COPY, Window, boxes_of, phases, style_of, window_of
 from hostward.runtime.step_trace import Span, SpanKind, Trace, from_chrome
 from hostward.schedule.ops import Lane
 
@@ -39,7 +39,7 @@ STYLES = {
     FORWARD: "#c9ced6",
     BACKWARD: "#98a1ae",
     SpanKind.COPY.value: "#3b7dc4",
-    STATE: "#274b7a",
+    STATE_COPY: "#274b7a",
     SpanKind.HOST.value: "#e39a2d",
     SpanKind.KERNEL.value: "#3f9b63",
     SpanKind.WAIT.value: "#d7263d",
@@ -102,10 +102,10 @@ def phase_labels(spans: Sequence[Span], window: Window, y: float) -> Iterator[st
 
 
 def sums(lane: Lane, spans: Sequence[Span], step: int | None, y: float) -> Iterator[str]:
-    """Right of a row: how long the lane worked for the step, and its rate; for compute, how long it stood still."""
+    """Right of a row: how long the lane worked for the step, and its rate; for compute, how long it was idle."""
     seconds, nbytes = svg.sums(lane, spans, step)
     if lane is Lane.COMPUTE:
-        yield text(RIGHT + 10, y + 14, "stands still")
+        yield text(RIGHT + 10, y + 14, "GPU idle")
         yield text(RIGHT + 10, y + 28, f"{seconds * 1e3:.1f} ms", fill=STYLES["wait"] if seconds else INK)
         return
     yield text(RIGHT + 10, y + 14, f"busy {seconds * 1e3:.1f} ms")
