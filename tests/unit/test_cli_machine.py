@@ -12,7 +12,7 @@ import pytest
 
 import hostward
 from hostward.cli import machine, main
-from hostward.doctor.finding import Severity
+from hostward.doctor import Severity
 from hostward.machine import devices, facts, measure
 from hostward.plan.hardware_profile import Hardware, load, profile, save
 

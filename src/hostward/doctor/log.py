@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hostward.core.units import GIB, KIB, MIB, size
-from hostward.doctor.finding import Severity
+from hostward.doctor import Severity
 
 if TYPE_CHECKING:
     from rich.table import Table
