@@ -222,8 +222,7 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     from hostward.config.validate import check
     from hostward.plan.rank_partition import sharded
     from hostward.trainer.plan_request import asked_of, phases_of, require_by_rows, require_planned, unplanned_graphs
-    from hostward.trainer.workload import recipe_workload
-    from hostward.trainer.workload_cache import usual_folder
+    from hostward.trainer.workload import recipe_workload, usual_folder
 
     require_by_rows(config, "hostward plan", gpus)
     check(config, world_size=1)
@@ -252,8 +251,7 @@ def _of_file(
     from hostward.plan.memory_model import TRAINING
     from hostward.plan.rank_partition import sharded
     from hostward.plan.solver import Forced
-    from hostward.trainer.workload import config_workload
-    from hostward.trainer.workload_cache import usual_folder
+    from hostward.trainer.workload import config_workload, usual_folder
 
     size = micro_batch or 1
     total = batch or size * gpus
