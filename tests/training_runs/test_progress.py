@@ -17,11 +17,11 @@ from conftest import Cli
 
 from hostward.cli import run_files
 from hostward.cli.output import Progress, fitted, parts
+from hostward.cli.run_files import Scalars
 from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
 from hostward.trainer import loop
 from hostward.trainer.report import newest_row
-from hostward.trainer.tensorboard import Scalars
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 

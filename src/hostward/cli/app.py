@@ -128,7 +128,7 @@ def train(
 
         planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
-    from hostward.trainer import loop, tensorboard
+    from hostward.trainer import loop
     from hostward.trainer.report import render
 
     # Of logits that are gathered: nothing is done to them in place.
@@ -138,7 +138,7 @@ def train(
         if first_rank and run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
         if first_rank and tensorboard_dir is not None:
-            tensorboard.require_tensorboard(tensorboard_dir)
+            run_files.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
         run = loop.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
     run.keeps_folders = True
@@ -155,7 +155,7 @@ def train(
         if first_rank:
             tell.append(stack.enter_context(output.Progress(sys.stderr)).show)
         if first_rank and tensorboard_dir is not None:
-            tell.append(stack.enter_context(tensorboard.Scalars(tensorboard.open_writer(tensorboard_dir))).write)
+            tell.append(stack.enter_context(run_files.Scalars(run_files.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_tell, tell), metered=metered)
     with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`

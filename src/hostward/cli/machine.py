@@ -67,8 +67,7 @@ def bench_machine(
 
 def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
     from hostward.doctor import examine as checks
-    from hostward.machine.devices import read_devices
-    from hostward.machine.facts import gather
+    from hostward.machine.facts import gather, read_devices
 
     hardware, error = _hardware(hardware_file)
     facts = gather(os.environ, read_devices(), hardware=hardware, hardware_error=error)

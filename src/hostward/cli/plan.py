@@ -301,14 +301,14 @@ def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None,
 
 def _diff(words: list[str]) -> None:
     """Exit code 1 if the plans differ."""
-    from hostward.plan import diff, plan_file
+    from hostward.plan import plan_file
 
     if len(words) != 2:
         raise ConfigError(f"plan diff takes two files, got {len(words)}", fix="hostward plan diff A.json B.json")
     plans = plan_file.load(Path(words[0])), plan_file.load(Path(words[1]))
-    lines = diff.differences(*plans)
+    lines = plan_file.differences(*plans)
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([diff.summary(*plans), *lines]))
+    typer.echo("\n".join([plan_file.summary(*plans), *lines]))
     raise typer.Exit(1)
