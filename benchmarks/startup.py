@@ -46,7 +46,7 @@ from hostward.config.overrides import apply_overrides
 from hostward.plan.result import Question, answer, default_budgets
 from hostward.plan.solver import Forced
 from hostward.plan.rank_partition import required_of, sharded
-from hostward.trainer.workload_cache import usual_folder
+from hostward.trainer.workload import usual_folder
 from hostward.trainer.workload import recipe_workload
 config = apply_overrides(recipes.load("qwen3_8b_pretrain_config"), ["model.num_layers=80"])
 workload = sharded(recipe_workload(config, folder=usual_folder()), 8)

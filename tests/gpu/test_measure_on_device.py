@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hostward.doctor.examine import examine
-from hostward.machine.devices import read_devices
-from hostward.machine.facts import gather
+from hostward.machine.facts import gather, read_devices
 from hostward.machine.measure import measure_machine, render
 from hostward.plan.hardware_profile import Hardware
 

@@ -21,8 +21,9 @@ import hostward
 from hostward.config.schema import ModelConfig
 from hostward.plan.workload import Way, Workload, from_text, to_text
 from hostward.recipes import load
-from hostward.trainer import workload_cache
-from hostward.trainer.workload import NOT_TRACED, config_workload, recipe_workload, traced_recipe
+from hostward.trainer import workload as workload_cache
+from hostward.trainer.meta_trace import traced_recipe
+from hostward.trainer.workload import NOT_TRACED, config_workload, recipe_workload
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 

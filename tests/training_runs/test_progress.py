@@ -16,12 +16,11 @@ from cli_runs import SMALL, offloaded
 from conftest import Cli
 
 from hostward.cli import run_files
-from hostward.cli.output import Progress, fitted, parts
+from hostward.cli.output import Progress, fitted
+from hostward.cli.run_files import Scalars
 from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
 from hostward.trainer import loop
-from hostward.trainer.report import newest_row
-from hostward.trainer.tensorboard import Scalars
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 
@@ -65,7 +64,7 @@ def test_on_a_terminal_one_line_is_rewritten(prepared: Callable[..., loop.Run]) 
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
     assert re.fullmatch(
         r"iteration 4/4  loss \d\.\d{6}  grad norm \d+\.\d{4}  \d+\.\d{3} s  [\d,]+ tokens/s  simulated device "
-        r"[\d.]+ [KM]iB  host [\d.,]+ [MG]iB",
+        r"[\d.]+ [KM]iB without gradients  host [\d.,]+ [MG]iB",
         lines[3],
     )
     assert f"loss {run.losses[-1]:.6f}" in lines[3]
@@ -107,18 +106,22 @@ def test_a_narrow_terminal_shows_whole_parts() -> None:
     assert fitted(parts, -1) == ""
 
 
-def test_hidden_and_exposed_seconds_come_early_in_a_long_run(prepared: Callable[..., loop.Run]) -> None:
-    run = prepared("train.train_iters=14", *offloaded(1))
+def test_hidden_and_exposed_seconds_come_early_in_a_long_run_and_once(
+    prepared: Callable[..., loop.Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = prepared("train.train_iters=14", "logger.log_interval=1", *offloaded(1))
     seen: list[tuple[int, bool]] = []
-    lines: list[str] = []
+    caplog.set_level(logging.INFO, "hostward")
+    with Progress(io.StringIO()) as progress:
 
-    def look(r: loop.Run) -> None:
-        seen.append((len(r.losses), r.offload is not None))
-        lines.append("  ".join(parts(r, newest_row(r))))
+        def look(r: loop.Run) -> None:
+            seen.append((len(r.losses), r.offload is not None))
+            progress.show(r)
 
-    loop.train(run, progress=look, metered=3)
-    known_from = next(i for i, line in enumerate(lines) if "hidden" in line)
-    assert re.search(r"  in iterations 6 to 7: hidden \d+\.\d{3} s, exposed \d+\.\d{3} s$", lines[known_from])
+        loop.train(run, progress=look, metered=3)
+    lines = [line for line in caplog.messages if line.startswith(("iteration ", "in iterations "))]
+    (known_from,) = (i for i, line in enumerate(lines) if "hidden" in line)
+    assert re.fullmatch(r"in iterations 6 to 7, per step: hidden \d+\.\d{3} s, exposed \d+\.\d{3} s", lines[known_from])
     assert known_from >= loop.SETTLED_ITERATIONS + 2
     known = loop.SETTLED_ITERATIONS + 3
     assert [told for n, told in seen if n < known] == [False] * (known - 1)

@@ -12,8 +12,8 @@ import pytest
 
 import hostward
 from hostward.cli import machine, main
-from hostward.doctor.finding import Severity
-from hostward.machine import devices, facts, measure
+from hostward.doctor import Severity
+from hostward.machine import facts, measure
 from hostward.plan.hardware_profile import Hardware, load, profile, save
 
 from machine_cases import ONE_GPU, sound
@@ -57,7 +57,7 @@ def test_the_exit_code_tells_of_errors(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(devices, "read_devices", lambda: ONE_GPU)
+    monkeypatch.setattr(facts, "read_devices", lambda: ONE_GPU)
     monkeypatch.setattr(facts, "gather", lambda *_, **__: sound(**changes))
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.splitlines()[-1] == sentence

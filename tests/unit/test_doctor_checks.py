@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 
 from hostward.core.host_limits import HostMemory
-from hostward.doctor.examine import CHECKS, examine, is_bad, render, to_dict
-from hostward.doctor.finding import Finding, Severity
+from hostward.doctor import Finding, Severity
+from hostward.doctor.checks import CHECKS
+from hostward.doctor.examine import examine, is_bad, render, to_dict
 from hostward.kernels.cpu.affinity import CpuFacts
 from hostward.machine.facts import NO_DEVICES, DeviceFacts, Facts
 from hostward.plan.hardware_profile import Hardware, profile

@@ -41,7 +41,7 @@ TORCH_FREE_ROOMS = ("errors", "core", "files", "config", "schedule", "plan")
 
 MAX_FUNCTION_LINES = 90  # of StepExecutor.__init__, until it is redesigned
 
-HEAVY = ("torch", "transformers", "omegaconf", "pyarrow", "triton", "typer", "rich", "safetensors")
+HEAVY = ("torch", "transformers", "pyarrow", "triton", "typer", "rich", "safetensors")
 
 
 def top_name(path: Path) -> str:

@@ -13,8 +13,7 @@ from hostward.core.host_limits import HostMemory
 from hostward.errors import NativeError
 from hostward.kernels.cpu.affinity import CpuFacts
 from hostward.kernels.cpu.library import Library
-from hostward.machine.devices import read_devices
-from hostward.machine.facts import NO_DEVICES, Facts, cpu_list, gather, read_pci
+from hostward.machine.facts import NO_DEVICES, Facts, cpu_list, gather, read_devices, read_pci
 
 KIB, GIB = 1 << 10, 1 << 30
 

@@ -18,7 +18,7 @@ from workload_cases import chosen, llama
 from hostward.core.inventory import Dtype, Inventory, cut_buckets
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
-from hostward.plan import diff, plan_file
+from hostward.plan import plan_file
 from hostward.plan.budgets import Budgets
 from hostward.plan.cost_model import Costs, speeds_of
 from hostward.plan.decisions import Choice, Keep
@@ -73,7 +73,7 @@ def test_what_is_not_page_locked_is_in_the_plan(switch: str) -> None:
     assert getattr(found, switch) is False
     assert found.choice(WORKLOAD) == CHOICE
     assert found.predicted.pinned_bytes < PLAN.predicted.pinned_bytes
-    assert f"{switch}: True -> False" in diff.differences(PLAN, found)
+    assert f"{switch}: True -> False" in plan_file.differences(PLAN, found)
     content = json.loads(PLAN.to_json())
     del content[switch]
     assert PlanFile.from_json(json.dumps(content)) == PLAN
@@ -190,14 +190,14 @@ def test_a_plan_for_another_gpu_is_refused() -> None:
 
 def test_differences_are_told_in_runs() -> None:
     other = made(WORKLOAD, replace(CHOICE, activations=(Keep.KEEP, *CHOICE.activations[1:3], Keep.KEEP)))
-    lines = diff.differences(PLAN, other)
+    lines = plan_file.differences(PLAN, other)
     assert "saved activations of layers.0: recompute -> keep" in lines
     assert "saved activations of layers.3: recompute -> keep" in lines
     assert any(line.startswith("predicted.step_s: ") for line in lines)
     assert not any(line.startswith("optimizer state") for line in lines)
-    assert diff.differences(PLAN, PLAN) == []
+    assert plan_file.differences(PLAN, PLAN) == []
     everything = made(WORKLOAD, chosen(WORKLOAD, 1.0, 0.0, Keep.RECOMPUTE))
-    changed = diff.differences(PLAN, everything)
+    changed = plan_file.differences(PLAN, everything)
     assert not [line for line in changed if "bucket" in line or "0000." in line]
     (first, *_) = [line for line in changed if line.startswith("optimizer state")]
     assert re.fullmatch(r"optimizer state of [\w.]+( to [\w.]+)?: device -> host", first)
@@ -214,9 +214,9 @@ def test_a_difference_within_a_layer_is_told() -> None:
             rows[i] = replace(rows[i], placement=Placement.HOST if i == host else Placement.DEVICE)
         return replace(PLAN, buckets=tuple(rows))
 
-    (line,) = diff.differences(placed(first), placed(-1))
+    (line,) = plan_file.differences(placed(first), placed(-1))
     assert re.fullmatch(r"optimizer state of layers.1: device \d+%, host \d+% -> device", line)
-    (line,) = diff.differences(placed(first), placed(second))
+    (line,) = plan_file.differences(placed(first), placed(second))
     same = r"device \d+%, host \d+% in both plans, but not of the same parameters"
     assert re.fullmatch(f"optimizer state of layers.1: {same}", line)
 
@@ -234,16 +234,16 @@ def test_layers_that_differ_in_many_ways_are_told_of_together() -> None:
         )
         return replace(rows, buckets=tuple(buckets))
 
-    assert diff.differences(rows, placed(repeated[1:9:2])) == [
+    assert plan_file.differences(rows, placed(repeated[1:9:2])) == [
         f"optimizer state of layers.{i}: host -> device" for i in (1, 3, 5, 7)
     ]
-    assert diff.differences(rows, placed(repeated[1:11:2])) == [
+    assert plan_file.differences(rows, placed(repeated[1:11:2])) == [
         "optimizer state of layers.1-9, taken together: host -> device 56%, host 44%"
     ]
-    assert diff.differences(rows, placed(repeated[:10])) == ["optimizer state of layers.0-9: host -> device"]
+    assert plan_file.differences(rows, placed(repeated[:10])) == ["optimizer state of layers.0-9: host -> device"]
     longer = placed(repeated[1:11:2])
     shorter = replace(longer, buckets=tuple(row for row in longer.buckets if not row.layer.startswith("layers.")))
-    assert diff.differences(shorter, longer) == [
+    assert plan_file.differences(shorter, longer) == [
         "optimizer state of layers.0-11, taken together: (not there) -> device 42%, host 58%"
     ]
 
@@ -252,15 +252,15 @@ def test_a_line_says_what_the_second_plan_gains_and_loses() -> None:
     gib = 1 << 30
     before = replace(PLAN, predicted=replace(PLAN.predicted, device_peak_bytes=8 * gib, host_bytes=gib, step_s=2.0))
     after = replace(PLAN, predicted=replace(PLAN.predicted, device_peak_bytes=5 * gib, host_bytes=3 * gib, step_s=2.5))
-    assert diff.summary(before, after) == (
+    assert plan_file.summary(before, after) == (
         "predicted of the second plan: 3.0 GiB less device memory, 2.0 GiB more host memory, "
         "a step 0.5 s longer (+25.0%)"
     )
-    assert diff.summary(after, before).endswith("a step 0.5 s shorter (-20.0%)")
+    assert plan_file.summary(after, before).endswith("a step 0.5 s shorter (-20.0%)")
     same = "predicted of the second plan: as much device memory, as much host memory, a step as long"
-    assert diff.summary(PLAN, PLAN) == same
+    assert plan_file.summary(PLAN, PLAN) == same
     edited = replace(PLAN, layers=PLAN.layers[::-1])
-    assert "from before it was edited" in diff.summary(PLAN, edited)
+    assert "from before it was edited" in plan_file.summary(PLAN, edited)
 
 
 def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:

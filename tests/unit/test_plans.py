@@ -37,8 +37,7 @@ from hostward.plan.result import Question, answer, default_budgets, verdict
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced, rounded_up
 from hostward.plan.step_memory import StepModel
-from hostward.plan.step_time import least_s, predict, predict_of
-from hostward.plan.step_timeline import Turn
+from hostward.plan.step_time import Turn, least_s, predict, predict_of
 from hostward.schedule.ops import operands
 from hostward.schedule.optimizer import StepShape, lower_step
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. See `hostward.cli.main`."""
+    """Run the command line; returns the exit code. See `hostward.cli.app`."""
     try:
-        from hostward.cli.main import main as run  # a module named `main` would take this function's place
+        from hostward.cli.app import main as run
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("hostward"):
             raise

@@ -14,7 +14,7 @@ from hostward.cli.output import print_tables, require_replaceable, require_writa
 from hostward.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hostward.doctor.finding import Finding
+    from hostward.doctor import Finding
     from hostward.doctor.log import Recognised
     from hostward.plan.hardware_profile import Hardware
 
@@ -67,8 +67,7 @@ def bench_machine(
 
 def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
     from hostward.doctor import examine as checks
-    from hostward.machine.devices import read_devices
-    from hostward.machine.facts import gather
+    from hostward.machine.facts import gather, read_devices
 
     hardware, error = _hardware(hardware_file)
     facts = gather(os.environ, read_devices(), hardware=hardware, hardware_error=error)
@@ -103,7 +102,7 @@ def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
 
 
 def _sentence(findings: Sequence[Finding]) -> str:
-    from hostward.doctor.finding import Severity
+    from hostward.doctor import Severity
 
     counts = {severity: sum(f.severity is severity for f in findings) for severity in Severity}
     if not any(counts.values()):

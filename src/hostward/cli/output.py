@@ -22,7 +22,7 @@ from hostward.errors import ConfigError
 from hostward.report.schema import finite, iterations
 
 if TYPE_CHECKING:
-    from hostward.report.schema import StepRow
+    from hostward.report.schema import OffloadReport, StepRow
     from hostward.trainer.loop import Run
 
 
@@ -190,6 +190,7 @@ class Progress:
         self._columns = columns
         self._drawn_s = -math.inf
         self._line = ""
+        self._reported: OffloadReport | None = None
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -208,9 +209,14 @@ class Progress:
                 self._stream.flush()
 
     def show(self, run: Run) -> None:
-        """The newest iteration whose numbers have arrived; later ones may be on their way already."""
+        """The newest iteration whose numbers have arrived; later ones may be on their way already. What the metered
+        iterations took is a line of the log, once.
+        """
         from hostward.trainer.report import newest_row
 
+        if run.offload is not None and run.offload is not self._reported:
+            self._reported = run.offload
+            log.info("%s", measured(run.offload))
         done, until = run.first_iteration + len(run.losses), run.config.train.train_iters
         if not self._live:
             if done == run.first_iteration + 1 or done % run.config.logger.log_interval == 0:
@@ -245,14 +251,20 @@ def parts(run: Run, row: StepRow) -> list[str]:
     held = row.device_allocated_bytes
     if held is None:
         held = run.optimizer.backend.ledger.total_bytes(Tier.DEVICE)
-    said.append(f"{'simulated device' if run.device.type == 'cpu' else 'device'} {size(held)}")
+    # A simulated device counts what hostward allocates; gradients are torch's.
+    said.append(
+        f"simulated device {size(held)} without gradients" if run.device.type == "cpu" else f"device {size(held)}"
+    )
     said.append(f"host {size(row.host_resident_bytes)}")
     if row.pinned_bytes and run.device.type == "cuda":
         said.append(f"pinned {size(row.pinned_bytes)}")
-    if run.offload is not None:
-        span = iterations(run.offload.first_iteration, run.offload.last_iteration)
-        said.append(f"in {span}: hidden {run.offload.hidden_s:.3f} s, exposed {run.offload.exposed_s:.3f} s")
     return said
+
+
+def measured(offload: OffloadReport) -> str:
+    """What offloading took in the iterations that were metered, in words."""
+    span = iterations(offload.first_iteration, offload.last_iteration)
+    return f"in {span}, per step: hidden {offload.hidden_s:.3f} s, exposed {offload.exposed_s:.3f} s"
 
 
 def fitted(said: list[str], columns: int) -> str:

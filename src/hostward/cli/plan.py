@@ -222,8 +222,7 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
     from hostward.config.validate import check
     from hostward.plan.rank_partition import sharded
     from hostward.trainer.plan_request import asked_of, phases_of, require_by_rows, require_planned, unplanned_graphs
-    from hostward.trainer.workload import recipe_workload
-    from hostward.trainer.workload_cache import usual_folder
+    from hostward.trainer.workload import recipe_workload, usual_folder
 
     require_by_rows(config, "hostward plan", gpus)
     check(config, world_size=1)
@@ -252,8 +251,7 @@ def _of_file(
     from hostward.plan.memory_model import TRAINING
     from hostward.plan.rank_partition import sharded
     from hostward.plan.solver import Forced
-    from hostward.trainer.workload import config_workload
-    from hostward.trainer.workload_cache import usual_folder
+    from hostward.trainer.workload import config_workload, usual_folder
 
     size = micro_batch or 1
     total = batch or size * gpus
@@ -303,14 +301,14 @@ def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None,
 
 def _diff(words: list[str]) -> None:
     """Exit code 1 if the plans differ."""
-    from hostward.plan import diff, plan_file
+    from hostward.plan import plan_file
 
     if len(words) != 2:
         raise ConfigError(f"plan diff takes two files, got {len(words)}", fix="hostward plan diff A.json B.json")
     plans = plan_file.load(Path(words[0])), plan_file.load(Path(words[1]))
-    lines = diff.differences(*plans)
+    lines = plan_file.differences(*plans)
     if not lines:
         typer.echo("the plans are equal")
         return
-    typer.echo("\n".join([diff.summary(*plans), *lines]))
+    typer.echo("\n".join([plan_file.summary(*plans), *lines]))
     raise typer.Exit(1)

@@ -1,23 +1,18 @@
 """`namespace.option=value` words: strict parsing by the declared type of the option.
 
-OmegaConf's structured configurations do the conversion. They also take 1.5 for an int, `2` for a bool, NaN,
-interpolations and YAML-mangled text; the checks here come first and let none of that through.
+Strict: 1.5 is no int, `2` is no bool, and NaN, interpolations and YAML's own reading of words are refused.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hostward.config.schema import NAMESPACES, Config, OptionInfo, alike, nearest, options
 from hostward.errors import ConfigError, UnknownNameError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
@@ -138,25 +133,8 @@ def _require_unspaced(words: Sequence[str]) -> None:
 
 
 def _apply(config: Config, word: str) -> None:
-    from omegaconf import OmegaConf
-
     info, text = split_word(word)
-    value = parse_value(info, text)
-    if isinstance(value, (bool, int, float)):
-        # The structured type has the last word on what is stored: a value that slipped through cannot change its type.
-        typed = _structured(info.namespace)
-        OmegaConf.update(typed, info.name, value)
-        value = typed[info.name]
-    setattr(getattr(config, info.namespace), info.name, value)
-
-
-@functools.cache
-def _structured(namespace: str) -> DictConfig:
-    """For the types of a namespace's options; what it holds is of earlier words. Making one takes long."""
-    from omegaconf import OmegaConf
-
-    made: DictConfig = OmegaConf.structured(NAMESPACES[namespace])
-    return made
+    setattr(getattr(config, info.namespace), info.name, parse_value(info, text))
 
 
 def split_word(word: str) -> tuple[OptionInfo, str]:

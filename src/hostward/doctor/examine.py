@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostward import __version__
-from hostward.doctor.environment_checks import ENVIRONMENT_CHECKS
-from hostward.doctor.finding import Finding, Severity
-from hostward.doctor.machine_checks import MACHINE_CHECKS, gib
-from hostward.doctor.rate_checks import RATE_CHECKS
+from hostward.doctor import Finding, Severity
+from hostward.doctor.checks import CHECKS, gib
 from hostward.kernels.cpu.affinity import default_threads
 from hostward.machine.facts import Facts
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-CHECKS = (*MACHINE_CHECKS, *ENVIRONMENT_CHECKS, *RATE_CHECKS)
 _ORDER = list(Severity)
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 

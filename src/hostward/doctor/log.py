@@ -1,20 +1,23 @@
-"""Known failures in a log or traceback."""
+"""Known failures of training with offloading, found in a log or traceback. `known_failures.toml` lists them."""
 
 from __future__ import annotations
 
+import functools
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hostward.core.units import GIB, KIB, MIB, size
-from hostward.doctor.finding import Severity
-from hostward.doctor.known_failures import FAILURES, Breadth, Failure
+from hostward.doctor import Severity
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
+_TABLE = Path(__file__).with_name("known_failures.toml")
 _BEFORE, _AFTER = 40, 20
 """Lines around a match that count as near: tracebacks come before their message."""
 _PIECE_CHARACTERS, _OVERLAP_CHARACTERS = 4000, 400
@@ -22,6 +25,47 @@ _SHOWN_CHARACTERS = 700
 """Enough for torch's message of a full GPU, whose numbers come last."""
 _GRAVEST = tuple(Severity)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
+
+
+class Breadth(IntEnum):
+    """How much a pattern says about the cause."""
+
+    EXACT = 0
+    """The text has one cause."""
+    CONTEXT = 1
+    """The text has many causes, and lines near it tell this one."""
+    GENERAL = 2
+    """The text has many causes."""
+    CONSEQUENCE = 3
+    """Something else came first, in this log or in that of another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One known failure. Patterns are regular expressions, in lower case, over single lines in lower case."""
+
+    name: str
+    pattern: str
+    what: str
+    why: str
+    fix: str
+    source: str
+    """Public threads that report it, or the guide that lists it."""
+    breadth: Breadth = Breadth.EXACT
+    near: str = ""
+    """For CONTEXT: matches one of the lines around."""
+    severity: Severity = Severity.ERROR
+
+
+@functools.cache
+def known_failures() -> tuple[Failure, ...]:
+    """All known failures, in the order of the table: each kind from the narrow patterns to the wide."""
+    entries = tomllib.loads(_TABLE.read_text(encoding="utf-8"))["failure"]
+    return tuple(_failure(**entry) for entry in entries)
+
+
+def _failure(breadth: str = "exact", severity: str = "error", **texts: str) -> Failure:
+    return Failure(breadth=Breadth[breadth.upper()], severity=Severity(severity), **texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +82,12 @@ class Recognised:
         return numbers(self.line)
 
 
-def recognise(lines: Iterable[str], failures: Sequence[Failure] = FAILURES) -> list[Recognised]:
-    """The known failures that `lines` show, the narrowest first, then the gravest, then in the order of the log.
+def recognise(lines: Iterable[str]) -> list[Recognised]:
+    """Return the known failures that `lines` show, the narrowest first, then the gravest, then in the order of the log.
 
     A line that shows a narrow failure does not count for a wider one.
     """
+    failures = known_failures()
     numbered = list(_pieces(lines))
     lowered = [text.lower() for _, text in numbered]
     hits = {pattern: _hits(pattern, lowered) for pattern in {failure.pattern for failure in failures}}

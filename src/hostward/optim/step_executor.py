@@ -405,8 +405,9 @@ class StepIssuer:
             shared = frozenset()
         if shared != self.shared and shared:
             log.info(
-                "%d weights arrive at the end of step(), because others hold their memory (views, .data): %s%s",
-                len(shared), ", ".join(sorted(shared)[:5]), ", ..." if len(shared) > 5 else "",
+                "%d %s at the end of step(), because others hold their memory (views, .data): %s%s",
+                len(shared), "weight arrives" if len(shared) == 1 else "weights arrive",
+                ", ".join(sorted(shared)[:5]), ", ..." if len(shared) > 5 else "",
             )  # fmt: skip
         self.shared = shared
         wanted = {layer for name in shared for layer in self._read_with[name]}

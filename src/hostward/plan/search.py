@@ -1,9 +1,9 @@
 """The best choice within budgets, and what less device memory costs. No torch.
 
 First the *frontier* is made, without regard to budgets: a linear programme for each of a ladder of device limits, and
-of host limits, each solution weighed by the memory model, and timed by `hostward.time_model` where it may be the best.
-Budgets then select among these. So what fits in a budget also fits in a larger one, and a larger budget never gives a
-slower plan.
+of host limits, each solution weighed by the memory model, and timed by `hostward.plan.step_time` where it may be the
+best. Budgets then select among these. So what fits in a budget also fits in a larger one, and a larger budget never
+gives a slower plan.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Layers that are alike are counted, not told apart: the programme chooses how man
 the state get which placement; `hostward.core.placement.place_fraction` then says which buckets. Numbers of layers are
 rounded towards less device memory, and what is either so or so is tried both ways: as an integer programme the same
 takes ten times as long. Times are linear: what the GPU computes, plus what does not fit behind forward or backward on
-each lane. `hostward.time_model` judges what comes out.
+each lane. `hostward.plan.step_time` judges what comes out.
 """
 
 from __future__ import annotations

@@ -1,22 +1,231 @@
 """Predicted seconds of a training step, for a workload, a choice and a machine. Pure arithmetic; no torch.
 
-A step is played as work on four lanes (`hostward.lanes`): compute, both directions of the link, the host's step. Two
-steps in a row are played, and the second counts, so that what drains into the next step is counted.
+A step is played as work on four lanes (`hostward.plan.lane_simulator`): compute, both directions of the link, and the
+host's step. Two steps in a row are played, and the second counts, so that what drains into the next step is counted.
+Each follows the schedules of `hostward.schedule` as far as they take time, in the same order on each lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hostward.core.placement import Placement
-from hostward.plan.cost_model import Costs, Speeds
-from hostward.plan.decisions import Choice, Keep
+from hostward.plan.cost_model import HOST_STEP_BYTES, SUM_BYTES, Costs, Speeds, Unit
+from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.lane_simulator import Program, Queue, Timeline, busy_s, run
 from hostward.plan.memory_model import Needs, required
-from hostward.plan.step_timeline import Turn
 from hostward.plan.workload import Workload
+from hostward.schedule.activations import FIRST_GROUP_BYTES
+from hostward.schedule.optimizer import INBOXES
+from hostward.schedule.staging import FEWEST
+from hostward.schedule.weights import fetched_ahead
+
+_IN_FLIGHT = 2
+"""Layers after which the memory of gradients that leave is wanted back."""
+
+
+class Turn:
+    """Appends the parts of a step to a program, with what each waits for across parts.
+
+    Args:
+        needs: of the choice: staging slots of streamed buckets, and when they are taken.
+        units: as `costs` makes them of the choice.
+    """
+
+    def __init__(self, costs: Costs, choice: Choice, needs: Needs, units: Sequence[Unit]) -> None:
+        self.costs, self.choice = costs, choice
+        self.program = Program()
+        self.units = units
+        self.keep = costs.keep_of(choice)
+        self.by_layer: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            self.by_layer.setdefault(unit.layer, []).append(number)
+        self.streamed = [i for i, u in enumerate(self.units) if u.placement is Placement.STREAMED]
+        leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
+        self.leaving = leaving
+        self.window = max(1, len(costs.repeated) - len(leaving))
+        self._ahead = fetched_ahead(gathered=costs.workload.ranks > 1)
+        self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
+        self.slots = self._units_staged(needs.slots)
+        self._staged_layers = [self._layer_of(bucket) for bucket in needs.stage_at]
+        # Newest work of each kind, by unit or layer.
+        self.compute: int | None = None
+        self.offloads: dict[int, int] = {}
+        self.hosts: dict[int, int] = {}
+        self.arrivals: dict[int, int] = {}
+        self.reads: dict[int, int] = {}
+        self._began_s = self._reading_s = 0.0
+        """Of the last backward: its seconds, and those of it that pass until the link has read what was staged."""
+        self.writes: list[int] = []
+        self.downloaded: list[int] = []
+        self.added: list[int] = []
+
+    def _units_staged(self, slots: int) -> int:
+        """Streamed units that fit in so many slots, each for the largest streamed bucket."""
+        if not self.streamed:
+            return 0
+        buckets = zip(self.costs.workload.inventory.buckets, self.choice.placements, strict=True)
+        slot_bytes = max(bucket.state_bytes for bucket, p in buckets if p is Placement.STREAMED)
+        largest = max(self.units[i].state_bytes for i in self.streamed)
+        return max(1, min(len(self.streamed), slots * slot_bytes // largest))
+
+    def _layer_of(self, bucket: int) -> int:
+        """The first, whose gradients come last, for what is in none of the layers: a caller may have named others."""
+        names = [cost.layer.name for cost in self.costs.layers]
+        layers = [b.layer for b in self.costs.workload.inventory.buckets[bucket : bucket + 1]]
+        return names.index(layers[0]) if layers and layers[0] in names else 0
+
+    def _of(self, layer: int) -> Sequence[int]:
+        return self.by_layer.get(self.costs.layers[layer].layer.name, ())
+
+    # ------------------------------------------------------------------ parts
+
+    def forward(self, *, first: bool) -> None:
+        """`first`: the one after a step, whose layers wait for their weights."""
+        anew = self.costs.workload.fetched_anew
+        for i, cost in enumerate(self.costs.layers):
+            waits: list[int | None] = []
+            if first:
+                waits += [self.arrivals[u] for u in self._of(i) if u in self.arrivals]
+                # Before the last layer staging goes back, behind the last write.
+                waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
+            waits += [self._fetch(i)] if first or anew else []
+            if cost.layer.repeated:
+                before = self.costs.repeated.index(i) - self.window
+                waits += [self.offloads.get(self.costs.repeated[before])] if before >= 0 else []
+            before_it = self.compute
+            self.compute = self.program.add(f"forward/{cost.layer.name}", Queue.COMPUTE, cost.forward_s, waits)
+            if i in self.leaving:
+                speeds = self.costs.speeds
+                size = cost.held_bytes(self.keep[i])
+                # An input is there when the layer begins, and leaves then if it is worth a group of its own.
+                at_once = self.keep[i] is Keep.RECOMPUTE_OFFLOAD and size >= FIRST_GROUP_BYTES
+                self.offloads[i] = self.program.add(
+                    "offload",
+                    Queue.D2H,
+                    speeds.copy_s(size, speeds.d2h_bytes_per_s),
+                    [before_it, *waits] if at_once else [self.compute],
+                )
+
+    def _fetch(self, i: int) -> int | None:
+        """Weights of a layer that lie on the host come while the layer before runs; parts of them one layer earlier."""
+        if i not in self.fetched:
+            return None
+        # Issued when that layer was entered: its own start is not known as a wait, the end of the one before is.
+        entered = self.compute
+        for _ in range(self._ahead):
+            entered = None if entered is None else self._previous_compute(entered)
+        steps = [self.hosts[u] for u in self._of(i) if u in self.hosts]
+        speeds = self.costs.speeds
+        seconds = speeds.copy_s(self.costs.layers[i].layer.weight_bytes, speeds.h2d_bytes_per_s)
+        return self.program.add("fetch", Queue.H2D, seconds, [entered, *steps])
+
+    def _previous_compute(self, number: int) -> int | None:
+        works = self.program.works
+        return next((i for i in reversed(range(number)) if works[i].queue is Queue.COMPUTE), None)
+
+    def backward(self, *, last: bool) -> None:
+        """`last`: of the step's microbatches, whose gradients leave and behind which state is staged."""
+        costs, speeds = self.costs, self.costs.speeds
+        reloads: dict[int, int] = {}
+        released = self.leaving[: max(0, len(costs.repeated) - self.window)]
+        waiting = list(released)
+        downloads: list[int] = []
+        left_before: list[int | None] = [None] * _IN_FLIGHT
+        leaves = last or self.choice.gradients_on_host
+        each_s = [self._backward_s(i) for i in range(len(costs.layers))]
+        left_s = sum(each_s)
+        for i in reversed(range(len(costs.layers))):
+            if costs.layers[i].layer.repeated:
+                limit = costs.repeated.index(i) - self.window
+                while waiting and costs.repeated.index(waiting[-1]) >= limit:
+                    u = waiting.pop()
+                    size = costs.layers[u].held_bytes(self.keep[u])
+                    reloads[u] = self.program.add(
+                        "reload",
+                        Queue.H2D,
+                        speeds.copy_s(size, speeds.h2d_bytes_per_s),
+                        [self.compute, self.offloads.get(u)],
+                    )
+            if last:
+                self._stage(i, left_s)
+            cost = costs.layers[i]
+            units = [u for u in self._of(i) if self.units[u].placement is Placement.HOST]
+            seconds = each_s[i]
+            left_s -= seconds
+            fetch = self._fetch(i) if costs.workload.fetched_anew else None
+            waits = [reloads.get(i), fetch, left_before[-_IN_FLIGHT]]
+            self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
+            for u in reversed(units if leaves else []):
+                unit = self.units[u]  # sums leave as they are, parts of sums as they come
+                as_made = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
+                size = unit.weight_bytes if as_made else unit.gradient_bytes
+                copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
+                landing_free = self.added[-INBOXES : 1 - INBOXES]
+                downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))
+                if self.choice.gradients_on_host:
+                    added_s = (size + 2 * SUM_BYTES * unit.numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
+                    self.added.append(self.program.add("add", Queue.HOST, added_s, [downloads[-1]]))
+            left_before.append(downloads[-1] if downloads else None)
+        self.downloaded = downloads[-1:]
+
+    def _backward_s(self, i: int) -> float:
+        cost = self.costs.layers[i]
+        numel = sum(self.units[u].numel for u in self._of(i))
+        return cost.backward_s + cost.again_s(self.keep.get(i, Keep.KEEP)) + numel * self.costs.accumulation_s
+
+    def _read(self, u: int, waits: Sequence[int | None]) -> None:
+        speeds = self.costs.speeds
+        seconds = speeds.copy_s(self.units[u].state_bytes, speeds.h2d_bytes_per_s)
+        self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
+
+    def _stage(self, layer: int, left_s: float) -> None:
+        """Before this layer's backward, which is `left_s` from its end: what there is room for, and what the link can
+        read until then.
+        """
+        if layer == len(self.costs.layers) - 1:
+            self.reads, self._reading_s, self._began_s = {}, 0.0, left_s
+        passed_s = self._began_s - left_s
+        count = len(self._staged_layers)
+        while (at := len(self.reads)) < self.slots:
+            room = self._staged_layers[at * count // self.slots] >= layer
+            if not room or (at >= FEWEST and self._reading_s >= self._began_s):
+                break
+            self._reading_s = max(self._reading_s, passed_s)
+            self._read(self.streamed[at], [self.compute, *self.writes[-1:]])
+            self._reading_s += self.program.works[self.reads[self.streamed[at]]].seconds
+
+    def step(self) -> None:
+        """Norm, steps and uploads, in order of use in forward."""
+        costs, speeds, program = self.costs, self.costs.speeds, self.program
+        on_device = sum(u.device_s for u in self.units if u.placement is Placement.DEVICE)
+        norm_s = sum(u.gradient_bytes for u in self.units) / speeds.traffic_bytes_per_s
+        norm = self.compute = program.add("step", Queue.COMPUTE, on_device + norm_s, [self.compute])
+        self.hosts, self.arrivals, self.writes = {}, {}, []
+        following = iter(enumerate(self.streamed[len(self.reads) :], len(self.reads)))
+        steps: list[int] = []
+        fetched = {costs.layers[i].layer.name for i in self.fetched}
+        for number, unit in enumerate(self.units):
+            if unit.placement is Placement.HOST:
+                self.hosts[number] = program.add("host", Queue.HOST, unit.host_s, [norm, *self.downloaded])
+                steps.append(self.hosts[number])
+                if unit.layer not in fetched:
+                    seconds = speeds.copy_s(unit.weight_bytes, speeds.h2d_bytes_per_s)
+                    self.arrivals[number] = program.add("upload", Queue.H2D, seconds, [steps[-1]])
+            elif unit.placement is Placement.STREAMED:
+                self._stream(number, unit, norm, steps[-2:-1])
+                at, after = next(following, (0, None))
+                if after is not None:
+                    self._read(after, self.writes[-1:] if at >= self.slots else [])
+
+    def _stream(self, number: int, unit: Unit, norm: int, pace: Sequence[int]) -> None:
+        speeds = self.costs.speeds
+        self.arrivals[number] = self.reads[number]
+        seconds = speeds.copy_s(unit.state_bytes, speeds.d2h_bytes_per_s)
+        self.writes.append(self.program.add("write", Queue.D2H, seconds, [norm, self.reads[number], *pace]))
+
 
 _SHORTEST_S = 1e-4
 """Waits shorter than this are not told."""

@@ -52,8 +52,7 @@ from hostward.trainer.models import meta_model, named_shapes, parameter_count, p
 from hostward.trainer.offload_options import accumulates_in_fp32, gradients_leave, share_of, staging_bytes, sums_on_host
 from hostward.trainer.plan_request import asked_of, other_division, phases_of, require_by_rows, shares, unplanned
 from hostward.trainer.process_group import Ranks
-from hostward.trainer.workload import recipe_workload
-from hostward.trainer.workload_cache import usual_folder
+from hostward.trainer.workload import recipe_workload, usual_folder
 
 log = logging.getLogger("hostward")
 

@@ -1,30 +1,40 @@
-"""What a recipe, or a model of transformers, computes and holds in a step. Nothing is allocated, and nothing heavy
-imported where what tracing found is kept.
+"""What a recipe, or a model of transformers, computes and holds in a step, without allocating it.
+
+What tracing finds of a model is kept between calls, so that planning it again imports neither torch nor transformers.
+Whatever the answer depends on is in the key: the question, hostward's own source, every installed package with its
+version, Python's version, and the variables that torch and transformers read.
 """
 
 from __future__ import annotations
 
-import difflib
+import hashlib
+import importlib.util
 import json
-from collections.abc import Mapping
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
-
+import hostward
 from hostward.config.schema import Config, ModelConfig
 from hostward.core.inventory import Dtype
-from hostward.errors import ModelError
-from hostward.plan.workload import Workload
-from hostward.profiler.workload import workload_of
-from hostward.runtime.backend import TORCH_DTYPES
+from hostward.errors import ConfigError, ModelError
+from hostward.files.atomic_file import replace_text
+from hostward.plan.workload import Workload, from_text, to_text
 from hostward.trainer.data.tokenizer import ByteTokenizer
-from hostward.trainer.models import meta_model, on_meta, training_loss
-from hostward.trainer.workload_cache import recalled
 
+log = logging.getLogger("hostward")
+
+MOST_FILES = 64
+"""Of a folder; the oldest go."""
+_TRACING = ("torch", "transformers")
+_VARIABLES = ("TORCH", "TRANSFORMERS_", "USE_", "XLA_")
 NOT_TRACED = frozenset(
     {
         "deterministic_mode",
@@ -76,7 +86,7 @@ def recipe_workload(
     options = traced_options(config)
 
     def trace() -> Workload:
-        # codemod
+        from hostward.trainer.meta_trace import traced_recipe  # which imports torch
 
         return traced_recipe(options, vocab_size)
 
@@ -143,7 +153,7 @@ def config_workload(
     sizes = {"sequence_tokens": sequence_tokens, "microbatch_sequences": microbatch_sequences}
 
     def trace() -> Workload:
-        # codemod
+        from hostward.trainer.meta_trace import traced_file
 
         return traced_file(file, content, dtype, attn_implementation, **sizes)
 
@@ -151,48 +161,82 @@ def config_workload(
     return replace(recalled(folder, question, trace), microbatches=microbatches)
 
 
-# The runs on the meta device behind `workload`: torch, transformers and the model's own classes.
+# What tracing found, kept between calls.
 
 
-def traced_recipe(config: Config, vocab_size: int | None) -> Workload:
-    """Of one microbatch. Raises as `recipe_workload`."""
-    model = config.model
-    return _traced(
-        meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
-        sequence_tokens=model.seq_length,
-        microbatch_sequences=config.train.micro_batch_size,
-        split_master=not config.optimizer.use_torch_optimizer_for_cpu_offload,
-    )
-
-
-def traced_file(
-    file: Path, content: Mapping[str, Any], dtype: Dtype, attn_implementation: str, **sizes: int
-) -> Workload:
-    """Of the configuration that `file` holds. Raises ModelError where it is none of a causal language model."""
-    fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
-    given = dict(content)
-    if (kind := str(given["model_type"])) not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
-        raise ModelError(
-            f"{file} describes no model",
-            why=f"transformers {transformers.__version__} knows no model type {kind!r}",
-            fix=f"did you mean {near[0]!r}? Else {fix}" if near else fix,
-        )
+def usual_folder() -> Path | None:
+    """`hostward/workloads` in the user's cache folder; None where there is no such user, or where torch or transformers
+    may change without a new version: installed from a folder that somebody edits, or imported from elsewhere.
+    """
     try:
-        described: Any = AutoConfig.for_model(given.pop("model_type"), **given)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{file} describes no model", why=f"{type(error).__name__}: {error}", fix=fix) from error
-    described._attn_implementation = attn_implementation
-    described.use_cache = False
+        if any('"editable": true' in _origin(p) or _shadowed(p) for p in _TRACING):
+            return None
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (named if named.is_absolute() else Path.home() / ".cache") / "hostward" / "workloads"
+    except (metadata.PackageNotFoundError, RuntimeError):
+        return None
+
+
+def recalled(folder: Path | None, question: Mapping[str, Any], trace: Callable[[], Workload]) -> Workload:
+    """What `trace` returns, or returned when it was asked the same question here.
+
+    Args:
+        folder: where answers are; None: `trace` is called.
+        question: JSON values. `trace` may depend on nothing else but installed software.
+    """
+    if folder is None:
+        return trace()
+    path = folder / f"{_key(question)}.json"
+    with suppress(OSError, ValueError):
+        return from_text(path.read_text(encoding="utf-8"))
+    found = trace()
     try:
-        return _traced(on_meta(described, TORCH_DTYPES[dtype]), name=str(described.model_type), **sizes)
-    except (ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{file} describes no causal language model", why=str(error), fix=fix) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(path, to_text(found), what="trace of a model")
+        for old in sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime)[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+    except (OSError, ValueError, ConfigError) as error:
+        # The next call takes as long as this one.
+        log.info("what was found of the model is not kept: %s", error)
+    return found
 
 
-def _traced(model: Any, **options: Any) -> Workload:
-    return workload_of(model.train(), loss=_loss, **options)
+def _key(question: Mapping[str, Any]) -> str:
+    known = {
+        "question": question,
+        "source": _source(),
+        "packages": sorted(set(_packages())),
+        "origins": [_origin(package) for package in _TRACING],
+        "python": platform.python_version(),
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return training_loss(model, ids, ids)
+def _origin(package: str) -> str:
+    """Where a package was installed from, down to the commit, if not from an index."""
+    return metadata.distribution(package).read_text("direct_url.json") or ""
+
+
+def _shadowed(package: str) -> bool:
+    """Whether Python would import it from another folder than the one it is installed in."""
+    found = importlib.util.find_spec(package)
+    installed = Path(str(metadata.distribution(package).locate_file(""))).resolve()
+    return found is None or found.origin is None or not Path(found.origin).resolve().is_relative_to(installed)
+
+
+def _source() -> str:
+    """A digest of hostward's own modules: tracing changes more often than the version."""
+    root = Path(hostward.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _packages() -> Iterator[str]:
+    """Names with versions, as they stand in the folders that Python imports from."""
+    for entry in sys.path:
+        with suppress(OSError):
+            yield from (name for name in os.listdir(entry or ".") if name.endswith((".dist-info", ".egg-info")))

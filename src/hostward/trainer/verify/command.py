@@ -220,7 +220,9 @@ def _iterations_of(after: AfterStep, run: loop.Run) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Weights are changed on purpose, of which the optimizer warns; of all else the longer runs have warned before."""
+    """Leave out what the optimizer says of verify's own probes, which change weights on purpose and hold their memory.
+    Of all else the longer runs have warned before.
+    """
     level = log.level
     log.setLevel(logging.ERROR)
     try:
@@ -245,7 +247,8 @@ def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> d
     """What the kernel of each placement makes differently from the definition, or None."""
     device = loop.choose_device(config.train.device, ranks.local_rank)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    return {placement: differing_role(device, dtype, placement) for placement in dict.fromkeys(placements)}
+    with _quiet():
+        return {placement: differing_role(device, dtype, placement) for placement in dict.fromkeys(placements)}
 
 
 def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: bool = True) -> loop.Run:

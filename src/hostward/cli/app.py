@@ -6,6 +6,7 @@ output, 143 terminated.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -20,7 +21,8 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from hostward import __version__
-from hostward.cli import checkpoint, machine, output, plan, ranks, report, run_files
+from hostward.checkpoint.files import LATEST, is_checkpoint
+from hostward.cli import machine, output, plan, ranks, run_files
 from hostward.cli.output import (
     Marked,
     circumstances,
@@ -35,10 +37,12 @@ from hostward.cli.output import (
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.report.schema import REPORT_FILE, TRACE_FILE, read_report
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 TERMINATED = 143
+PAGE = "report.html"
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
 
@@ -58,6 +62,9 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report 
 TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
+]
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="DIR/iter_NNNNNNN, or DIR: the one that DIR/latest names.")
 ]
 
 
@@ -121,7 +128,7 @@ def train(
 
         planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
-    from hostward.trainer import loop, tensorboard
+    from hostward.trainer import loop
     from hostward.trainer.report import render
 
     # Of logits that are gathered: nothing is done to them in place.
@@ -131,7 +138,7 @@ def train(
         if first_rank and run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
         if first_rank and tensorboard_dir is not None:
-            tensorboard.require_tensorboard(tensorboard_dir)
+            run_files.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
         run = loop.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
     run.keeps_folders = True
@@ -148,7 +155,7 @@ def train(
         if first_rank:
             tell.append(stack.enter_context(output.Progress(sys.stderr)).show)
         if first_rank and tensorboard_dir is not None:
-            tell.append(stack.enter_context(tensorboard.Scalars(tensorboard.open_writer(tensorboard_dir))).write)
+            tell.append(stack.enter_context(run_files.Scalars(run_files.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_tell, tell), metered=metered)
     with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
@@ -243,15 +250,98 @@ def recipes() -> None:
     typer.echo("\n".join(listing()))
 
 
-app.command("report")(_deferred(report.report))
+def inspect(
+    folder: Folder,
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a checkpoint holds."""
+    from hostward.trainer import export
+
+    contents = export.inspect(folder, verify=verify)
+    typer.echo(json.dumps(contents.to_dict(), indent=1) if as_json else contents.to_text())
+
+
+def convert(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet.")],
+    form: Annotated[
+        str, typer.Option("--to", metavar="safetensors|torch", help="Weights for transformers, or all for torch.optim.")
+    ] = "safetensors",
+) -> None:
+    """Write the weights as transformers loads them, or weights and state for torch.optim.AdamW."""
+    from hostward.trainer import export
+
+    for path in export.convert(folder, out, form):
+        typer.echo(path)
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, its report.json, or a file that --json wrote.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help=f"The page to write; {PAGE} beside the report.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FOLDER", help="Write the charts as PNGs too; needs matplotlib.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="The trace of the run; trace.json beside the report by default."),
+    ] = None,
+) -> None:
+    """Render the report of a run as one HTML page: memory, a step's lanes, predictions, loss and speed."""
+    from hostward.files.atomic_file import replace_text
+    from hostward.report.page import render
+    from hostward.runtime.step_trace import from_chrome
+
+    _require_no_checkpoint(run)
+    found = read_report(run)
+    folder = run if run.is_dir() else run.parent
+    if trace is None and run.is_dir() and (run / TRACE_FILE).is_file():
+        trace = run / TRACE_FILE
+    spans = None if trace is None else from_chrome(trace)
+    page = folder / PAGE if html is None else html
+    replace_text(page, render(found, spans), what="page")
+    typer.echo(f"written to {page}")
+    if png is None:
+        return
+    from hostward.report.png import draw_all
+
+    try:
+        png.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(f"--png {png} cannot be made", why=why, fix="name a folder") from error
+    for file in draw_all(found, spans, png):
+        typer.echo(f"written to {file}")
+
+
+def _require_no_checkpoint(run: Path) -> None:
+    """Raises ConfigError for a checkpoint, or the file that names the newest: neither says anything of the run."""
+    names_one = run.name == LATEST and run.is_file()
+    if (run / REPORT_FILE).is_file() or not (names_one or is_checkpoint(run)):
+        return
+    what = f"names a checkpoint of {run.parent}" if names_one else "is a checkpoint"
+    raise ConfigError(
+        f"{run} {what}, and no report",
+        why=f"the report of a run is {REPORT_FILE} in its folder: --run-dir, else checkpoint.save",
+        fix=f"hostward report {shlex.quote(str(run.parent))}"
+        if (run.parent / REPORT_FILE).is_file()
+        else "name that folder",
+    )
+
+
+app.command("report")(_deferred(report))
 app.command()(_deferred(plan.plan))
 app.command()(_deferred(machine.doctor))
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("machine")(_deferred(machine.bench_machine))
 app.add_typer(bench, name="bench")
 saved = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and write them in other forms.")
-saved.command("inspect")(_deferred(checkpoint.inspect))
-saved.command("convert")(_deferred(checkpoint.convert))
+saved.command("inspect")(_deferred(inspect))
+saved.command("convert")(_deferred(convert))
 app.add_typer(saved, name="checkpoint")
 
 
