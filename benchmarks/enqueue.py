@@ -41,6 +41,7 @@ import torch
 from hostward.core.inventory import MasterKind
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.kernels.cuda import adamw, norm
+from hostward.kernels.cuda.launcher import KernelLaunch
 from hostward.runtime.backend import (
     RING,
     AdamWOperands,
@@ -57,7 +58,7 @@ from hostward.runtime.backend import (
     chunks_of,
 )
 from hostward.runtime.cuda.backend import CudaBackend
-from hostward.runtime.cuda.commands import CommandBatch, DriverTable, KernelLaunch, Streams
+from hostward.runtime.cuda.commands import CommandBatch, DriverTable, Streams
 from hostward.runtime.cuda.kernels import KernelTables
 from hostward.runtime.cuda.streams import STREAMS
 from hostward.runtime.cuda.work import ListedWork

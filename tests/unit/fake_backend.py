@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from fake_driver import FakeDriver
 
+from hostward.kernels.cuda.launcher import KernelLaunch
 from hostward.runtime.backend import RING, Event, Ledger
 from hostward.runtime.cuda.argument_tables import Table, Uploads
-from hostward.runtime.cuda.commands import KernelLaunch, Streams
+from hostward.runtime.cuda.commands import Streams
 from hostward.runtime.cuda.streams import INDEX, LANES, SECOND, STREAMS
 from hostward.runtime.cuda.timing import Timings
 from hostward.runtime.cuda.work import TableKernel

@@ -25,8 +25,9 @@ from hostward.core.inventory import Dtype
 from hostward.errors import DataError, DeviceError
 from hostward.files.folder_lock import FolderLock
 from hostward.optim.adamw import AdamW
+from hostward.plan.decisions import FrontierPoint
 from hostward.plan.plan_file import PlanFile
-from hostward.report.schema import Estimate, FrontierPoint, OffloadReport, RanksReport
+from hostward.report.schema import Estimate, OffloadReport, RanksReport
 from hostward.runtime.backend import TORCH_DTYPES, Tier
 from hostward.runtime.step_trace import Trace
 from hostward.trainer import checkpointing

@@ -33,7 +33,7 @@ from hostward.machine.facts import (
 from hostward.optim.placement import ShareOf
 from hostward.plan.budgets import Budgets, refuse, table
 from hostward.plan.cost_model import Costs, Speeds, measured, speeds_of
-from hostward.plan.decisions import Choice, Keep
+from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
 from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, required
 from hostward.plan.plan_file import PlanFile
@@ -46,7 +46,7 @@ from hostward.plan.step_memory import Owner
 from hostward.plan.step_time import predict
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import inventory_of
-from hostward.report.schema import Estimate, FrontierPoint
+from hostward.report.schema import Estimate
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, named_shapes, parameter_count, place_in_model
 from hostward.trainer.offload_options import accumulates_in_fp32, gradients_leave, share_of, staging_bytes, sums_on_host

@@ -11,16 +11,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hostward.activations.saved_tensors import raise_modified, tensors_of
 from hostward.config.arguments import named_fields, require_fewer, require_whole
 from hostward.errors import ConfigError, HostwardError
+from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
-from hostward.model.layer_hooks import Enter, Leave, Mark
+from hostward.model.layer_hooks import Back, Enter, Leave, Mark
 from hostward.model.layers import Runs
 from hostward.model.parameters import groups_of, local_of
 from hostward.optim.master_sync import witness_of
@@ -234,7 +234,7 @@ class OffloadedWeights:
         """A layer has run, or failed."""
         if number in self._stack:
             del self._stack[self._stack.index(number) :]
-        back = _Back(weakref.ref(self), number)
+        back = Back(weakref.ref(self), number)
         for node in {tensor.grad_fn for tensor in tensors_of(output)}:
             if node is not None:
                 node.register_prehook(back)
@@ -463,13 +463,3 @@ class _Reads:
         offloaded = self._offloaded()
         if offloaded is not None:
             offloaded.exposed(parameter, alias)
-
-
-class _Back:
-    def __init__(self, offloaded: weakref.ref[OffloadedWeights], number: int) -> None:
-        self._offloaded, self._number = offloaded, number
-
-    def __call__(self, _: Any) -> None:
-        offloaded = self._offloaded()
-        if offloaded is not None:
-            offloaded.back(self._number)

@@ -13,6 +13,7 @@ import torch
 from hostward.kernels.cpu.accumulate import AccumulateTask, NormTask
 from hostward.kernels.cpu.adamw import AdamWTask
 from hostward.kernels.cpu.library import ClockedCall, load
+from hostward.kernels.cuda.launcher import KernelLaunch
 from hostward.runtime.backend import (
     RING,
     AdamWOperands,
@@ -26,7 +27,7 @@ from hostward.runtime.backend import (
     require_copyable,
 )
 from hostward.runtime.cuda.argument_tables import Table
-from hostward.runtime.cuda.commands import Command, CommandBatch, CommandList, KernelLaunch, Streams, Verb
+from hostward.runtime.cuda.commands import Command, CommandBatch, CommandList, Streams, Verb
 from hostward.runtime.cuda.streams import INDEX, copy_commands
 from hostward.runtime.cuda.timing import UNTIMED, Timed
 from hostward.runtime.host_tasks import host_task
