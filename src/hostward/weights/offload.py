@@ -132,8 +132,9 @@ class OffloadedWeights:
         count = len(layers) - 1 if how.num_layers is None else how.num_layers
         sharding = groups_of(model)
         gathered = None if sharding is None else GatheredLayers(sharding, layers, count)
-        chosen = choose(model, layers, count, optimizer, backend, how.min_elements, gathered)
-        self._optimizer, self._backend, self._chosen = optimizer, backend, chosen
+        copies = None if optimizer is None else optimizer.weight_copies()
+        chosen = choose(model, layers, count, copies, backend, how.min_elements, gathered)
+        self._copies, self._backend, self._chosen = copies, backend, chosen
         self.count = len(chosen.layers)
         """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
@@ -153,7 +154,7 @@ class OffloadedWeights:
         """The backward that calls `_end` when it ends."""
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
-        self._lock = threading.RLock() if optimizer is None else optimizer._issuer.lock
+        self._lock = threading.RLock() if copies is None else copies.lock
         self._fence = Fence(self.parameters(), _Reads(self))
         held_by: dict[int, list[torch.nn.Parameter]] = {}
         for i, weight in self._of_storage.values():
@@ -161,14 +162,12 @@ class OffloadedWeights:
         self._entries = {i: self._fence.entries(held) for i, held in held_by.items()}
         self._down: set[int] = set()
         """Layers whose operations run now: their weights are here, and plain ones."""
-        if optimizer is not None and chosen.stepped:
+        if copies is not None and chosen.stepped:
             try:
-                optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+                copies.offload(chosen.stepped, self._residency, self.present)
             except HostwardError:
                 backend.free(chosen.buffers)
                 raise
-            optimizer._watch.follow(chosen.stepped, self.present)
-            optimizer._access.present = self.present
         self._gathers = None if gathered is None else Gathers(gathered, self._residency)
         if gathered is None:
             self._follow_layers([layer for _, layer in layers])
@@ -395,8 +394,8 @@ class OffloadedWeights:
             held = self._residency.layers[number]
             if held is None:
                 continue
-            if self._optimizer is not None and held.stepped:
-                self._optimizer._follow_weights()
+            if self._copies is not None and held.stepped:
+                self._copies.follow()
             self._residency.empty(number)
 
     # ---------------------------------------------------------------- the end
@@ -429,10 +428,8 @@ class OffloadedWeights:
         self._handles.clear()
         self._guarded.clear()
         self._backend.synchronise()
-        if self._optimizer is not None and self._chosen.stepped:
-            self._optimizer._issuer.offload_weights(frozenset(), None)
-            self._optimizer._watch.follow(frozenset(), None)
-            self._optimizer._access.present = None
+        if self._copies is not None and self._chosen.stepped:
+            self._copies.give_back()
         self._residency.layers = [None] * self.count
         self._backend.free(self._chosen.buffers)
         self._of_storage.clear()
