@@ -24,7 +24,7 @@ from hostward.trainer.plan_request import unplanned_graphs
 
 if TYPE_CHECKING:
     from hostward.plan.plan_file import PlanFile
-    from hostward.trainer.loop import Run
+    from hostward.trainer.run import Run
 
 log = logging.getLogger("hostward")
 

@@ -9,7 +9,7 @@ from hostward.errors import ConfigError
 from hostward.trainer.report import newest_row
 
 if TYPE_CHECKING:
-    from hostward.trainer.loop import Run
+    from hostward.trainer.run import Run
 
 
 class ScalarWriter(Protocol):
