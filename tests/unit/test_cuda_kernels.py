@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_backend import launch_of
+from fake_context import launch_of
 
 from hostward.core.inventory import MasterKind
 from hostward.kernels.cpu.adamw import bias_tables
