@@ -44,7 +44,7 @@ def between_passes(words: list[str], recipe: str = QWEN3) -> dict[str, Any]:
     """
     launched()
     run = setup.prepare(recipe, small(*words, recipe=recipe))
-    groups = [g for m in run.model.modules() for g in fsdp2._groups_of(m)]
+    groups = [g for m in run.model.modules() for g in fsdp2.fsdp_groups_of(m)]
     passes: Any = run.passes
     whole: list[bool] = []
     here: list[int] = []

@@ -17,7 +17,7 @@ from world import World
 
 from hostward.config.schema import Config
 from hostward.trainer import loop, setup
-from hostward.trainer.memory_check import _held
+from hostward.trainer.memory_check import names_on_rank
 from hostward.trainer.process_group import Ranks
 
 TIED = "model.embed_tokens.weight"
@@ -144,7 +144,9 @@ def test_the_weight_is_one_parameter_of_the_model_and_takes_memory_on_both_ends(
     whole = setup.prepare(LLAMA, config_of(FOUR)).model
     assert set(parameters) == {sum(p.numel() for p in whole.parameters())}
     for rank, of in enumerate(names):
-        assert {*_held([n for n, _ in whole.named_parameters()], Ranks(rank=rank, size=4, stages=4), 1)} == {*of}
+        assert {*names_on_rank([n for n, _ in whole.named_parameters()], Ranks(rank=rank, size=4, stages=4), 1)} == {
+            *of
+        }
 
 
 FP16 = [*FOUR, "model.params_dtype=fp16", "train.train_iters=6"]

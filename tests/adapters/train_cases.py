@@ -177,7 +177,7 @@ def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
     """The same on every rank, and whether its experts had tokens in every layer."""
     launched()
     had: list[bool] = []
-    exchanged = expert_parallel._exchanged
+    exchanged = expert_parallel.exchange_tokens
 
     def watched(compute: Any, *rest: Any) -> torch.Tensor:
         def computed(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -187,11 +187,11 @@ def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
 
         return exchanged(computed, *rest)
 
-    expert_parallel._exchanged = watched
+    expert_parallel.exchange_tokens = watched
     try:
         return {**gradients(small(*words, recipe=recipe), recipe), "had_tokens": all(had)}
     finally:
-        expert_parallel._exchanged = exchanged
+        expert_parallel.exchange_tokens = exchanged
 
 
 def norm_of_given_gradients(run: Run) -> str:

@@ -23,7 +23,7 @@ from hostward.config.schema import Config
 from hostward.core.units import MIB
 from hostward.errors import ConfigError, MemoryLimitError, ModelError, NotBuiltError
 from hostward.trainer import cuda_graph, loop, setup
-from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, Captured, _told, require_capturable
+from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, Captured, capture_error, require_capturable
 from hostward.trainer.offload_options import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
 from hostward.trainer.run import Run
 
@@ -362,12 +362,12 @@ def test_what_torch_raises_of_a_capture_is_told() -> None:
             return error
 
     own = ModelError("ours")
-    assert _told(failed(own)) is own
-    told = _told(failed(RuntimeError("operation not permitted when stream is capturing\nmore")))
+    assert capture_error(failed(own)) is own
+    told = capture_error(failed(RuntimeError("operation not permitted when stream is capturing\nmore")))
     assert isinstance(told, ModelError)
     assert told.why == "RuntimeError: operation not permitted when stream is capturing"
-    assert isinstance(_told(failed(torch.OutOfMemoryError("none left"))), MemoryLimitError)
-    assert isinstance(_told(torch.OutOfMemoryError("none left")), MemoryLimitError)
+    assert isinstance(capture_error(failed(torch.OutOfMemoryError("none left"))), MemoryLimitError)
+    assert isinstance(capture_error(torch.OutOfMemoryError("none left")), MemoryLimitError)
 
 
 def test_plans_and_graphs_exclude_each_other(cli: Cli) -> None:

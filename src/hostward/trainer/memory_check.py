@@ -111,7 +111,7 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
     """
     shapes = named_shapes(config, vocab_size)
-    held = _held(shapes, ranks, config.model.virtual_pipeline_model_parallel_size or 1)
+    held = names_on_rank(shapes, ranks, config.model.virtual_pipeline_model_parallel_size or 1)
     count = sum(math.prod(shapes[name]) for name in held)
     of_experts = sum(math.prod(shapes[name]) for name in held if ".experts." in name)
     config = share_of(config, ranks.data_size)
@@ -157,9 +157,11 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     return least
 
 
-def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
-    """Those of a model's parameters that this rank's stages have: the embedding is with the first stage of all, what
-    follows the layers with the last, and so is an embedding that is the output layer as well.
+def names_on_rank(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
+    """Return those of a model's parameters that this rank's stages have.
+
+    The embedding is with the first stage of all, what follows the layers with the last, and so is an embedding that is
+    the output layer as well.
     """
     places = {name: place_in_model(name) for name in names}
     layers = 1 + int(max(place for place in places.values() if place < math.inf))
