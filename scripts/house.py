@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "hostward"
-SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE, TESTS = ROOT / "src" / PACKAGE, ROOT / "tests"
 
 # Packages from the ground up: a module imports only from its own row and those above it.
 FLOORS = (
@@ -279,6 +280,17 @@ def private_reaches(tree: ast.Module) -> list[tuple[int, str]]:
     return sorted(found)
 
 
+def reaches_of_tests(modules: Mapping[str, Module], tests: Path) -> list[str]:
+    """Uses in tests, "file:line: expression", of private names that these modules define."""
+    private = {name for module in modules.values() for name in own_names(module.tree) if is_private(name)}
+    return [
+        f"{path.relative_to(tests)}:{line}: {expression}"
+        for path in sorted(tests.rglob("*.py"))
+        for line, expression in private_reaches(ast.parse(path.read_text()))
+        if private & set(re.findall(r"\b_\w+", expression))
+    ]
+
+
 # Names, functions and docstrings.
 
 
@@ -341,13 +353,14 @@ class Figures:
     package_circles: list[list[str]]
     upward_imports: list[tuple[str, str]]
     private_reaches: list[str]
+    reaches_of_tests: int
     named_like_the_standard_library: list[str]
     fragments_percent: float
     """Share of docstrings."""
     longest_function: tuple[str, int]
 
 
-def figures_of(source: Path) -> Figures:
+def figures_of(source: Path, tests: Path) -> Figures:
     modules = read_modules(source)
     docstrings = [text for module in modules.values() for text in docstrings_in(module.tree)]
     lengths = function_lengths(modules)
@@ -363,6 +376,7 @@ def figures_of(source: Path) -> Figures:
             for module in modules.values()
             for line, expression in private_reaches(module.tree)
         ],
+        reaches_of_tests=len(reaches_of_tests(modules, tests)),
         named_like_the_standard_library=named_like_the_standard_library(modules),
         fragments_percent=round(100 * sum(map(opens_with_fragment, docstrings)) / max(1, len(docstrings)), 1),
         longest_function=max(lengths.items(), key=lambda item: item[1], default=("", 0)),
@@ -372,7 +386,7 @@ def figures_of(source: Path) -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    figures = vars(figures_of(SOURCE))
+    figures = vars(figures_of(SOURCE, TESTS))
     if parser.parse_args().json:
         print(json.dumps(figures, indent=2))
         return

@@ -111,6 +111,6 @@ def slow_fetches(run: hostward.Attachment) -> None:
     """Every fetch comes after a sleep (T30, T31)."""
     assert run._weights is not None
     backend: Any = run.backend
-    for layer in run._weights._residency.layers:
+    for layer in run._weights.residency.layers:
         if layer is not None:
             layer.fetch = Slow(layer.fetch, backend.context.lanes.side[Lane.H2D])  # type: ignore[assignment]

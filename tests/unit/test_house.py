@@ -11,7 +11,7 @@ from pathlib import Path
 import house
 import pytest
 
-FIGURES = house.figures_of(house.SOURCE)
+FIGURES = house.figures_of(house.SOURCE, house.TESTS)
 MODULES = house.read_modules(house.SOURCE)
 
 MAX_ROOT_MODULES = 8
@@ -121,6 +121,13 @@ def test_circles_are_found_through_functions_and_types(tmp_path: Path) -> None:
 )
 def test_a_private_reach_is_found(reach: str) -> None:
     assert [line for line, _ in house.private_reaches(ast.parse(reach))] == [1]
+
+
+def test_reaches_of_tests_are_those_into_what_modules_define(tmp_path: Path) -> None:
+    modules = tree_of(tmp_path, errors="class A:\n    def __init__(self): self._x = 1\n")
+    (tmp_path / "test_a.py").write_text("assert a._x == b._of_another_library\nassert a._x.y\n")
+    (tmp_path / "hostward" / "errors.py").unlink()
+    assert house.reaches_of_tests(modules, tmp_path) == ["test_a.py:1: a._x", "test_a.py:2: a._x"]
 
 
 @pytest.mark.parametrize(
