@@ -41,6 +41,7 @@ import torch
 from hostward.core.inventory import MasterKind
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.kernels.cuda import adamw, norm
+from hostward.kernels.cuda.launcher import KernelLaunch
 from hostward.runtime.backend import (
     RING,
     AdamWOperands,
@@ -57,7 +58,8 @@ from hostward.runtime.backend import (
     chunks_of,
 )
 from hostward.runtime.cuda.backend import CudaBackend
-from hostward.runtime.cuda.commands import CommandBatch, DriverTable, KernelLaunch, Streams
+from hostward.runtime.cuda.commands import CommandBatch, DriverTable, Streams
+from hostward.runtime.cuda.context import CudaContext
 from hostward.runtime.cuda.kernels import KernelTables
 from hostward.runtime.cuda.streams import STREAMS
 from hostward.runtime.cuda.work import ListedWork
@@ -105,8 +107,8 @@ def idle_driver() -> DriverTable:
     )
 
 
-class OffDevice(CudaBackend):
-    """The CUDA backend's operations on a machine without a GPU: nothing is copied or stepped."""
+class IdleContext(CudaContext):
+    """What works need, on a machine without a GPU: a driver that does nothing."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -116,11 +118,40 @@ class OffDevice(CudaBackend):
         self.turned = {lane: i + 1 for i, lane in enumerate(Lane)}
         self.errors = [torch.zeros(1, dtype=torch.int32).numpy() for _ in range(RING)]
         self._kept: list[list[object]] = [[] for _ in range(RING)]
-        self._kernels = KernelTables(self.device, self._upload_arena, contextlib.nullcontext)
+        self.kernels = KernelTables(self.device, self.upload_arena, contextlib.nullcontext)
 
     def event(self) -> Event:
         self._made += 1
         return Event(self._made)
+
+    def host_blocks(self, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool) -> list[torch.Tensor]:  # type: ignore[override]
+        return [torch.zeros(size, dtype=dtype) for size in sizes]
+
+    def capturing(self) -> bool:
+        return False
+
+    def compute_key(self) -> int:
+        return 0
+
+    def follow_compute(self) -> int:
+        return 0
+
+    def begin_turn(self) -> None:
+        self.turn += 1
+        self._kept[self.turn % RING].clear()
+
+    def end_turn(self) -> None:
+        pass
+
+    def synchronise(self) -> None:
+        pass
+
+
+class OffDevice(CudaBackend):
+    """The CUDA backend's operations on a machine without a GPU: nothing is copied or stepped."""
+
+    def __init__(self) -> None:
+        super().__init__(context=IdleContext())
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         return Buffer(Tier.DEVICE, tensor, owner)
@@ -142,33 +173,11 @@ class OffDevice(CudaBackend):
     ) -> Work:
         return self.mark(name, lane, waits=waits, done=done)
 
-    def capturing(self) -> bool:
-        return False
-
     def memory_of(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def compute_key(self) -> int:
-        return 0
-
-    def follow_compute(self) -> int:
-        return 0
-
     def caller_stream(self) -> None:
         return None
-
-    def _host_blocks(self, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool) -> list[torch.Tensor]:
-        return [torch.zeros(size, dtype=dtype) for size in sizes]
-
-    def begin_turn(self) -> None:
-        self.turn += 1
-        self._kept[self.turn % RING].clear()
-
-    def end_turn(self) -> None:
-        pass
-
-    def synchronise(self) -> None:
-        pass
 
 
 class NoLaunch:
@@ -213,11 +222,11 @@ class Buckets:
         """Begin a turn, with gradients at other addresses and hyper-parameters of its own."""
         self.backend.synchronise()
         self.backend.begin_turn()
-        now = self._gradients[self.backend.turn % 2]
+        now = self._gradients[self.backend.context.turn % 2]
         for buffers, tensors in zip(self.gradients, now, strict=True):
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.data = tensor
-        self.constants.hyper = Hyper(1e-3 / self.backend.turn, 0.1, 0.9, 0.95, 1e-8)
+        self.constants.hyper = Hyper(1e-3 / self.backend.context.turn, 0.1, 0.9, 0.95, 1e-8)
 
     def _made_events(self, n: int) -> list[Event]:
         """Events that nobody records; kept, because a handle is used again once its event is gone."""
@@ -287,10 +296,10 @@ def kinds(buckets: Buckets, turns: int) -> Iterator[dict[str, Any]]:
             for work in works:
                 work.issue()
 
-        lists = CommandBatch([work.listed for work in works if isinstance(work, ListedWork)], backend.driver)
+        lists = CommandBatch([work.listed for work in works if isinstance(work, ListedWork)], backend.context.driver)
         row: dict[str, Any] = {"kind": kind}
         ways: dict[str, Callable[[], object]] = {"alone": one_by_one, "batch": backend.batch(works).issue}
-        ways["driver"] = lambda lists=lists: lists.issue(backend.streams)
+        ways["driver"] = lambda lists=lists: lists.issue(backend.context.streams)
         for way, issue in ways.items():
             row[f"{way}_us"] = fastest_s(buckets, turns, issue) / len(works) * 1e6
         row["ratio"] = row["batch_us"] / row["driver_us"]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hostward import recipes
 from hostward.config.overrides import apply_overrides
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 
 from machine import describe
 
@@ -58,7 +58,7 @@ def measured(name: str, words: tuple[str, ...], microbatches: int, args: argpars
     sizes = [f"model.num_layers={args.layers}", f"model.seq_length={args.tokens}"]
     sizes += [f"train.global_batch_size={microbatches * dist.get_world_size()}"]
     sizes += [f"model.cpu_offloading_num_layers={args.layers - 1}"] if words[-len(AWAY) :] == AWAY else []
-    run = loop.prepare(RECIPE, apply_overrides(recipes.load(RECIPE), [*COMMON, *sizes, *words]))
+    run = setup.prepare(RECIPE, apply_overrides(recipes.load(RECIPE), [*COMMON, *sizes, *words]))
     torch.cuda.reset_peak_memory_stats()
     loop.train(run)
     torch.cuda.synchronize()

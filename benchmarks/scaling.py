@@ -65,9 +65,10 @@ from hostward.config.overrides import apply_overrides
 from hostward.runtime.backend import Tier
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.calibrate import Links, ReadModifyWrite
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.garbage_collection import collected_by_hand
 from hostward.trainer.process_group import Ranks
+from hostward.trainer.run import Run
 from hostward.trainer.workload import recipe_workload
 from roofs import rmw_alone, rmw_with_copies
 from training_row import rates_of
@@ -161,7 +162,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     began_s = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    run = loop.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
+    run = setup.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
     prepared_s = time.perf_counter() - began_s
     clock, starts = Clock(run.model), []
     with loop.deterministic(a.deterministic), collected_by_hand(run.config.train):
@@ -217,7 +218,7 @@ def reserved_by_stream() -> dict[str, int]:
     return found
 
 
-def traced(run: loop.Run, path: Path) -> None:
+def traced(run: Run, path: Path) -> None:
     """Two further iterations with every operation timed: of what is behind the first norm, the second waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with run.optimizer.trace() as trace:

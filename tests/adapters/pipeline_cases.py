@@ -15,9 +15,10 @@ from hostward.distributed.pipeline_parallel import Part
 from hostward.errors import HostwardError, MemoryLimitError
 from hostward.optim.adamw import AdamW
 from hostward.optim.offloaded_grad import MovedGradient
-from hostward.trainer import checkpointing, loop
-from hostward.trainer.microbatches import passes_of
+from hostward.trainer import checkpointing, loop, setup
 from hostward.trainer.parallel import Held
+from hostward.trainer.run import Run
+from hostward.trainer.setup import passes_of
 
 
 def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
@@ -25,7 +26,7 @@ def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
     the last backward and in those before.
     """
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    run = setup.prepare(recipe, small(*words, recipe=recipe))
     layers: list[Any] = list(run.model.model.layers)  # type: ignore[union-attr, arg-type]
     (late,) = layers[0].input_layernorm.parameters()
     early = list(layers[-1].mlp.parameters())
@@ -42,8 +43,8 @@ def between_passes(words: list[str], recipe: str = QWEN3) -> dict[str, Any]:
     on its way; the most bytes of weights that leave. And what these come to, after each step.
     """
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
-    groups = [g for m in run.model.modules() for g in fsdp2._groups_of(m)]
+    run = setup.prepare(recipe, small(*words, recipe=recipe))
+    groups = [g for m in run.model.modules() for g in fsdp2.fsdp_groups_of(m)]
     passes: Any = run.passes
     whole: list[bool] = []
     here: list[int] = []
@@ -65,7 +66,7 @@ def between_passes(words: list[str], recipe: str = QWEN3) -> dict[str, Any]:
 def scaled(words: list[str], recipe: str = QWEN3, *, until: int, save: bool = False) -> dict[str, Any]:
     """`scales_of` on this rank; afterwards the run is saved, if it is to be."""
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    run = setup.prepare(recipe, small(*words, recipe=recipe))
     found = scales_of(run, until)
     if save:
         with checkpointing.saves(run):
@@ -73,7 +74,7 @@ def scaled(words: list[str], recipe: str = QWEN3, *, until: int, save: bool = Fa
     return found
 
 
-def scales_of(run: loop.Run, until: int) -> dict[str, Any]:
+def scales_of(run: Run, until: int) -> dict[str, Any]:
     """Scale and growth tracker at the start and after each iteration, bits, and iterations that were skipped, if in
     iteration 2 a gradient of the second layer alone is infinite.
     """
@@ -132,7 +133,7 @@ def failing() -> str:
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    run = loop.prepare(MOE, small())
+    run = setup.prepare(MOE, small())
     part = cut(run.model, 0, 1)
     passes = passes_of(Held(run.model, [part], mesh_of("alone").get_group()), run.share, run.device)
 
@@ -152,6 +153,6 @@ def failing() -> str:
 def place(words: list[str], recipe: str) -> tuple[list[str], int, tuple[int, int]]:
     """Names of this rank's parameters, the number of the whole model's, and its place in the data."""
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    run = setup.prepare(recipe, small(*words, recipe=recipe))
     names = [name for name, _ in run.model.named_parameters()]
     return names, run.model_parameters, (run.ranks.data_rank, run.ranks.data_size)

@@ -25,7 +25,7 @@ from hostward.plan.rank_partition import first_parts, required_of, sharded as pa
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import inventory_of
-from hostward.trainer import loop
+from hostward.trainer import setup
 from hostward.trainer.workload import recipe_workload
 
 MIXED = (Placement.HOST, Placement.DEVICE, Placement.STREAMED)
@@ -54,7 +54,7 @@ def refused(words: list[str], recipe: str, plan: str) -> str:
     """What `hostward train --plan` says."""
     launched()
     try:
-        loop.prepare(recipe, small(*words, recipe=recipe), plan=PlanFile.from_json(plan))
+        setup.prepare(recipe, small(*words, recipe=recipe), plan=PlanFile.from_json(plan))
     except HostwardError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -62,4 +62,4 @@ def test_what_one_rank_refuses_all_do_and_nothing_stays(
 
 def test_a_torch_whose_fsdp2_is_built_in_another_way_is_named() -> None:
     with pytest.raises(ModelError, match=r"FSDP2 of torch .* is not known.*\n.*no wait_for_unshard, post_backward"):
-        fsdp2._require_known(SimpleNamespace(unshard=None))
+        fsdp2.require_known_fsdp(SimpleNamespace(unshard=None))

@@ -15,7 +15,7 @@ from train_cases import MOE, QWEN3, SIZES, SMALL, gradients, norm_of_given_gradi
 from world import World, commands
 
 from hostward.config.schema import Config
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 HALF = [HOST[0], "optimizer.optimizer_offload_fraction=0.5", "optimizer.offload_optimizer_states=True"]
@@ -51,7 +51,7 @@ def trained(world: World) -> Any:
 
 @functools.cache
 def alone(*words: str, recipe: str = QWEN3) -> dict[str, Any]:
-    run = loop.prepare(recipe, config_of(words, recipe))
+    run = setup.prepare(recipe, config_of(words, recipe))
     loop.train(run)
     return {"told": (run.losses, run.grad_norms, run.skipped), "bits": snapshot(run.model, run.optimizer)}
 
@@ -125,7 +125,7 @@ FP16 = ["model.params_dtype=fp16", "train.train_iters=6"]
 def test_an_overflow_on_one_stage_lowers_the_scale_of_all(world: World, stages: list[str], placed: Any) -> None:
     """As in one process, whether gradients have left when the scaler looks at them, or not."""
     words = [*stages, *FP16, *placed]
-    expected = scales_of(loop.prepare(QWEN3, config_of(words, QWEN3)), 6)
+    expected = scales_of(setup.prepare(QWEN3, config_of(words, QWEN3)), 6)
     found = world.run("pipeline_cases.scaled", words=words, until=6)
     for rank in found:
         assert rank["scales"] == expected["scales"]
@@ -144,7 +144,7 @@ def test_the_scale_of_all_stages_is_saved_and_goes_on(world: World, tmp_path: Pa
         assert [*first["scales"], *second["scales"][1:]] == whole["scales"] == straight[0]["scales"]
         assert second["scales"][0] == first["scales"][-1]
         assert second["bits"] == whole["bits"]
-    alone = loop.prepare(QWEN3, config_of([*words, f"checkpoint.load={tmp_path}"], QWEN3))
+    alone = setup.prepare(QWEN3, config_of([*words, f"checkpoint.load={tmp_path}"], QWEN3))
     assert alone.scaler is not None
     assert (alone.scaler.get_scale(), alone.scaler.state_dict()["_growth_tracker"]) == before[0]["scales"][-1]
 
@@ -172,7 +172,7 @@ def test_stages_over_ranks_train_on_the_batch_of_one_process(world: World, layou
     assert {*found[0]["gradients"], *found[2]["gradients"]} == {*expected["gradients"]}
     assert found[0]["gradients"].keys() == found[1]["gradients"].keys()
 
-    run = loop.prepare(recipe, config_of(words, recipe))
+    run = setup.prepare(recipe, config_of(words, recipe))
     whole = {name: digest(p) for name, p in run.model.named_parameters()}
     initial = world.run("train_cases.initial", words=words, recipe=recipe)
     assert {**initial[0], **initial[2]} == {**initial[1], **initial[3]} == whole
@@ -307,7 +307,7 @@ def test_a_rank_has_its_layers_alone(world: World) -> None:
     assert [{name.split(".")[2] for name in of if ".layers." in name} for of in names] == [{"0"}, {"1"}, {"2"}, {"3"}]
     others = [[name for name in of if ".layers." not in name] for of in names]
     assert others == [["model.embed_tokens.weight"], [], [], ["model.norm.weight", "lm_head.weight"]]
-    model = loop.prepare(MOE, config_of(FOUR, MOE)).model
+    model = setup.prepare(MOE, config_of(FOUR, MOE)).model
     assert set(parameters) == {sum(p.numel() for p in model.parameters())}
     assert set(places) == {(0, 1)}
 
@@ -335,7 +335,7 @@ def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_pa
     trained(*TWO, TURNS, *HOST, "train.train_iters=4", f"checkpoint.load={first}", f"checkpoint.save={second}")
     for folder in (first, second):
         words = ("model.num_layers=4", f"checkpoint.load={folder}", "train.train_iters=5")
-        run = loop.prepare(QWEN3, small(*words, recipe=QWEN3))
+        run = setup.prepare(QWEN3, small(*words, recipe=QWEN3))
         assert run.iteration == 4
         assert snapshot(run.model, run.optimizer) == joined(straight)
 
@@ -375,7 +375,7 @@ def test_a_pipeline_is_trained_and_the_first_rank_reports(tmp_path: Path) -> Non
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     assert [rank.out.count("loss, first and last") for rank in ended] == [1, 0]
     content = json.loads((tmp_path / "report.json").read_text())
-    expected = loop.prepare(MOE, small())
+    expected = setup.prepare(MOE, small())
     loop.train(expected)
     assert content["losses"] == expected.losses
     assert content["grad_norms"] == expected.grad_norms

@@ -16,8 +16,8 @@ from train_cases import LLAMA, gradients, norm_of_given_gradients, small
 from world import World
 
 from hostward.config.schema import Config
-from hostward.trainer import loop
-from hostward.trainer.memory_check import _held
+from hostward.trainer import loop, setup
+from hostward.trainer.memory_check import names_on_rank
 from hostward.trainer.process_group import Ranks
 
 TIED = "model.embed_tokens.weight"
@@ -117,7 +117,7 @@ def test_a_step_has_the_gradients_and_the_norm_of_one_process(trained: Any, worl
     assert TIED in found[0]["gradients"]
     assert TIED in found[-1]["gradients"]
 
-    run = loop.prepare(LLAMA, config_of(words))
+    run = setup.prepare(LLAMA, config_of(words))
     whole = {name: digest(p) for name, p in run.model.named_parameters()}
     initial = world.run("train_cases.initial", words=words, recipe=LLAMA)
     assert {name: bits for rank in initial for name, bits in rank.items()} == whole
@@ -128,7 +128,7 @@ def test_a_step_has_the_gradients_and_the_norm_of_one_process(trained: Any, worl
     assert float.fromhex(norms[0]) == pytest.approx(float.fromhex(expected_norm), rel=1e-6)
     if layout != "matrices":
         assert norms[0] == expected_norm
-    one = loop.prepare(LLAMA, config_of(words))
+    one = setup.prepare(LLAMA, config_of(words))
     loop.train(one)
     told = trained(*words)[0]["told"]
     assert told[1][0] == pytest.approx(one.grad_norms[0], rel=1e-6)
@@ -141,10 +141,12 @@ def test_the_weight_is_one_parameter_of_the_model_and_takes_memory_on_both_ends(
     names, parameters, _ = zip(*world.run("pipeline_cases.place", words=FOUR, recipe=LLAMA), strict=True)
     others = [[name for name in of if ".layers." not in name] for of in names]
     assert others == [[TIED], [], [], [TIED, "model.norm.weight"]]
-    whole = loop.prepare(LLAMA, config_of(FOUR)).model
+    whole = setup.prepare(LLAMA, config_of(FOUR)).model
     assert set(parameters) == {sum(p.numel() for p in whole.parameters())}
     for rank, of in enumerate(names):
-        assert {*_held([n for n, _ in whole.named_parameters()], Ranks(rank=rank, size=4, stages=4), 1)} == {*of}
+        assert {*names_on_rank([n for n, _ in whole.named_parameters()], Ranks(rank=rank, size=4, stages=4), 1)} == {
+            *of
+        }
 
 
 FP16 = [*FOUR, "model.params_dtype=fp16", "train.train_iters=6"]
@@ -156,7 +158,7 @@ def test_an_overflow_lowers_the_scale_of_all(world: World, placed: str) -> None:
     scaler sees what it must not (serial).
     """
     words = [*FP16, *PLACED[placed]]
-    expected = scales_of(loop.prepare(LLAMA, config_of(words)), 6)
+    expected = scales_of(setup.prepare(LLAMA, config_of(words)), 6)
     found = world.run("pipeline_cases.scaled", words=words, recipe=LLAMA, until=6)
     require_same_ends(found)
     for rank in found:
@@ -182,13 +184,13 @@ def test_a_saved_pipeline_goes_on_and_every_layout_loads_it(trained: Any, tmp_pa
     words = [FOUR[0], *TWO[1:], TURNS, *HOST, "train.train_iters=4"]
     require_same_ends(trained(*words, f"checkpoint.load={first}", f"checkpoint.save={second}"))
     for folder in (first, second):
-        run = loop.prepare(LLAMA, small(FOUR[0], f"checkpoint.load={folder}", "train.train_iters=5", recipe=LLAMA))
+        run = setup.prepare(LLAMA, small(FOUR[0], f"checkpoint.load={folder}", "train.train_iters=5", recipe=LLAMA))
         assert run.iteration == 4
         assert snapshot(run.model, run.optimizer) == joined(straight)
 
 
 def test_stages_load_what_one_process_saved(trained: Any, tmp_path: Path) -> None:
-    whole = loop.prepare(LLAMA, small(FOUR[0], "train.train_iters=2", f"checkpoint.save={tmp_path}", recipe=LLAMA))
+    whole = setup.prepare(LLAMA, small(FOUR[0], "train.train_iters=2", f"checkpoint.save={tmp_path}", recipe=LLAMA))
     loop.train(whole)
     found = trained(*FOUR, *STREAMED, "train.train_iters=2", f"checkpoint.load={tmp_path}")
     assert joined(found) == snapshot(whole.model, whole.optimizer)

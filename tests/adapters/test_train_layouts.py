@@ -11,7 +11,7 @@ import pytest
 from train_cases import LLAMA, MOE, QWEN3, gradients, norm_of_given_gradients, small
 from world import World
 
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]
@@ -51,7 +51,7 @@ def test_a_rank_whose_experts_get_no_tokens_takes_part(world: World, tmp_path: P
 
 @pytest.mark.parametrize("experts", [TWO, FOUR])
 def test_the_norm_with_experts_over_ranks_is_that_of_one_process_in_every_bit(world: World, experts: str) -> None:
-    expected = norm_of_given_gradients(loop.prepare(MOE, small()))
+    expected = norm_of_given_gradients(setup.prepare(MOE, small()))
     assert world.run("train_cases.norm_of_given", words=[experts]) == [expected] * 4
 
 
@@ -124,7 +124,7 @@ def test_matrices_over_ranks_have_the_same_bits_at_every_placement(
 
 @pytest.mark.parametrize(("recipe", "words"), [(QWEN3, (SHARED,)), (MOE, SEQUENCES), (MOE, (*SEQUENCES, FOUR))])
 def test_norms_count_what_ranks_share_once(trained: Any, recipe: str, words: tuple[str, ...]) -> None:
-    run = loop.prepare(recipe, small(BATCH, recipe=recipe))
+    run = setup.prepare(recipe, small(BATCH, recipe=recipe))
     loop.train(run)
     for found in trained(*words, BATCH, recipe=recipe):
         assert found["told"][1] == pytest.approx(run.grad_norms, rel=1e-5)

@@ -14,7 +14,8 @@ from train_cases import LLAMA, MOE, QWEN3, SIZES, SMALL, gradients, small
 from world import World, torchrun
 
 from hostward.config.schema import Config
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
+from hostward.trainer.run import Run
 
 HOST = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 STREAMED = ["optimizer.offload_optimizer_states=True"]
@@ -32,8 +33,8 @@ def trained(world: World) -> Any:
     return functools.cache(lambda *words, recipe=MOE: world.run("train_cases.train", words=list(words), recipe=recipe))
 
 
-def alone(config: Config, recipe: str = MOE) -> loop.Run:
-    run = loop.prepare(recipe, config)
+def alone(config: Config, recipe: str = MOE) -> Run:
+    run = setup.prepare(recipe, config)
     loop.train(run)
     return run
 
@@ -52,7 +53,7 @@ def test_four_ranks_train_on_the_batch_of_one(trained: Any, words: tuple[str, ..
 
 @pytest.mark.parametrize("recipe", [MOE, LLAMA])
 def test_weights_begin_with_the_bits_of_one_process(world: World, recipe: str) -> None:
-    run = loop.prepare(recipe, small(*BF16, recipe=recipe))
+    run = setup.prepare(recipe, small(*BF16, recipe=recipe))
     expected = {name: digest(p) for name, p in run.model.named_parameters()}
     for found in world.run("train_cases.initial", words=BF16, recipe=recipe):
         assert found == expected
@@ -283,4 +284,4 @@ def test_a_saved_run_goes_on_bit_for_bit(trained: Any, tmp_path: Path, layout: s
         assert after["told"][0] == before["told"][0][2:]
     batch = [word for word in words if "batch" in word]
     config = small(*batch, f"checkpoint.load={tmp_path}", "train.train_iters=5", recipe=recipe)
-    assert loop.prepare(recipe, config).iteration == 3
+    assert setup.prepare(recipe, config).iteration == 3

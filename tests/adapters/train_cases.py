@@ -21,9 +21,10 @@ from hostward.optim.adamw import AdamW
 from hostward.plan.plan_file import PlanFile
 from hostward.report.schema import Ended
 from hostward.runtime.backend import Tier
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.report import report
+from hostward.trainer.run import Run
 
 SMALL = (
     "model.num_layers=2",
@@ -77,7 +78,7 @@ def train(words: list[str], recipe: str = MOE, *, slow: int | None = None, plan:
     """
     launched()
     planned = None if plan is None else PlanFile.from_json(plan)
-    run = loop.prepare(recipe, small(*words, recipe=recipe), plan=planned)
+    run = setup.prepare(recipe, small(*words, recipe=recipe), plan=planned)
     if slow == dist.get_rank():
         run.dataset = _LateSamples(run.dataset)  # type: ignore[assignment]
     loop.train(run, metered=1)
@@ -97,7 +98,7 @@ def train(words: list[str], recipe: str = MOE, *, slow: int | None = None, plan:
     }
 
 
-def weights_of(run: loop.Run) -> dict[str, int]:
+def weights_of(run: Run) -> dict[str, int]:
     """Bytes of weights that leave, by what became of them."""
     report = None if run.attachment is None else run.attachment.report().weights
     names = ("offloaded", "here", "fetched", "on_demand", "held")
@@ -143,7 +144,7 @@ class _LateSamples:
 def initial(words: list[str], recipe: str) -> dict[str, str]:
     """Digests of the whole weights that a run begins with."""
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    run = setup.prepare(recipe, small(*words, recipe=recipe))
     return {name: digest(whole_of(p)) for name, p in run.model.named_parameters()}
 
 
@@ -166,7 +167,7 @@ def one_fails() -> tuple[str, bool]:
 
 def gradients(config: Config, recipe: str = MOE) -> dict[str, Any]:
     """The loss of the first step and its whole gradients, before clipping."""
-    run = loop.prepare(recipe, config)
+    run = setup.prepare(recipe, config)
     loss = run.ranks.mean(loop.backward(run, taken=False))
     found = {name: whole_of(p.grad).numpy() for name, p in run.model.named_parameters() if p.grad is not None}
     return {"loss": float(loss), "gradients": found}
@@ -176,7 +177,7 @@ def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
     """The same on every rank, and whether its experts had tokens in every layer."""
     launched()
     had: list[bool] = []
-    exchanged = expert_parallel._exchanged
+    exchanged = expert_parallel.exchange_tokens
 
     def watched(compute: Any, *rest: Any) -> torch.Tensor:
         def computed(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -186,14 +187,14 @@ def gradients_of(words: list[str], recipe: str = MOE) -> dict[str, Any]:
 
         return exchanged(computed, *rest)
 
-    expert_parallel._exchanged = watched
+    expert_parallel.exchange_tokens = watched
     try:
         return {**gradients(small(*words, recipe=recipe), recipe), "had_tokens": all(had)}
     finally:
-        expert_parallel._exchanged = exchanged
+        expert_parallel.exchange_tokens = exchanged
 
 
-def norm_of_given_gradients(run: loop.Run) -> str:
+def norm_of_given_gradients(run: Run) -> str:
     """The norm of the first step, in hexadecimal, if all whole gradients are those of `gradient_of`."""
     for name, p in run.model.named_parameters():
         whole = gradient_of(name, p.shape, 0)
@@ -205,13 +206,13 @@ def norm_of_given_gradients(run: loop.Run) -> str:
 def norm_of_given(words: list[str], recipe: str = MOE) -> str:
     """The same on every rank."""
     launched()
-    return norm_of_given_gradients(loop.prepare(recipe, small(*words, recipe=recipe)))
+    return norm_of_given_gradients(setup.prepare(recipe, small(*words, recipe=recipe)))
 
 
 def stacked(words: list[str], recipe: str = MOE) -> dict[str, Any]:
     """What a run's report stacks at each sampled moment, beside the bytes of all tensors of this process then."""
     launched()
-    run = loop.prepare(recipe, small(*words, recipe=recipe))
+    run = setup.prepare(recipe, small(*words, recipe=recipe))
     sample, measured = run.sampler.sample, []
 
     def measuring(iteration: int, moment: str) -> None:

@@ -14,6 +14,7 @@ from hostward.errors import HostwardError
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated import backend
 from hostward.trainer import loop
+from hostward.trainer.run import Run
 from hostward.trainer.verify.cases import choose
 from hostward.trainer.verify.command import verify
 
@@ -60,7 +61,7 @@ def verdict(
     config = small(*words, recipe=recipe)
     real_task, real_iteration = backend.host_task, loop.train_iteration
 
-    def iteration(run: loop.Run) -> None:
+    def iteration(run: Run) -> None:
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError("some_backward does not have a deterministic implementation")
         real_iteration(run)

@@ -57,6 +57,7 @@ IMPORTED = [
     "hostward.distributed.expert_parallel",
     "hostward.distributed.tensor_parallel",
     "hostward.trainer.loop",
+    "hostward.trainer.setup",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",

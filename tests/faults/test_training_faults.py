@@ -39,6 +39,7 @@ LIMIT_S = 6.0
 IMPORTED = (
     "hostward.distributed.expert_parallel",
     "hostward.trainer.loop",
+    "hostward.trainer.setup",
     "hostward.trainer.report",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

@@ -81,7 +81,7 @@ def put_to_sleep(run: hostward.Attachment, lanes: tuple[Lane, ...]) -> None:
 
     def slow(lane: Lane, *arguments: Any, **options: Any) -> Any:
         if lane in lanes:
-            side = run.backend._side[lane]  # type: ignore[attr-defined]
+            side = run.backend.context.lanes.side[lane]  # type: ignore[attr-defined]
             if torch.cuda.is_current_stream_capturing():
                 side.wait_stream(torch.cuda.current_stream())  # the lane joins the graph here
             with torch.cuda.stream(side):
@@ -111,6 +111,6 @@ def slow_fetches(run: hostward.Attachment) -> None:
     """Every fetch comes after a sleep (T30, T31)."""
     assert run._weights is not None
     backend: Any = run.backend
-    for layer in run._weights._residency.layers:
+    for layer in run._weights.residency.layers:
         if layer is not None:
-            layer.fetch = Slow(layer.fetch, backend._side[Lane.H2D])  # type: ignore[assignment]
+            layer.fetch = Slow(layer.fetch, backend.context.lanes.side[Lane.H2D])  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from hostward.optim.bucket_state import same_bits
 from hostward.runtime.backend import Backend, Event
 from hostward.runtime.cuda import work as cuda_work
 from hostward.runtime.cuda.backend import CudaBackend
+from hostward.runtime.cuda.context import CudaContext
 from hostward.runtime.cuda.work import CudaWork, KernelWork, ListedWork
 from hostward.schedule.ops import Lane
 
@@ -145,13 +146,13 @@ def slow(lanes: list[Lane], monkeypatch: pytest.MonkeyPatch) -> Counter[Lane]:
         if work.lane is Lane.COMPUTE:
             torch.cuda._sleep(SLEEP_CYCLES // 10)
         else:
-            with torch.cuda.stream(work._backend._side[work.lane]):
+            with torch.cuda.stream(work.context.lanes.side[work.lane]):
                 torch.cuda._sleep(SLEEP_CYCLES)
 
-    def enqueue_behind(backend: CudaBackend, works: Sequence[ListedWork], *rest: Any) -> None:
+    def enqueue_behind(context: CudaContext, works: Sequence[ListedWork], *rest: Any) -> None:
         for work in works:
             sleep(work)
-        enqueue(backend, works, *rest)
+        enqueue(context, works, *rest)
 
     def launch_behind(self: KernelWork) -> Event:
         sleep(self)

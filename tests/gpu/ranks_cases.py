@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor
 from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.distributed import fsdp2
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.models import training_loss
+from hostward.trainer.run import Run
 
 MOE, LLAMA, QWEN3 = "qwen3_moe_tiny_pretrain_config", "llama32_1b_pretrain_config", "qwen3_8b_pretrain_config"
 COMMON = (
@@ -98,9 +99,9 @@ SHARED = ("data", "one microbatch", "reduced in float32", "activations_leave", "
 """None of them sends tokens or activations to certain ranks."""
 
 
-def prepared(recipe: str, *words: str) -> loop.Run:
+def prepared(recipe: str, *words: str) -> Run:
     config = apply_overrides(recipes.load(recipe), [*COMMON, *SIZES[recipe], *words])
-    return loop.prepare(recipe, config)
+    return setup.prepare(recipe, config)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +113,7 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
-def bits(run: loop.Run) -> str:
+def bits(run: Run) -> str:
     """Of weights and state of this rank."""
     run.optimizer.wait()
     found = {name: digest(p) for name, p in run.model.named_parameters()}
@@ -197,7 +198,7 @@ def saved() -> dict[str, Any]:
 def norm_of_given() -> dict[str, str]:
     """The norm of gradients of known bits, by layout, and in one process."""
 
-    def norm(run: loop.Run) -> str:
+    def norm(run: Run) -> str:
         for number, (name, p) in enumerate(run.model.named_parameters()):
             generator = torch.Generator(device="cuda").manual_seed(number)
             whole = torch.randn(p.shape, generator=generator, device="cuda").to(p.dtype)

@@ -140,7 +140,7 @@ def run(
     optimizer = hostward.AdamW(model, lr=1e-2, max_grad_norm=1.0, **MIXES[mix], **options)
     kept: Kept = {"views": [p.data for p in model.parameters()]} if program == "views_kept" else {}
     attached = hostward.attach(model, optimizer, weights=4, layers=list(model)) if away else None
-    sleeping = [optimizer.backend._side[lane] for lane in (Lane.H2D, Lane.UPDATE)]  # type: ignore[attr-defined]
+    sleeping = [optimizer.backend.context.lanes.side[lane] for lane in (Lane.H2D, Lane.UPDATE)]  # type: ignore[attr-defined]
     for step in range(4):
         x = torch.randn(16, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(step)).to(dtype)
         if context:

@@ -19,8 +19,9 @@ from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.config.schema import Config
 from hostward.optim.bucket_state import same_bits
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, CudaGraph
+from hostward.trainer.run import Run
 
 pytestmark = pytest.mark.gpu
 
@@ -74,13 +75,13 @@ def config_of(model: str, *words: str) -> Config:
     return apply_overrides(recipes.load(RECIPES[model]), [*SMALL, *rope, *words])
 
 
-def trained(model: str, *words: str) -> loop.Run:
-    run = loop.prepare(RECIPES[model], config_of(model, *words))
+def trained(model: str, *words: str) -> Run:
+    run = setup.prepare(RECIPES[model], config_of(model, *words))
     loop.train(run)
     return run
 
 
-def bits(run: loop.Run) -> dict[str, torch.Tensor]:
+def bits(run: Run) -> dict[str, torch.Tensor]:
     run.optimizer.wait()
     found = {name: weight.clone() for name, weight in run.model.state_dict().items()}
     for name, state in run.optimizer.state_dict()["state"].items():
@@ -88,7 +89,7 @@ def bits(run: loop.Run) -> dict[str, torch.Tensor]:
     return found
 
 
-def require_same(plain: loop.Run, graphed: loop.Run) -> None:
+def require_same(plain: Run, graphed: Run) -> None:
     assert len(plain.losses) == 20
     assert graphed.graph_bytes > 0, "nothing was captured"
     assert graphed.losses == plain.losses
@@ -149,7 +150,7 @@ def test_t44_saved_beside_training_and_resumed(tmp_path: Path) -> None:
 def test_h65_a_replayed_iteration_waits_on_nothing(
     no_host_waits: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    run = loop.prepare(RECIPES["Llama"], config_of("Llama", *PLACEMENTS["mixed"], GRAPHS))
+    run = setup.prepare(RECIPES["Llama"], config_of("Llama", *PLACEMENTS["mixed"], GRAPHS))
     with loop.deterministic(True):
         for _ in range(WARM_UP_ITERATIONS + 2):
             loop.train_iteration(run)
@@ -176,7 +177,7 @@ def test_t44_nothing_is_left_of_a_graph() -> None:
     """Neither device memory nor gradients, and the model attends by the same implementation as before its capture."""
     levels = []
     for _ in range(3):
-        run = loop.prepare(RECIPES["Llama"], config_of("Llama", *PLACEMENTS["host"], GRAPHS))
+        run = setup.prepare(RECIPES["Llama"], config_of("Llama", *PLACEMENTS["host"], GRAPHS))
         attention = run.model.config._attn_implementation  # type: ignore[union-attr]
         loop.train(run)
         assert all(p.grad is None for p in run.model.parameters())
@@ -192,13 +193,13 @@ def test_t44_nothing_is_left_of_a_graph() -> None:
 ASKING = """
 import sys
 from hostward.cli import main
-from hostward.trainer import captured
-real = captured.training_loss
+from hostward.trainer import cuda_graph
+real = cuda_graph.training_loss
 def asking(*arguments):
     loss = real(*arguments)
     float(loss)
     return loss
-captured.training_loss = asking
+cuda_graph.training_loss = asking
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 
@@ -215,7 +216,9 @@ def test_t44_what_cannot_be_captured_is_told() -> None:
 def test_t44_a_trace_of_replayed_iterations() -> None:
     """As many bytes go to and fro as without; no gradient leaves while backward runs, and the replay waits for all."""
     words = (*PLACEMENTS["host"], "train.global_batch_size=2")
-    plain, graphed = (loop.prepare(RECIPES["Llama"], config_of("Llama", *words, *graphs)) for graphs in ((), (GRAPHS,)))
+    plain, graphed = (
+        setup.prepare(RECIPES["Llama"], config_of("Llama", *words, *graphs)) for graphs in ((), (GRAPHS,))
+    )
     for run in (plain, graphed):
         loop.train(run, metered=5)
     require_same(plain, graphed)

@@ -15,7 +15,7 @@ from hostward.cli.output import Progress
 from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
 from hostward.report.schema import Ended, read_report
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.report import report
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_a_run_on_a_gpu_reports_what_the_allocator_says(tmp_path: Path) -> None:
 
 
 def test_taking_a_report_waits_for_nothing(no_host_waits: Callable[[], AbstractContextManager[None]]) -> None:
-    run = loop.prepare(TINY, apply_overrides(load(TINY), [*WORDS, "train.train_iters=4"]))
+    run = setup.prepare(TINY, apply_overrides(load(TINY), [*WORDS, "train.train_iters=4"]))
     loop.train(run)
     with no_host_waits(), Progress(FakeTerminal()) as progress:
         torch.cuda._sleep(int(2e9))  # about a second of work

@@ -112,8 +112,8 @@ def test_what_is_fetched_does_not_wait_for_gradients() -> None:
     backend = CudaBackend(torch.device("cuda"))
     data, room = torch.arange(1000, device="cuda"), torch.zeros(1000, dtype=torch.int64)
     torch.cuda.synchronize()
-    with torch.cuda.stream(backend._side[Lane.D2H]):
+    with torch.cuda.stream(backend.context.lanes.side[Lane.D2H]):
         torch.cuda._sleep(4_000_000_000)  # two seconds
     backend.fetch([(room, data)])
-    assert not backend._side[Lane.D2H].query()
+    assert not backend.context.lanes.side[Lane.D2H].query()
     assert torch.equal(room, torch.arange(1000))

@@ -98,7 +98,7 @@ def trained(dtype: torch.dtype, *, steps: int = 8, sleep: bool = False, context:
     norms = []
     for i in range(steps):
         if sleep:
-            for stream in optimizer.backend._side.values():  # type: ignore[attr-defined]
+            for stream in optimizer.backend.context.lanes.side.values():  # type: ignore[attr-defined]
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(SLEEP_CYCLES)
         step(model, optimizer, i, context=context)
@@ -230,7 +230,7 @@ def test_h12_gradients_and_slots_are_not_reused_too_early(reference: tuple[torch
     model, optimizer = make(dtype, **MIXES[mix])
     sizes = sorted({p.numel() * 4 for p in model.parameters()})
     for i in range(8):
-        for stream in optimizer.backend._side.values():  # type: ignore[attr-defined]
+        for stream in optimizer.backend.context.lanes.side.values():  # type: ignore[attr-defined]
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(SLEEP_CYCLES // 2)
         step(model, optimizer, i)

@@ -194,7 +194,7 @@ def test_h12_activations_go_back_to_the_stream_that_made_them() -> None:
     expected = gradient()
     assert expected is not None
     with hostward.attach(layers, activations=how, layers=list(layers), backend=backend) as run:
-        with torch.cuda.stream(backend._side[Lane.D2H]):
+        with torch.cuda.stream(backend.context.lanes.side[Lane.D2H]):
             torch.cuda._sleep(20 * SLEEP_CYCLES)
         found = gradient()
         assert run.report().offloaded_bytes > 0

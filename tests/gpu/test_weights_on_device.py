@@ -207,8 +207,8 @@ def test_h12_a_fetch_that_is_never_used_is_not_handed_on() -> None:
     slow_fetches(run)
     assert run._weights is not None
     for _ in range(3):
-        run._weights._residency.prefetch(2)
-        run._weights._residency.sweep()
+        run._weights.residency.prefetch(2)
+        run._weights.residency.sweep()
         kept = [torch.ones(LAYER_BYTES // 4, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
         torch.cuda.synchronize()
         assert all(bool((k == 1).all()) for k in kept)

@@ -398,9 +398,9 @@ def test_what_died_before_the_capture_is_let_go_after_it() -> None:
     net.layers[1](net.layers[0](batch(0)))
     with backend.capturing_a_graph():
         assert same(gradients(net, 0), expected)
-    assert run._movement._orphans
+    assert run._movement.orphans
     assert same(gradients(net, 0), expected)
-    assert not run._movement._orphans
+    assert not run._movement.orphans
     run.detach()
 
 

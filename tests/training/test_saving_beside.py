@@ -382,7 +382,7 @@ def test_a_snapshot_passes_the_page_cache_by(
     put, write = DirectFile._write_staged, writer.write_all
 
     def noted(descriptor: int, data: memoryview) -> None:
-        written.append((writer._address(data) if data else 0, len(data)))
+        written.append((writer.address_of(data) if data else 0, len(data)))
         write(descriptor, data)
 
     def buffered(file: DirectFile, size_bytes: int) -> None:

@@ -251,7 +251,7 @@ def test_a_weight_that_a_graph_saved_by_itself_stays() -> None:
     bias = model.layers[1].bias
     with away(model) as run:
         assert run._weights is not None
-        residency = run._weights._residency
+        residency = run._weights.residency
         residency.ensure(1)
         x = torch.ones(16, requires_grad=True)
         saved = (bias * x).sum()
@@ -438,7 +438,7 @@ def test_a_fetch_without_memory_leaves_nothing_behind(monkeypatch: pytest.Monkey
     model = frozen()
     with away(model) as run:
         assert run._weights is not None
-        held = run._weights._residency.layers[0]
+        held = run._weights.residency.layers[0]
         assert held is not None
         room_bytes, held.weights[-1].room_bytes = held.weights[-1].room_bytes, -1
         with pytest.raises(RuntimeError):

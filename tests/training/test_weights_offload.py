@@ -173,7 +173,7 @@ def test_each_wait_is_needed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = SimulatedBackend(threads=1, order=Order(late=frozenset({Lane.H2D})))
     run = hostward.attach(model, weights=ALL, backend=backend)
     assert run._weights is not None
-    residency = run._weights._residency
+    residency = run._weights.residency
 
     def fetched_and_never_used() -> None:
         residency.prefetch(1)

@@ -22,9 +22,10 @@ from hostward.config.overrides import apply_overrides
 from hostward.config.schema import Config
 from hostward.core.units import MIB
 from hostward.errors import ConfigError, MemoryLimitError, ModelError, NotBuiltError
-from hostward.trainer import cuda_graph, loop
-from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, Captured, _told, require_capturable
+from hostward.trainer import cuda_graph, loop, setup
+from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, Captured, capture_error, require_capturable
 from hostward.trainer.offload_options import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
+from hostward.trainer.run import Run
 
 LLAMA = "llama32_1b_pretrain_config"
 NAN = float("nan")
@@ -42,7 +43,7 @@ class FakeGraph:
     is always the same and that holds nothing between recording and the first replay. Nothing in it waits for weights.
     """
 
-    def __init__(self, run: loop.Run) -> None:
+    def __init__(self, run: Run) -> None:
         self.nbytes = 0
         self.replays = 0
         self.closed = False
@@ -83,7 +84,7 @@ def configured(text: Path, *words: str, recipe: str = LLAMA) -> Config:
     return apply_overrides(recipes.load(recipe), [*DENSE, f"dataset.path={text}", *words])
 
 
-def capture(run: loop.Run) -> list[FakeGraph]:
+def capture(run: Run) -> list[FakeGraph]:
     """Let the run capture its iterations; returns the graphs that it will have made."""
     made: list[FakeGraph] = []
 
@@ -95,7 +96,7 @@ def capture(run: loop.Run) -> list[FakeGraph]:
     return made
 
 
-def bits(run: loop.Run) -> dict[str, torch.Tensor]:
+def bits(run: Run) -> dict[str, torch.Tensor]:
     run.optimizer.wait()
     found = {name: weight.clone() for name, weight in run.model.state_dict().items()}
     for name, state in run.optimizer.state_dict()["state"].items():
@@ -107,13 +108,13 @@ def both(
     text: Path,
     *words: str,
     recipe: str = LLAMA,
-    progress: Callable[[loop.Run], None] | None = None,
+    progress: Callable[[Run], None] | None = None,
     init_scale: float | None = None,
-) -> tuple[loop.Run, loop.Run, list[FakeGraph]]:
+) -> tuple[Run, Run, list[FakeGraph]]:
     """Train twice, without graphs and with them; everything that they made must be the same."""
     runs, made = [], []
     for with_graphs in (False, True):
-        run = loop.prepare(recipe, configured(text, *words, recipe=recipe))
+        run = setup.prepare(recipe, configured(text, *words, recipe=recipe))
         made = capture(run) if with_graphs else []
         if init_scale is not None:
             run.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
@@ -185,7 +186,7 @@ def test_t44_evaluation_between_replays(text: Path) -> None:
     """Forward alone, and forward and backward of one's own: the next replay and its step know nothing of them."""
     found: dict[int, list[float]] = {}
 
-    def evaluate(run: loop.Run) -> None:
+    def evaluate(run: Run) -> None:
         tokens = torch.arange(32).view(1, 32)
         run.model.eval()
         with torch.no_grad():
@@ -206,7 +207,7 @@ def test_t44_ordinary_iterations_between_replays(text: Path, placement: str) -> 
     """Their weights arrive in the next forward, which a replay does not have."""
     found = []
     for with_graphs in (False, True):
-        run = loop.prepare(LLAMA, configured(text, *PLACEMENTS[placement]))
+        run = setup.prepare(LLAMA, configured(text, *PLACEMENTS[placement]))
         graphs = capture(run) if with_graphs else []
         for i in range(10):
             loop.step(run, loop.backward(run, taken=i % 3 != 2))
@@ -230,17 +231,17 @@ def test_t44_saved_and_resumed(text: Path, tmp_path: Path, mode: str, monkeypatc
     monkeypatch.setattr(FakeGraph, "record", record)
     options = () if mode == "at once" else ("checkpoint.async_save=true", f"checkpoint.async_save_mode={mode}")
     words = (*PLACEMENTS["mixed"], "train.train_iters=12")
-    plain = loop.prepare(LLAMA, configured(text, *words))
+    plain = setup.prepare(LLAMA, configured(text, *words))
     loop.train(plain)
     expected = bits(plain)
     folder = f"checkpoint.save={tmp_path}/run"
-    run = loop.prepare(
+    run = setup.prepare(
         LLAMA, configured(text, *words[:-1], "train.train_iters=6", folder, "checkpoint.save_interval=3", *options)
     )
     capture(run)
     loop.train(run)
     losses = list(run.losses)
-    run = loop.prepare(LLAMA, configured(text, *words, folder, f"checkpoint.load={tmp_path}/run"))
+    run = setup.prepare(LLAMA, configured(text, *words, folder, f"checkpoint.load={tmp_path}/run"))
     made = capture(run)
     loop.train(run)
     assert run.first_iteration == 6
@@ -251,7 +252,7 @@ def test_t44_saved_and_resumed(text: Path, tmp_path: Path, mode: str, monkeypatc
 
 
 def test_t44_nothing_is_left_of_a_graph(text: Path) -> None:
-    run = loop.prepare(LLAMA, configured(text, *PLACEMENTS["host"]))
+    run = setup.prepare(LLAMA, configured(text, *PLACEMENTS["host"]))
     made = capture(run)
     loop.train(run)
     assert [graph.closed for graph in made] == [True]
@@ -260,11 +261,11 @@ def test_t44_nothing_is_left_of_a_graph(text: Path) -> None:
 
 
 def test_t44_a_run_that_fails_leaves_nothing_of_its_graph(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = loop.prepare(LLAMA, configured(text, *PLACEMENTS["host"]))
+    run = setup.prepare(LLAMA, configured(text, *PLACEMENTS["host"]))
     made = capture(run)
     real = loop.step
 
-    def step(run: loop.Run, loss: torch.Tensor) -> None:
+    def step(run: Run, loss: torch.Tensor) -> None:
         if made and made[0].replays == 3:
             assert all(p.grad is not None for p in run.model.parameters())
             raise KeyboardInterrupt
@@ -280,10 +281,10 @@ def test_t44_a_run_that_fails_leaves_nothing_of_its_graph(text: Path, monkeypatc
 
 def test_t44_a_run_that_is_asked_to_stop_saves_and_ends(text: Path, tmp_path: Path) -> None:
     words = (f"checkpoint.save={tmp_path}/run", "train.exit_signal_handler=true", *PLACEMENTS["mixed"])
-    run = loop.prepare(LLAMA, configured(text, *words))
+    run = setup.prepare(LLAMA, configured(text, *words))
     made = capture(run)
 
-    def ask(run: loop.Run) -> None:
+    def ask(run: Run) -> None:
         run.stop_asked = run.iteration >= WARM_UP_ITERATIONS + 2
 
     loop.train(run, progress=ask)
@@ -294,7 +295,7 @@ def test_t44_a_run_that_is_asked_to_stop_saves_and_ends(text: Path, tmp_path: Pa
 
 def test_t44_gradients_stay_where_they_are_and_leave_in_the_step(text: Path) -> None:
     """Of eager iterations they leave in backward; nothing of a replayed one is hidden."""
-    run = loop.prepare(LLAMA, configured(text, *PLACEMENTS["host"], "train.global_batch_size=2"))
+    run = setup.prepare(LLAMA, configured(text, *PLACEMENTS["host"], "train.global_batch_size=2"))
     (graphs, seen) = capture(run), []
     for _ in range(WARM_UP_ITERATIONS + 2):
         loss = loop.backward(run)
@@ -310,7 +311,7 @@ def test_t44_gradients_stay_where_they_are_and_leave_in_the_step(text: Path) -> 
 
 
 def test_t44_too_few_iterations_are_told(text: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = loop.prepare(LLAMA, configured(text, "train.train_iters=3"))
+    run = setup.prepare(LLAMA, configured(text, "train.train_iters=3"))
     made = capture(run)
     with caplog.at_level(logging.WARNING, "hostward"):
         loop.train(run)
@@ -322,7 +323,7 @@ def test_t44_what_a_captured_run_is_weighed_with(text: Path) -> None:
     """Gradients stay in any case, and slots have no memory that backward has freed."""
     words = (*PLACEMENTS["mixed"], "train.global_batch_size=2", "train.device=cuda")
     plain, graphed = configured(text, *words), configured(text, *words, GRAPHS)
-    run = loop.prepare(LLAMA, configured(text, *words[:-1]))
+    run = setup.prepare(LLAMA, configured(text, *words[:-1]))
     inventory, plan = run.optimizer.inventory, run.optimizer.plan
     assert gradients_leave(plain)
     assert not gradients_leave(graphed)
@@ -345,7 +346,7 @@ def test_there_are_no_graphs_on_a_cpu(refused: Cli, text: Path) -> None:
     config = configured(text, GRAPHS, "train.device=auto")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="a machine without a GPU"):
-            loop.prepare(LLAMA, config)
+            setup.prepare(LLAMA, config)
 
 
 def test_what_torch_raises_of_a_capture_is_told() -> None:
@@ -361,12 +362,12 @@ def test_what_torch_raises_of_a_capture_is_told() -> None:
             return error
 
     own = ModelError("ours")
-    assert _told(failed(own)) is own
-    told = _told(failed(RuntimeError("operation not permitted when stream is capturing\nmore")))
+    assert capture_error(failed(own)) is own
+    told = capture_error(failed(RuntimeError("operation not permitted when stream is capturing\nmore")))
     assert isinstance(told, ModelError)
     assert told.why == "RuntimeError: operation not permitted when stream is capturing"
-    assert isinstance(_told(failed(torch.OutOfMemoryError("none left"))), MemoryLimitError)
-    assert isinstance(_told(torch.OutOfMemoryError("none left")), MemoryLimitError)
+    assert isinstance(capture_error(failed(torch.OutOfMemoryError("none left"))), MemoryLimitError)
+    assert isinstance(capture_error(torch.OutOfMemoryError("none left")), MemoryLimitError)
 
 
 def test_plans_and_graphs_exclude_each_other(cli: Cli) -> None:

@@ -14,7 +14,7 @@ from hostward.config.schema import TrainConfig
 from hostward.errors import DataError
 from hostward.trainer import loop
 from hostward.trainer.garbage_collection import collected_by_hand
-from hostward.trainer.loop import Run
+from hostward.trainer.run import Run
 
 
 @contextmanager

@@ -21,11 +21,12 @@ from hostward.core.placement import Plan, place_fraction
 from hostward.runtime.simulated import backend
 from hostward.runtime.step_trace import SpanKind, Trace, from_chrome
 from hostward.schedule.ops import Lane
-from hostward.trainer import loop, microbatches
+from hostward.trainer import loop, microbatches, setup
 from hostward.trainer.offload_options import gradient_bytes
 from hostward.trainer.plan_request import Shares, shares
 from hostward.trainer.readback import Numbers, Readback
 from hostward.trainer.report import measured
+from hostward.trainer.run import Run
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 STREAMED = ["optimizer.offload_optimizer_states=True"]
@@ -212,11 +213,11 @@ def test_numbers_that_are_late_make_the_same_report(
     at_once = train(*words).report
     lines = [m for m in caplog.messages if m.startswith(("iteration", "saved"))]
     caplog.clear()
-    monkeypatch.setattr(loop, "Readback", lambda device: Readback(device, late=1))
+    monkeypatch.setattr("hostward.trainer.run.Readback", lambda device: Readback(device, late=1))
     behind: list[int] = []
     real = loop.collect
 
-    def collect(run: loop.Run, *arguments: Any, **options: Any) -> None:
+    def collect(run: Run, *arguments: Any, **options: Any) -> None:
         real(run, *arguments, **options)
         behind.append(run.iteration - len(run.losses))
 
@@ -241,7 +242,7 @@ def test_skipped_steps_keep_their_iteration(train: Cli, monkeypatch: pytest.Monk
         return real(*arguments) * (float("inf") if len(calls) == 6 else 1.0)
 
     monkeypatch.setattr(microbatches, "training_loss", spoilt)
-    monkeypatch.setattr(loop, "Readback", lambda device: Readback(device, late=1))
+    monkeypatch.setattr("hostward.trainer.run.Readback", lambda device: Readback(device, late=1))
     report = train("train.train_iters=4", *offloaded(1)).report
     assert report["skipped_iterations"] == [2]
     assert report["grad_norms"].index(None) == 2
@@ -252,7 +253,7 @@ def test_gradients_leave_in_the_last_backward(train: Cli, monkeypatch: pytest.Mo
     copies: list[list[str]] = []
     real_backward = loop.backward
 
-    def backward(run: loop.Run) -> torch.Tensor:
+    def backward(run: Run) -> torch.Tensor:
         with run.optimizer.trace() as trace:
             result = real_backward(run)
         copies.append([s.name for s in trace.spans if s.lane is Lane.D2H and s.kind is SpanKind.COPY])
@@ -318,7 +319,7 @@ def test_metering_changes_no_bit(train: Cli, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_interrupt_while_metering_stops_the_meter(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a host step of the last iteration: it reaches the caller, and no operation is timed any more."""
     config = tiny(*SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=3")
-    run = loop.prepare(TINY, config)
+    run = setup.prepare(TINY, config)
     real: Callable[..., None] = backend.adamw_step
     calls: list[None] = []
 

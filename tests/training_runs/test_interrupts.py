@@ -12,7 +12,8 @@ from cli_runs import SMALL, different, iterations_saved, offloaded, saved, start
 from conftest import Cli
 
 from hostward.cli import run_files
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
+from hostward.trainer.run import Run
 
 LOITER = """
 import sys, time
@@ -54,9 +55,9 @@ def interrupted(program: str, words: list[str]) -> tuple[int, str]:
     ("module", "name", "call", "seconds"),
     [
         # Two saves (iterations 1 and 2) are done; 7 buckets at fraction 1 make 7 host steps per iteration.
-        ("engine.simulated", "adamw_step", 17, 60),
+        ("runtime.simulated.backend", "adamw_step", 17, 60),
         # On a thread of its own, which no signal wakes: what is not yet there is given up when the file is written.
-        ("checkpoint_files", "seal", 3, 5),
+        ("checkpoint.files", "seal", 3, 5),
     ],
     ids=["in a step", "in a save"],
 )
@@ -158,7 +159,7 @@ def test_a_sigterm_that_does_not_wait_is_told_with_how_to_go_on(
 def test_ctrl_c_while_a_run_is_prepared_is_told_in_a_word(
     cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(setup, "prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     outcome = cli("train", *SMALL, f"dataset.path={text}", f"checkpoint.save={tmp_path / 'run'}")
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
@@ -167,7 +168,7 @@ def test_ctrl_c_while_a_run_is_prepared_is_told_in_a_word(
 def test_the_first_rank_names_a_checkpoint_that_is_there(
     train: Cli, cli: Cli, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    def interrupted(run: loop.Run) -> None:
+    def interrupted(run: Run) -> None:
         if how == "another rank":
             monkeypatch.setenv("RANK", "1")
         elif how == "damaged pointer":
@@ -194,7 +195,7 @@ def test_sigterm_in_the_last_iteration_ends_a_run_that_is_finished(
 
 def test_ctrl_c_with_debug_shows_where(tmp_path: Path, text: Path) -> None:
     words = ["train", "--debug", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50"]
-    code, err = interrupted(loitering("engine.simulated", "adamw_step", call=2), words)
+    code, err = interrupted(loitering("runtime.simulated.backend", "adamw_step", call=2), words)
     assert code in (130, -signal.SIGINT)  # Python ends itself with the signal, which a shell shows as 130
     assert "Traceback" in err
     assert "KeyboardInterrupt" in err

@@ -20,7 +20,9 @@ from hostward.cli.output import Progress, fitted
 from hostward.cli.run_files import Scalars
 from hostward.config.overrides import apply_overrides
 from hostward.recipes import load
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
+from hostward.trainer.memory_sampler import MemorySampler
+from hostward.trainer.run import Run
 
 TINY = "qwen3_moe_tiny_pretrain_config"
 
@@ -47,14 +49,14 @@ class FakeWriter:
 
 
 @pytest.fixture
-def prepared(text: Path) -> Callable[..., loop.Run]:
-    def call(*words: str) -> loop.Run:
-        return loop.prepare(TINY, apply_overrides(load(TINY), [*SMALL, f"dataset.path={text}", *words]))
+def prepared(text: Path) -> Callable[..., Run]:
+    def call(*words: str) -> Run:
+        return setup.prepare(TINY, apply_overrides(load(TINY), [*SMALL, f"dataset.path={text}", *words]))
 
     return call
 
 
-def test_on_a_terminal_one_line_is_rewritten(prepared: Callable[..., loop.Run]) -> None:
+def test_on_a_terminal_one_line_is_rewritten(prepared: Callable[..., Run]) -> None:
     run, terminal = prepared("train.train_iters=4", *offloaded(0.5)), FakeTerminal()
     ticks = iter(range(100))
     with Progress(terminal, clock_s=lambda: float(next(ticks)), columns=lambda: 400) as progress:
@@ -70,7 +72,7 @@ def test_on_a_terminal_one_line_is_rewritten(prepared: Callable[..., loop.Run]) 
     assert f"loss {run.losses[-1]:.6f}" in lines[3]
 
 
-def test_a_terminal_is_not_drawn_too_often_but_for_the_last(prepared: Callable[..., loop.Run]) -> None:
+def test_a_terminal_is_not_drawn_too_often_but_for_the_last(prepared: Callable[..., Run]) -> None:
     run, terminal = prepared("train.train_iters=5"), FakeTerminal()
     with Progress(terminal, clock_s=lambda: 7.0, columns=lambda: 80) as progress:
         loop.train(run, progress=progress.show)
@@ -79,7 +81,7 @@ def test_a_terminal_is_not_drawn_too_often_but_for_the_last(prepared: Callable[.
     assert all(len(line) < 80 for line in lines)
 
 
-def test_lines_of_the_log_take_the_place_of_the_progress_line(prepared: Callable[..., loop.Run]) -> None:
+def test_lines_of_the_log_take_the_place_of_the_progress_line(prepared: Callable[..., Run]) -> None:
     run, terminal = prepared("train.train_iters=2"), FakeTerminal()
     handler = logging.StreamHandler(terminal)
     root = logging.getLogger()
@@ -107,14 +109,14 @@ def test_a_narrow_terminal_shows_whole_parts() -> None:
 
 
 def test_hidden_and_exposed_seconds_come_early_in_a_long_run_and_once(
-    prepared: Callable[..., loop.Run], caplog: pytest.LogCaptureFixture
+    prepared: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = prepared("train.train_iters=14", "logger.log_interval=1", *offloaded(1))
     seen: list[tuple[int, bool]] = []
     caplog.set_level(logging.INFO, "hostward")
     with Progress(io.StringIO()) as progress:
 
-        def look(r: loop.Run) -> None:
+        def look(r: Run) -> None:
             seen.append((len(r.losses), r.offload is not None))
             progress.show(r)
 
@@ -133,7 +135,7 @@ def test_hidden_and_exposed_seconds_come_early_in_a_long_run_and_once(
     assert plain.losses == run.losses
 
 
-def test_in_a_short_run_only_the_end_is_metered(prepared: Callable[..., loop.Run]) -> None:
+def test_in_a_short_run_only_the_end_is_metered(prepared: Callable[..., Run]) -> None:
     run = prepared("train.train_iters=10", *offloaded(1))
     seen: list[bool] = []
     loop.train(run, progress=lambda r: seen.append(r.offload is not None), metered=3)
@@ -142,7 +144,7 @@ def test_in_a_short_run_only_the_end_is_metered(prepared: Callable[..., loop.Run
 
 
 def test_no_step_waits_for_reports(
-    prepared: Callable[..., loop.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a line, scalars, samples and a report in every iteration the backend is waited for as often as without."""
 
@@ -159,14 +161,14 @@ def test_no_step_waits_for_reports(
 
             monkeypatch.setattr(backend, name, counted)
         if not told:
-            monkeypatch.setattr(loop.MemorySampler, "sample", lambda *_: None)
+            monkeypatch.setattr(MemorySampler, "sample", lambda *_: None)
         monkeypatch.setattr(run_files, "INTERVAL_S", 0.0)
         monkeypatch.setattr(run_files, "_SHARE", 1e9)
         circumstances = {"date": "", "command": "", "versions": {}}
         with Progress(FakeTerminal()) as progress, run_files.RunFiles(run, tmp_path, lambda: circumstances) as files:
             scalars = Scalars(FakeWriter())
 
-            def tell(run: loop.Run) -> None:
+            def tell(run: Run) -> None:
                 for each in (progress.show, scalars.write, files.going_on):
                     each(run)
 
@@ -180,7 +182,7 @@ def test_no_step_waits_for_reports(
 # --- TensorBoard ---
 
 
-def test_scalars_are_those_of_the_run_under_megatrons_names(prepared: Callable[..., loop.Run]) -> None:
+def test_scalars_are_those_of_the_run_under_megatrons_names(prepared: Callable[..., Run]) -> None:
     run, writer = prepared("train.train_iters=4", *offloaded(0.5)), FakeWriter()
     with Scalars(writer) as scalars:
         loop.train(run, progress=scalars.write, metered=1)

@@ -15,11 +15,12 @@ from test_interrupts import loitering
 from hostward.cli import run_files
 from hostward.cli.output import require_writable
 from hostward.config.overrides import apply_overrides
+from hostward.errors import DataError, DeviceError
 from hostward.files import folder_lock
 from hostward.recipes import load
 from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport, read_report
 from hostward.runtime.step_trace import from_chrome
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.memory_sampler import FIRST_ITERATIONS, MOST_SAMPLED, MemorySampler
 
 TINY = "qwen3_moe_tiny_pretrain_config"
@@ -97,7 +98,7 @@ def test_what_saving_has_kept_is_in_the_report(train: Cli, tmp_path: Path) -> No
 
 def test_of_a_long_run_few_iterations_are_sampled(text: Path) -> None:
     config = apply_overrides(load(TINY), [*SMALL, f"dataset.path={text}", "train.train_iters=100000"])
-    run = loop.prepare(TINY, config)
+    run = setup.prepare(TINY, config)
     until = config.train.train_iters
     sampler = MemorySampler(run.device, run.optimizer.backend.ledger, [], staying=set(), first=0, until=until)
     for iteration in range(0, until, 2):
@@ -132,7 +133,7 @@ def test_an_error_leaves_a_report_with_its_reason(
     def failing(run: Any) -> None:
         calls.append(None)
         if len(calls) == 4:
-            raise loop.DataError("the text is gone", why="a test")
+            raise DataError("the text is gone", why="a test")
         real(run)
 
     monkeypatch.setattr(loop, "train_iteration", failing)
@@ -158,7 +159,7 @@ def test_a_signal_leaves_a_report(
 ) -> None:
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
     # 7 buckets make 7 host steps per iteration: this is in the fourth.
-    process = start_process(["-c", loitering("engine.simulated", "adamw_step", call=24), *words])
+    process = start_process(["-c", loitering("runtime.simulated.backend", "adamw_step", call=24), *words])
     try:
         wait_for(process, "LOITERING")
         process.send_signal(number)
@@ -178,7 +179,7 @@ def test_a_signal_leaves_a_report(
 def test_signal_9_leaves_the_report_of_a_moment_before(tmp_path: Path, text: Path) -> None:
     program = "import hostward.cli.run_files as files; files.INTERVAL_S, files._SHARE = 0.0, 1e9\n"
     words = ["train", *SMALL, f"dataset.path={text}", *offloaded(1), "train.train_iters=50", "--run-dir", str(tmp_path)]
-    program += loitering("engine.simulated", "adamw_step", call=24)
+    program += loitering("runtime.simulated.backend", "adamw_step", call=24)
     (tmp_path / TRACE_FILE).write_text("of an earlier run")
     process = start_process(["-c", program, *words])
     try:
@@ -212,7 +213,7 @@ def test_training_goes_on_where_a_report_on_the_way_fails(
 
     def full(report: RunReport, path: Path) -> None:
         if report.ended == "running":
-            raise loop.DeviceError("no space", why="the disk is full")
+            raise DeviceError("no space", why="the disk is full")
         real(report, path)
 
     monkeypatch.setattr(run_files.RunReport, "write", full)
@@ -238,7 +239,7 @@ def test_the_first_error_is_shown_when_the_report_fails_too(
 
     def failing(run: Any) -> None:
         (folder / REPORT_FILE).mkdir()
-        raise loop.DataError("the text is gone")
+        raise DataError("the text is gone")
 
     monkeypatch.setattr(loop, "train_iteration", failing)
     outcome = cli("train", *SMALL, f"dataset.path={text}", "train.train_iters=1", "--run-dir", folder)
@@ -251,7 +252,7 @@ def test_a_trace_that_cannot_be_removed_does_not_hide_the_first_error(
     cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(run: Any) -> None:
-        raise loop.DataError("the text is gone")
+        raise DataError("the text is gone")
 
     monkeypatch.setattr(loop, "train_iteration", failing)
     (tmp_path / "run" / TRACE_FILE).mkdir(parents=True)

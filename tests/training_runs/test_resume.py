@@ -20,7 +20,8 @@ from hostward import recipes
 from hostward.checkpoint import api
 from hostward.config.overrides import apply_overrides
 from hostward.files.folder_lock import FILE as LOCK_FILE
-from hostward.trainer import checkpointing, loop
+from hostward.trainer import checkpointing, setup
+from hostward.trainer.run import Run
 
 
 def run_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -133,13 +134,13 @@ def test_t54_killed_in_mid_run_resumes_as_if_nothing_had_happened(train: Cli, tm
 
 
 @pytest.fixture
-def start(text: Path) -> Callable[..., loop.Run]:
+def start(text: Path) -> Callable[..., Run]:
     """A prepared run of the small model."""
 
-    def prepare(*words: str) -> loop.Run:
+    def prepare(*words: str) -> Run:
         name = "qwen3_moe_tiny_pretrain_config"
         config = apply_overrides(recipes.load(name), [*SMALL, f"dataset.path={text}", *words])
-        return loop.prepare(name, config)
+        return setup.prepare(name, config)
 
     return prepare
 
@@ -149,7 +150,7 @@ def draws() -> tuple[Any, ...]:
     return torch.rand(3).tolist(), random.random(), np.random.standard_normal(3).tolist()
 
 
-def test_t48_random_number_generators_go_on(start: Callable[..., loop.Run], tmp_path: Path) -> None:
+def test_t48_random_number_generators_go_on(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(f"checkpoint.save={tmp_path}")
     fresh = draws()
     checkpointing.save(run)
@@ -161,7 +162,7 @@ def test_t48_random_number_generators_go_on(start: Callable[..., loop.Run], tmp_
 
 
 def test_finetune_takes_the_weights_only_and_says_so(
-    train: Cli, start: Callable[..., loop.Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    train: Cli, start: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     first = train("train.train_iters=3", f"checkpoint.save={tmp_path}").report
@@ -188,7 +189,7 @@ def test_finetune_takes_the_weights_only_and_says_so(
 
 
 def test_t50_load_optim_false_goes_on_with_fresh_moments_and_says_so(
-    start: Callable[..., loop.Run], train: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Callable[..., Run], train: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train("train.train_iters=3", f"checkpoint.save={tmp_path}")
     run = start(f"checkpoint.load={tmp_path}", "checkpoint.load_optim=False")
@@ -198,7 +199,7 @@ def test_t50_load_optim_false_goes_on_with_fresh_moments_and_says_so(
 
 
 def test_options_of_the_resumed_run_hold_not_those_of_the_checkpoint(
-    train: Cli, start: Callable[..., loop.Run], tmp_path: Path
+    train: Cli, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     """An option that was given and then overwritten by the checkpoint would be ignored in silence."""
     train("train.train_iters=2", f"checkpoint.save={tmp_path}")

@@ -18,7 +18,7 @@ from hostward.errors import ConfigError
 from hostward.files import folder_lock
 from hostward.recipes import load
 from hostward.report.schema import RunReport
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_a_second_run_waits_for_the_end_of_the_first_even_of_a_killed_one(
     folder = tmp_path / "run"
     going_on = (f"checkpoint.save={folder}", f"checkpoint.load={folder}", "checkpoint.save_interval=1")
     words = ["train", *SMALL, f"dataset.path={text}", "train.train_iters=4", *going_on]
-    process = start_process(["-c", loitering("train.loop", "backward", 3), *words])
+    process = start_process(["-c", loitering("trainer.loop", "backward", 3), *words])
     try:
         wait_for(process, "LOITERING")
         assert iterations_saved(folder) == ["iter_0000001", "iter_0000002"]
@@ -120,9 +120,9 @@ def test_a_full_disk_is_told_as_one(refused: Cli, tmp_path: Path, monkeypatch: p
 
 def test_a_run_that_has_trained_and_is_kept_has_let_go(text: Path, tmp_path: Path) -> None:
     words = [*SMALL, f"dataset.path={text}", "train.train_iters=1", f"checkpoint.save={tmp_path}"]
-    run = loop.prepare(TINY, apply_overrides(load(TINY), words))
+    run = setup.prepare(TINY, apply_overrides(load(TINY), words))
     with pytest.raises(ConfigError, match=f"checkpoint.save={tmp_path} is the folder of a run"):
-        loop.prepare(TINY, apply_overrides(load(TINY), [*words, f"checkpoint.load={tmp_path}"]))
+        setup.prepare(TINY, apply_overrides(load(TINY), [*words, f"checkpoint.load={tmp_path}"]))
     loop.train(run)
     folder_lock.FolderLock("mine", tmp_path).release()
     assert run.saved is not None

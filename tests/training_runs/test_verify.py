@@ -22,6 +22,7 @@ from hostward.runtime.simulated import backend as simulated
 from hostward.schedule.ops import Lane
 from hostward.trainer import loop, microbatches
 from hostward.trainer.plan_request import Shares, shares
+from hostward.trainer.run import Run
 from hostward.trainer.verify.after_step import AfterStep
 from hostward.trainer.verify.cases import PLACEMENTS, SCHEDULES, choose, without_offloading
 from hostward.trainer.verify.command import clipped
@@ -383,7 +384,7 @@ def test_leaked_device_bytes_fail(verify: Cli, monkeypatch: pytest.MonkeyPatch) 
     """3 % of the promise, so just above the 2 % allowed."""
     real = loop.train
 
-    def leaky(run: loop.Run) -> None:
+    def leaky(run: Run) -> None:
         real(run)
         if run.optimizer.plan.offloaded_bytes:
             elements = int(0.03 * run.optimizer.plan.offloaded_bytes) // 4
@@ -401,7 +402,7 @@ def test_without_a_deterministic_form_both_get_the_same_gradients(
 ) -> None:
     real = loop.train_iteration
 
-    def undeterministic(run: loop.Run) -> None:
+    def undeterministic(run: Run) -> None:
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError("some_backward does not have a deterministic implementation")
         real(run)

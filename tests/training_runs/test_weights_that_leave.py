@@ -34,7 +34,7 @@ from hostward.plan.decisions import Choice, Keep
 from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import LOAD, required
 from hostward.plan.search import Candidate, best_share
-from hostward.trainer import loop
+from hostward.trainer import setup
 from hostward.trainer.deferred_init import leaving_weights
 from hostward.trainer.memory_check import Weighed, cure_of_plan, require_fit, require_memory
 from hostward.trainer.models import build_model, on_meta, transformers_config
@@ -62,7 +62,7 @@ def configured(*words: str) -> Config:
 def before_optimizer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """By run, the bytes of each weight on the device when the optimizer is about to be made."""
     found: list[dict[str, int]] = []
-    real = loop.make_optimizer
+    real = setup.make_optimizer
 
     @unfenced
     def looked(held: Held, *rest: Any) -> Any:
@@ -71,7 +71,7 @@ def before_optimizer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
         assert all(is_away(p) for p in model.parameters() if not p.untyped_storage().nbytes())
         return real(held, *rest)
 
-    monkeypatch.setattr(loop, "make_optimizer", looked)
+    monkeypatch.setattr(setup, "make_optimizer", looked)
     return found
 
 
@@ -165,7 +165,7 @@ def test_a_run_goes_on_from_a_checkpoint(
 
 
 def test_the_load_phase_counts_what_is_there(before_optimizer: list[dict[str, int]]) -> None:
-    run = loop.prepare(TINY, configured(*LEAVING))
+    run = setup.prepare(TINY, configured(*LEAVING))
     work = recipe_workload(run.config)
     names = frozenset(layer.name for layer in work.repeated[:2])
     choice = Choice((Placement.HOST,) * len(work.inventory.buckets), (Keep.KEEP,) * 3, names)

@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 from hostward.core.placement import PlacedBucket, Placement
+from hostward.plan.decisions import FrontierPoint
 from hostward.report.schema import (
     FORMAT,
     VERSION,
     Ended,
     Estimate,
-    FrontierPoint,
     MemoryReport,
     OffloadReport,
     OwnerSamples,

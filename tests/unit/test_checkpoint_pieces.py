@@ -172,7 +172,7 @@ class Writes:
         monkeypatch.setattr(writer, "write_all", self._note)
 
     def _note(self, descriptor: int, data: memoryview) -> None:
-        self.addresses.append(writer._address(data) if data else 0)
+        self.addresses.append(writer.address_of(data) if data else 0)
         self.lengths.append(len(data))
         self._write(descriptor, data)
 

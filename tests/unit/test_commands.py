@@ -10,7 +10,8 @@ from fake_driver import STREAMS, FakeDriver, streams
 from hypothesis import given, strategies as st
 
 from hostward.errors import DeviceError
-from hostward.runtime.cuda.commands import Command, CommandBatch, CommandList, DriverTable, KernelLaunch, Streams, Verb
+from hostward.kernels.cuda.launcher import KernelLaunch
+from hostward.runtime.cuda.commands import Command, CommandBatch, CommandList, DriverTable, Streams, Verb
 
 ADDRESSES = st.integers(0, 2**64 - 1)
 LAUNCH = KernelLaunch(0xF00D, programs=3, threads=128, shared_bytes=64, parameters=[(7).to_bytes(8, "little")])

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_backend import launch_of
+from fake_context import launch_of
 
 from hostward.core.inventory import MasterKind
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.kernels.cuda import adamw, norm
+from hostward.kernels.cuda.launcher import KernelLaunch
 from hostward.runtime.backend import AdamWOperands, BoundRange, Buffer, Constants, Hyper, Partials, Scalars, Tier
-from hostward.runtime.cuda.commands import KernelLaunch
 from hostward.runtime.cuda.kernels import KernelTables
 from hostward.schedule.ops import Lane
 

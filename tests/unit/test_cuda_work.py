@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_backend import SECOND_OF, STREAM_OF, TURNED, FakeBackend, TwoTables, launch_of
+from fake_context import SECOND_OF, STREAM_OF, TURNED, FakeContext, TwoTables, launch_of
 from hypothesis import given, strategies as st
 
 from hostward.core.inventory import MasterKind
@@ -26,6 +26,7 @@ from hostward.errors import DeviceError
 from hostward.kernels.cpu.adamw import bias_tables
 from hostward.kernels.cpu.library import AccumulateTaskStruct, ClockedCall, Task, load
 from hostward.runtime.backend import RING, AdamWOperands, BoundRange, Buffer, Constants, Event, Hyper, Scalars, Tier
+from hostward.runtime.cuda.backend import CudaBackend
 from hostward.runtime.cuda.commands import Command, NativeCall, Verb
 from hostward.runtime.cuda.streams import INDEX, PIECE_BYTES, SECOND, copy_commands
 from hostward.runtime.cuda.timing import Timings
@@ -36,8 +37,6 @@ from hostward.runtime.cuda.work import (
     KernelWork,
     TableWork,
     TaskWork,
-    batch_of,
-    copying,
 )
 from hostward.runtime.host_tasks import add_task
 from hostward.schedule.ops import Lane
@@ -46,9 +45,9 @@ UPDATE = STREAM_OF[Lane.UPDATE]
 TABLE_BYTES, FIXED_BYTES = 32, 16
 
 
-def table_work(backend: FakeBackend, lane: Lane = Lane.UPDATE) -> tuple[TableWork, TwoTables, Event, Event]:
-    kernel, wait, done = TwoTables(backend.uploads), backend.event(), backend.event()
-    return TableWork(backend, "step", lane, kernel, [wait], done), kernel, wait, done  # type: ignore[arg-type]
+def table_work(context: FakeContext, lane: Lane = Lane.UPDATE) -> tuple[TableWork, TwoTables, Event, Event]:
+    kernel, wait, done = TwoTables(context.uploads), context.event(), context.event()
+    return TableWork(context, "step", lane, kernel, [wait], done), kernel, wait, done  # type: ignore[arg-type]
 
 
 def kernel_call(function: int = 0xF00D, stream: int = UPDATE) -> tuple[Any, ...]:
@@ -60,13 +59,13 @@ def int64_at(address: int, n: int = 4) -> list[int]:
 
 
 def test_a_table_is_copied_in_the_turns_in_which_it_has_changed() -> None:
-    backend = FakeBackend()
-    work, kernel, wait, done = table_work(backend)
+    context = FakeContext()
+    work, kernel, wait, done = table_work(context)
     begin, end = [("wait", UPDATE, wait.native, 0)], [kernel_call(), ("record", done.native, UPDATE)]
 
     assert work.issue() is done
     fixed, changing = (t.data.data_ptr() for t in (kernel.fixed, kernel.changing))
-    first = backend.calls()
+    first = context.calls()
     assert first == [
         *begin,
         ("copy", fixed, first[1][2], FIXED_BYTES, UPDATE),
@@ -76,14 +75,14 @@ def test_a_table_is_copied_in_the_turns_in_which_it_has_changed() -> None:
     assert int64_at(first[2][2]) == [1, 10, 2, 20]
     assert list((ctypes.c_double * 2).from_address(first[1][2])) == [0.5, 0.25]
 
-    backend.turn += 1
+    context.turn += 1
     work.issue()
-    assert backend.calls() == [*begin, *end]
+    assert context.calls() == [*begin, *end]
 
-    backend.turn += 1
+    context.turn += 1
     kernel.values = [10, 21]
     work.issue()
-    third = backend.calls()
+    third = context.calls()
     assert third == [*begin, ("copy", changing, third[1][2], TABLE_BYTES, UPDATE), *end]
     assert int64_at(third[1][2]) == [1, 10, 2, 21]
     # What an earlier turn copies from, which may be pending, is as it was.
@@ -92,15 +91,15 @@ def test_a_table_is_copied_in_the_turns_in_which_it_has_changed() -> None:
 
 
 def test_every_pending_turn_has_a_host_copy_of_its_own() -> None:
-    backend = FakeBackend()
-    work, kernel, *_ = table_work(backend)
+    context = FakeContext()
+    work, kernel, *_ = table_work(context)
     sources = []
     for _ in range(2 * RING):
-        kernel.values = [backend.turn, -backend.turn]
+        kernel.values = [context.turn, -context.turn]
         work.issue()
-        sources.append(next(call[2] for call in backend.calls() if call[3] == TABLE_BYTES))
-        assert int64_at(sources[-1]) == [1, backend.turn, 2, -backend.turn]
-        backend.turn += 1
+        sources.append(next(call[2] for call in context.calls() if call[3] == TABLE_BYTES))
+        assert int64_at(sources[-1]) == [1, context.turn, 2, -context.turn]
+        context.turn += 1
     assert len(set(sources)) == RING
     assert sources[:RING] == sources[RING:]
 
@@ -116,17 +115,17 @@ class Heard:
 
 
 def test_timed_events_stand_around_the_kernel_while_there_is_a_meter() -> None:
-    backend = FakeBackend()
-    work, kernel, _, done = table_work(backend)
+    context = FakeContext()
+    work, kernel, _, done = table_work(context)
     work.issue()
-    plain = backend.calls()
+    plain = context.calls()
     pairs = []
     for _ in range(3 * RING):
-        backend.meter = Heard()
-        backend.begin_turn()
-        kernel.values = [backend.turn, 0]
+        context.meter = Heard()
+        context.begin_turn()
+        kernel.values = [context.turn, 0]
         work.issue()
-        calls = backend.calls()
+        calls = context.calls()
         assert [call[0] for call in calls] == ["wait", "copy", "record", "kernel", "record", "record"]
         start, end, last = [call[1] for call in calls if call[0] == "record"]
         assert len({start, end, last}) == 3
@@ -135,164 +134,164 @@ def test_timed_events_stand_around_the_kernel_while_there_is_a_meter() -> None:
     # No turn that may be pending has the events of another one; those of turns that are over are used again.
     assert all(len({event for pair in pairs[i : i + RING] for event in pair}) == 2 * RING for i in range(2 * RING))
     assert len(set(pairs)) == RING
-    backend.meter = None
+    context.meter = None
     kernel.forget()
     kernel.values = [10, 20]
     work.issue()
-    assert [call[:2] for call in backend.calls() if call[0] != "copy"] == [c[:2] for c in plain if c[0] != "copy"]
+    assert [call[:2] for call in context.calls() if call[0] != "copy"] == [c[:2] for c in plain if c[0] != "copy"]
 
 
-def copy_work(backend: FakeBackend, name: str = "copy") -> CommandWork:
+def copy_work(context: FakeContext, name: str = "copy") -> CommandWork:
     pair = tuple(Buffer(tier, torch.zeros(5), "x") for tier in (Tier.HOST, Tier.DEVICE))
-    return CommandWork(backend, name, Lane.D2H, [], backend.event(), [pair])  # type: ignore[arg-type]
+    return CommandWork(context, name, Lane.D2H, [], context.event(), [pair])  # type: ignore[arg-type]
 
 
 def test_every_issue_of_a_turn_is_timed_by_itself() -> None:
     """Gradients of several microbatches: one work, several copies."""
-    backend, heard = FakeBackend(), Heard()
-    works = [copy_work(backend, "a"), copy_work(backend, "b")]
-    backend.meter = heard
-    backend.begin_turn()
-    turn, base = backend.turn, len(backend.fake.records)
+    context, heard = FakeContext(), Heard()
+    works = [copy_work(context, "a"), copy_work(context, "b")]
+    context.meter = heard
+    context.begin_turn()
+    turn, base = context.turn, len(context.fake.records)
     for work in (works[0], works[1], works[0]):
         work.issue()
     for _ in range(RING):
         assert heard.spans == []
-        backend.begin_turn()
+        context.begin_turn()
     # Two timed events and the one that others wait for, of each issue; times count from the first turn's first record.
     assert heard.spans == [(name, base + at, base + at + 1.0, 20, turn) for name, at in (("a", 0), ("b", 3), ("a", 6))]
-    assert backend.fake.records[0] != backend.fake.records[base]
+    assert context.fake.records[0] != context.fake.records[base]
 
 
 def test_t44_what_is_captured_is_not_timed() -> None:
     """A graph's events have no times."""
-    backend, heard = FakeBackend(), Heard()
-    work = copy_work(backend)
+    context, heard = FakeContext(), Heard()
+    work = copy_work(context)
     work.issue()
-    plain = backend.calls()
-    backend.meter = heard
-    backend.begin_turn()
+    plain = context.calls()
+    context.meter = heard
+    context.begin_turn()
     work.issue()
-    timed = backend.calls()
-    backend.in_capture = True
+    timed = context.calls()
+    context.in_capture = True
     work.issue()
-    assert [call[0] for call in backend.calls()] == [call[0] for call in plain] != [call[0] for call in timed]
+    assert [call[0] for call in context.calls()] == [call[0] for call in plain] != [call[0] for call in timed]
     for _ in range(RING):
-        backend.begin_turn()
+        context.begin_turn()
     assert len(heard.spans) == 1
 
 
 def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
-    backend = FakeBackend()
-    backend.meter = Heard()
+    context = FakeContext()
+    context.meter = Heard()
     made = []
     for _ in range(3 * RING):
-        backend.begin_turn()
+        context.begin_turn()
         for _ in range(5):
-            copy_work(backend).issue()
-        made.append(backend.timed_events)
+            copy_work(context).issue()
+        made.append(context.timed_events)
     assert len(set(made[RING - 1 :])) == 1
     # Nor does a meter that goes before it has heard everything.
-    backend.meter = None
+    context.meter = None
     for _ in range(RING):
-        backend.begin_turn()
-        copy_work(backend).issue()
-    backend.meter = heard = Heard()
+        context.begin_turn()
+        copy_work(context).issue()
+    context.meter = heard = Heard()
     for _ in range(2 * RING):
-        backend.begin_turn()
+        context.begin_turn()
         for _ in range(5):
-            copy_work(backend).issue()
-    assert backend.timed_events == made[-1]
+            copy_work(context).issue()
+    assert context.timed_events == made[-1]
     assert len(heard.spans) == RING * 5
 
 
 def test_nothing_is_timed_in_a_turn_that_began_without_a_meter() -> None:
-    backend = FakeBackend()
-    backend.begin_turn()
-    backend.meter = Heard()
-    work = copy_work(backend)
+    context = FakeContext()
+    context.begin_turn()
+    context.meter = Heard()
+    work = copy_work(context)
     work.issue()
-    assert [call[0] for call in backend.calls()] == ["copy", "record"]
-    backend.begin_turn()
+    assert [call[0] for call in context.calls()] == ["copy", "record"]
+    context.begin_turn()
     work.issue()
-    assert [call[0] for call in backend.calls()] == ["record", "copy", "record", "record"]
+    assert [call[0] for call in context.calls()] == ["record", "copy", "record", "record"]
 
 
 @pytest.mark.parametrize("refused", range(5))
 def test_a_table_that_may_not_have_been_copied_is_copied_in_the_next_issue(refused: int) -> None:
-    backend = FakeBackend(refused)
-    work, *_ = table_work(backend)
+    context = FakeContext(refused)
+    work, *_ = table_work(context)
     with pytest.raises(DeviceError, match=f"command {refused + 1 + (refused > 2) + (refused > 3)} of 7"):
         work.issue()
-    backend.fake.refused = -1
-    backend.calls()
+    context.fake.refused = -1
+    context.calls()
     work.issue()
-    assert [call[0] for call in backend.calls()] == ["wait", "copy", "copy", "kernel", "record"]
+    assert [call[0] for call in context.calls()] == ["wait", "copy", "copy", "kernel", "record"]
 
 
 def test_tables_of_a_batch_are_copied_again_after_another_work_of_it_failed() -> None:
-    backend = FakeBackend()
-    (first, *_), (second, other, *_) = table_work(backend), table_work(backend)
-    batch = batch_of(backend, [first, second])  # type: ignore[arg-type]
+    context = FakeContext()
+    (first, *_), (second, other, *_) = table_work(context), table_work(context)
+    batch = CudaBackend(context=context).batch([first, second])  # type: ignore[arg-type]
     other.values = [1, 2, 3]
     with pytest.raises(ValueError, match="zip"):
         batch.issue()
-    assert backend.calls() == []
+    assert context.calls() == []
     other.values = [1, 2]
     batch.issue()
-    assert [call[0] for call in backend.calls()] == ["wait", "copy", "copy", "kernel", "record"] * 2
+    assert [call[0] for call in context.calls()] == ["wait", "copy", "copy", "kernel", "record"] * 2
 
 
 def test_another_launch_is_written_into_the_list() -> None:
-    backend = FakeBackend()
-    work, kernel, *_ = table_work(backend)
+    context = FakeContext()
+    work, kernel, *_ = table_work(context)
     work.issue()
     kernel.launches = [launch_of(0xBEEF)]
     work.issue()
-    assert [call for call in backend.calls() if call[0] == "kernel"] == [kernel_call(), kernel_call(0xBEEF)]
+    assert [call for call in context.calls() if call[0] == "kernel"] == [kernel_call(), kernel_call(0xBEEF)]
 
 
 def test_copies_take_addresses_when_they_are_issued() -> None:
-    backend = FakeBackend()
+    context = FakeContext()
     host, device = (Buffer(tier, torch.zeros(5), "x") for tier in (Tier.HOST, Tier.DEVICE))
-    waits, done = [backend.event(), backend.event()], backend.event()
-    work = CommandWork(backend, "copy", Lane.D2H, waits, done, [(host, device), (host, device)])  # type: ignore[arg-type]
+    waits, done = [context.event(), context.event()], context.event()
+    work = CommandWork(context, "copy", Lane.D2H, waits, done, [(host, device), (host, device)])  # type: ignore[arg-type]
     stream = STREAM_OF[Lane.D2H]
     for _ in range(3):
         device.data = torch.ones(5)
         work.issue()
         copy = ("copy", host.data.data_ptr(), device.data.data_ptr(), 20, stream)
         begin = [("wait", stream, event.native, 0) for event in waits]
-        assert backend.calls() == [*begin, copy, copy, ("record", done.native, stream)]
-    assert backend.ledger.copied_bytes[Lane.D2H] == 3 * 40
-    backend.meter = Heard()
-    backend.begin_turn()
+        assert context.calls() == [*begin, copy, copy, ("record", done.native, stream)]
+    assert context.ledger.copied_bytes[Lane.D2H] == 3 * 40
+    context.meter = Heard()
+    context.begin_turn()
     work.issue()
-    assert [call[0] for call in backend.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
+    assert [call[0] for call in context.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
 
 
 def test_memory_that_is_emptied_and_filled_again_is_asked_for_its_address() -> None:
-    backend = FakeBackend()
+    context = FakeContext()
     weight = torch.zeros(5)
     host, device = Buffer(Tier.HOST, torch.zeros(5), "x"), Buffer(Tier.DEVICE, weight.view(-1), "x", resized=True)
-    work = CommandWork(backend, "copy", Lane.H2D, [], backend.event(), [(device, host)])  # type: ignore[arg-type]
+    work = CommandWork(context, "copy", Lane.H2D, [], context.event(), [(device, host)])  # type: ignore[arg-type]
     before = weight.data_ptr()
     weight.untyped_storage().resize_(0)
     weight.untyped_storage().resize_(1 << 20)  # it comes back elsewhere
     assert weight.data_ptr() != before
     work.issue()
-    assert backend.calls()[0] == ("copy", weight.data_ptr(), host.address, 20, STREAM_OF[Lane.H2D])
+    assert context.calls()[0] == ("copy", weight.data_ptr(), host.address, 20, STREAM_OF[Lane.H2D])
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_t10_the_host_waits_before_a_copy_from_memory_that_is_not_page_locked(pinned: bool) -> None:
     """The driver may read such memory at once: what writes it has to be over, also in a batch."""
-    backend = FakeBackend()
+    context = FakeContext()
     here, there = torch.zeros(4), torch.zeros(4)
     pairs = [(Buffer(Tier.DEVICE, there, "weights"), Buffer(Tier.HOST, here, "weights for upload", pinned))]
-    stepped, before, done = (backend.event() for _ in range(3))
-    mark = CommandWork(backend, "step", Lane.HOST, [], stepped)  # type: ignore[arg-type]
-    copy = copying(backend, "copy", Lane.H2D, [stepped, before], done, pairs)  # type: ignore[arg-type]
+    stepped, before, done = (context.event() for _ in range(3))
+    mark = CommandWork(context, "step", Lane.HOST, [], stepped)  # type: ignore[arg-type]
+    copy = CudaBackend(context=context).copy(Lane.H2D, pairs, name="copy", waits=[stepped, before], done=done)  # type: ignore[arg-type]
     stream = STREAM_OF[Lane.H2D]
     enqueued = [
         ("wait", stream, stepped.native, 0),
@@ -302,38 +301,40 @@ def test_t10_the_host_waits_before_a_copy_from_memory_that_is_not_page_locked(pi
     ]
     waited = [] if pinned else [("the host waits", stepped.native), ("the host waits", before.native)]
     assert copy.issue() is done
-    assert backend.calls() == [*waited, *enqueued]
-    batch_of(backend, [mark, copy]).issue()  # type: ignore[arg-type]
-    assert backend.calls() == [("record", stepped.native, STREAM_OF[Lane.HOST]), *waited, *enqueued]
+    assert context.calls() == [*waited, *enqueued]
+    CudaBackend(context=context).batch([mark, copy]).issue()  # type: ignore[arg-type]
+    assert context.calls() == [("record", stepped.native, STREAM_OF[Lane.HOST]), *waited, *enqueued]
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_copies_to_the_host_wait_on_the_device_alone(pinned: bool) -> None:
-    backend = FakeBackend()
+    context = FakeContext()
     pairs = [(Buffer(Tier.HOST, torch.zeros(4), "gradients", pinned), Buffer(Tier.DEVICE, torch.zeros(4), "gradients"))]
-    copy = copying(backend, "copy", Lane.D2H, [backend.event()], backend.event(), pairs)  # type: ignore[arg-type]
+    copy = CudaBackend(context=context).copy(
+        Lane.D2H, pairs, name="copy", waits=[context.event()], done=context.event()
+    )  # type: ignore[arg-type]
     copy.issue()
-    assert "the host waits" not in [call[0] for call in backend.calls()]
+    assert "the host waits" not in [call[0] for call in context.calls()]
 
 
 def test_works_that_change_nothing_are_not_asked_to_prepare() -> None:
-    backend = FakeBackend()
-    mark = CommandWork(backend, "mark", Lane.H2D, [backend.event()], backend.event())  # type: ignore[arg-type]
-    work, *_ = table_work(backend)
-    assert (mark.changes, copy_work(backend).changes, work.changes) == (False, True, True)
+    context = FakeContext()
+    mark = CommandWork(context, "mark", Lane.H2D, [context.event()], context.event())  # type: ignore[arg-type]
+    work, *_ = table_work(context)
+    assert (mark.changes, copy_work(context).changes, work.changes) == (False, True, True)
     mark.issue()
-    assert backend.ledger.copied_bytes == {}
+    assert context.ledger.copied_bytes == {}
 
 
 def test_a_pure_wait_is_timed_with_its_waits() -> None:
-    backend = FakeBackend()
-    backend.meter = Heard()
-    backend.begin_turn()
-    wait, done = backend.event(), backend.event()
-    work = CommandWork(backend, "arrive", Lane.COMPUTE, [wait], done)  # type: ignore[arg-type]
+    context = FakeContext()
+    context.meter = Heard()
+    context.begin_turn()
+    wait, done = context.event(), context.event()
+    work = CommandWork(context, "arrive", Lane.COMPUTE, [wait], done)  # type: ignore[arg-type]
     work.issue()
     stream = STREAM_OF[Lane.COMPUTE]
-    calls = backend.calls()
+    calls = context.calls()
     start, end = calls[0][1], calls[2][1]
     assert len({start, end, done.native}) == 3
     assert calls == [
@@ -342,7 +343,7 @@ def test_a_pure_wait_is_timed_with_its_waits() -> None:
         ("record", end, stream),
         ("record", done.native, stream),
     ]
-    assert backend.ledger.copied_bytes == {}
+    assert context.ledger.copied_bytes == {}
 
 
 def host_operands() -> tuple[AdamWOperands, Scalars]:
@@ -356,58 +357,58 @@ def host_operands() -> tuple[AdamWOperands, Scalars]:
 
 
 def test_every_pending_host_step_has_hyper_parameters_of_its_own() -> None:
-    backend, (operands, scalars) = FakeBackend(), host_operands()
-    work = HostWork(backend, "step", operands, scalars, [], backend.event())  # type: ignore[arg-type]
+    context, (operands, scalars) = FakeContext(), host_operands()
+    work = HostWork(context, "step", operands, scalars, [], context.event())  # type: ignore[arg-type]
     tasks = []
     for turn in range(RING):
         operands.constants.hyper = Hyper(float(turn), 2.0, 0.5, 0.25, 5.0)
         work.issue()
-        host, record = backend.calls()
+        host, record = context.calls()
         assert (host[:2], record[0]) == (("host", STREAM_OF[Lane.HOST]), "record")
         tasks.append(host[3])
-        assert len(backend.kept[backend.turn]) == 1
-        backend.turn += 1
+        assert len(context.kept[context.turn]) == 1
+        context.turn += 1
     hypers = [list((ctypes.c_double * 5).from_address(Task.from_address(task).hyper)) for task in tasks]
     assert hypers == [[float(turn), 2.0, 0.5, 0.25, 5.0] for turn in range(RING)]
     operands.constants.tables = bias_tables(0.5, 0.25, 20)
     work.issue()
-    assert backend.calls()[0][3] not in tasks
+    assert context.calls()[0][3] not in tasks
 
 
 def test_every_pending_turn_has_a_task_of_its_own_over_the_same_operands() -> None:
-    backend = FakeBackend()
+    context = FakeContext()
     total, gradient = (Buffer(Tier.HOST, torch.zeros(5), "x") for _ in range(2))
     task = functools.partial(add_task, [total], [gradient], 1, first=True, partials=None)
-    wait, done = backend.event(), backend.event()
-    work = TaskWork(backend, "add", task, [wait], done)  # type: ignore[arg-type]
+    wait, done = context.event(), context.event()
+    work = TaskWork(context, "add", task, [wait], done)  # type: ignore[arg-type]
     stream, tasks = STREAM_OF[Lane.HOST], []
     for _ in range(2 * RING):
         work.issue()
-        begin, host, end = backend.calls()
+        begin, host, end = context.calls()
         assert (begin, end) == (("wait", stream, wait.native, 0), ("record", done.native, stream))
-        assert host[:3] == ("host", stream, backend.kept[backend.turn][0].host_function()[0])  # type: ignore[attr-defined]
+        assert host[:3] == ("host", stream, context.kept[context.turn][0].host_function()[0])  # type: ignore[attr-defined]
         tasks.append(AccumulateTaskStruct.from_address(host[3]))
-        backend.turn += 1
+        context.turn += 1
     assert [task.error for task in tasks] == [
-        backend.errors[turn % RING].ctypes.data for turn in range(1, 2 * RING + 1)
+        context.errors[turn % RING].ctypes.data for turn in range(1, 2 * RING + 1)
     ]
 
 
 def test_a_host_function_is_clocked_by_the_thread_that_calls_it() -> None:
     """No timed event stands beside it: whoever enqueues it would wait for the stream."""
-    backend, heard = FakeBackend(), Heard()
+    context, heard = FakeContext(), Heard()
     buffers = [Buffer(Tier.HOST, torch.ones(5), "x") for _ in range(2)]
     task = functools.partial(add_task, buffers[:1], buffers[1:], 1, first=False, partials=None)
-    wait, done = backend.event(), backend.event()
-    work = TaskWork(backend, "add", task, [wait], done)  # type: ignore[arg-type]
-    mark = CommandWork(backend, "retire", Lane.HOST, [], backend.event())  # type: ignore[arg-type]
-    backend.meter = heard
+    wait, done = context.event(), context.event()
+    work = TaskWork(context, "add", task, [wait], done)  # type: ignore[arg-type]
+    mark = CommandWork(context, "retire", Lane.HOST, [], context.event())  # type: ignore[arg-type]
+    context.meter = heard
     called: list[ClockedCall] = []
     for turn in range(2 * RING):
-        backend.begin_turn()
+        context.begin_turn()
         work.issue()
         mark.issue()
-        calls = backend.calls()
+        calls = context.calls()
         assert [call[0] for call in calls] == ["wait", "host", "record", "record"]
         assert [call[1] for call in calls if call[0] == "record"] == [done.native, mark.done.native]
         _, _, function, argument = calls[1]
@@ -419,9 +420,9 @@ def test_a_host_function_is_clocked_by_the_thread_that_calls_it() -> None:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
         assert before_ns <= call.started_ns <= call.ended_ns <= time.monotonic_ns()
         assert buffers[0].data.tolist() == [2.0 + turn] * 5
-    backend.meter = None  # the next issue calls the task itself
+    context.meter = None  # the next issue calls the task itself
     work.issue()
-    assert backend.calls()[1][2] == load().accumulate_host_function
+    assert context.calls()[1][2] == load().accumulate_host_function
     assert len(heard.spans) == RING
     spans = [span[1:3] for span in heard.spans]
     assert spans == sorted(spans)
@@ -458,29 +459,29 @@ def test_the_host_s_clock_is_that_of_the_device_to_within_the_shortest_wait(wait
 def test_a_batch_is_its_works_one_after_the_other() -> None:
     """Whatever lies between: kernels that torch launches, and more works than one call takes."""
 
-    def made() -> tuple[FakeBackend, list[Any]]:
-        backend = FakeBackend()
+    def made() -> tuple[FakeContext, list[Any]]:
+        context = FakeContext()
 
         def by_torch() -> None:
-            backend.fake.calls.append(("torch",))
+            context.fake.calls.append(("torch",))
 
         buffers = [Buffer(Tier.HOST, torch.zeros(5), "x") for _ in range(2)]
         works: list[Any] = []
         for i in range(2 * TOGETHER + 3):
-            kernel = KernelWork(backend, f"{i}", Lane.COMPUTE, by_torch, [backend.event()], backend.event())  # type: ignore[arg-type]
-            mark = CommandWork(backend, f"{i}", Lane.H2D, [kernel.done], backend.event())  # type: ignore[arg-type]
+            kernel = KernelWork(context, f"{i}", Lane.COMPUTE, by_torch, [context.event()], context.event())  # type: ignore[arg-type]
+            mark = CommandWork(context, f"{i}", Lane.H2D, [kernel.done], context.event())  # type: ignore[arg-type]
             add = functools.partial(add_task, buffers[:1], buffers[1:], 1, first=i % 2 == 0, partials=None)
-            task = TaskWork(backend, f"{i}", add, [mark.done], backend.event())  # type: ignore[arg-type]
-            works += [kernel, mark] if i in (0, 1, 7) else [table_work(backend)[0], mark, task]
-        return backend, works
+            task = TaskWork(context, f"{i}", add, [mark.done], context.event())  # type: ignore[arg-type]
+            works += [kernel, mark] if i in (0, 1, 7) else [table_work(context)[0], mark, task]
+        return context, works
 
-    backend, works = made()
-    batch = batch_of(backend, works)  # type: ignore[arg-type]
+    context, works = made()
+    batch = CudaBackend(context=context).batch(works)  # type: ignore[arg-type]
     other, alone = made()
     meters = Heard(), Heard()
     for turn in range(3):
-        backend.meter, other.meter = meters if turn == 1 else (None, None)
-        backend.begin_turn()
+        context.meter, other.meter = meters if turn == 1 else (None, None)
+        context.begin_turn()
         other.begin_turn()
         for _ in range(2):
             batch.issue()
@@ -489,12 +490,12 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
             # Addresses of tables and tasks differ from one set of works to the other; everything else is the same.
             ours, theirs = (
                 [call[:1] if call[0] == "copy" else call[:3] if call[0] == "host" else call for call in calls]
-                for calls in (backend.calls(), other.calls())
+                for calls in (context.calls(), other.calls())
             )
             assert ours == theirs
     for _ in range(RING):
-        backend.meter, other.meter = meters
-        backend.begin_turn()
+        context.meter, other.meter = meters
+        context.begin_turn()
         other.begin_turn()
     assert len(meters[0].spans) == 2 * len(works)
     # Host functions are not called here, so their clocks show nothing.
@@ -503,16 +504,16 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
 
 
 def test_a_batch_makes_few_native_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = FakeBackend()
-    native, calls = backend.driver.issue, []
+    context = FakeContext()
+    native, calls = context.driver.issue, []
 
     def counted(*arguments: Any) -> int:
         calls.append(NativeCall.from_address(arguments[0].value).n_lists)
         return native(*arguments)
 
-    monkeypatch.setattr(backend.driver, "issue", counted)
-    works = [table_work(backend)[0] for _ in range(TOGETHER + 1)]
-    batch_of(backend, works).issue()  # type: ignore[arg-type]
+    monkeypatch.setattr(context.driver, "issue", counted)
+    works = [table_work(context)[0] for _ in range(TOGETHER + 1)]
+    CudaBackend(context=context).batch(works).issue()  # type: ignore[arg-type]
     assert calls == [TOGETHER, 1]
     works[0].issue()
     assert calls == [TOGETHER, 1, 1]
@@ -548,16 +549,16 @@ def test_no_stream_has_more_than_a_piece_to_copy_at_a_time(sizes: list[int], lan
 
 
 def test_a_long_copy_goes_to_both_streams_of_its_lane() -> None:
-    backend = FakeBackend()
+    context = FakeContext()
     here, there = STREAM_OF[Lane.D2H], SECOND_OF[Lane.D2H]
-    turned, done, rest = backend.turned[Lane.D2H], backend.event(), 4096
+    turned, done, rest = context.turned[Lane.D2H], context.event(), 4096
     memory = [torch.empty(2 * PIECE_BYTES + rest, dtype=torch.uint8) for _ in range(3)]
     source, target = Buffer(Tier.DEVICE, memory[0], "test"), Buffer(Tier.HOST, memory[1], "test")
-    work = CommandWork(backend, "copy", Lane.D2H, [], done, [(target, source)])  # type: ignore[arg-type]
+    work = CommandWork(context, "copy", Lane.D2H, [], done, [(target, source)])  # type: ignore[arg-type]
     source.data = memory[2]  # it has moved since
     work.issue()
     to, of = memory[1].data_ptr(), memory[2].data_ptr()
-    assert backend.calls() == [
+    assert context.calls() == [
         ("copy", to, of, PIECE_BYTES, here),
         ("record", turned, here),
         ("wait", there, turned, 0),

@@ -144,7 +144,7 @@ def test_mock_data_need_no_files_and_any_part_can_be_read() -> None:
     assert dataset.description == "mock tokens, uniform over 320 ids, 16.8 M tokens"
     tokens, _ = dataset.batch(0, 300)
     assert (tokens.min(), tokens.max()) == (0, 319)
-    source = dataset._source
+    source = dataset.source
     whole = source.read(0, 200)
     for start in range(30):
         np.testing.assert_array_equal(source.read(start, start + 50), whole[start : start + 50])

@@ -35,7 +35,7 @@ def build(path: Path, **changes: Any) -> TokenDataset:
 
 
 def stream(dataset: TokenDataset) -> list[int]:
-    return dataset._source.read(0, dataset.n_tokens).tolist()
+    return dataset.source.read(0, dataset.n_tokens).tolist()
 
 
 def refused(path: Path, text: str, **changes: Any) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_backend import STREAM_OF, FakeBackend
+from fake_context import STREAM_OF, FakeContext
 
 from hostward.runtime.backend import RING, Event, Held
 from hostward.runtime.cuda.backend import CudaBackend
@@ -23,9 +23,8 @@ COMPUTE = STREAM_OF[Lane.COMPUTE]
 
 
 def fake() -> Any:
-    backend: Any = FakeBackend()
-    backend.context = 0
-    return backend
+    context: Any = FakeContext()
+    return context
 
 
 class Heard:
@@ -43,53 +42,53 @@ HOLDS = [CudaBackend.hold, CudaBackend.hold_timed]
 
 @pytest.mark.parametrize("hold", HOLDS)
 def test_it_waits_for_the_events_and_no_lane_does(hold: Any) -> None:
-    backend = fake()
-    assert hold(backend, COPY_IN, [Event(0x77), Event(0x78)]) is None
-    assert backend.calls() == [("wait", 0xABC, 0x77, 0), ("wait", 0xABC, 0x78, 0)]
+    context = fake()
+    assert hold(CudaBackend(context=context), COPY_IN, [Event(0x77), Event(0x78)]) is None
+    assert context.calls() == [("wait", 0xABC, 0x77, 0), ("wait", 0xABC, 0x78, 0)]
 
 
 @pytest.mark.parametrize("hold", HOLDS)
 def test_without_events_there_is_nothing_to_wait_for(hold: Any) -> None:
-    backend = fake()
-    hold(backend, COPY_IN, [])
-    assert backend.calls() == []
+    context = fake()
+    hold(CudaBackend(context=context), COPY_IN, [])
+    assert context.calls() == []
 
 
 def looked_at() -> tuple[Any, Heard]:
-    backend, heard = fake(), Heard()
-    backend.meter = heard
-    backend.begin_turn()
-    return backend, heard
+    context, heard = fake(), Heard()
+    context.meter = heard
+    context.begin_turn()
+    return context, heard
 
 
 def test_what_nobody_asks_about_is_not_timed() -> None:
-    backend, _ = looked_at()
-    made = backend.timed_events
-    CudaBackend.hold(backend, COPY_IN, [Event(0x77)])
-    assert (backend.calls(), backend.timed_events) == ([("wait", 0xABC, 0x77, 0)], made)
+    context, _ = looked_at()
+    made = context.timed_events
+    CudaBackend(context=context).hold(COPY_IN, [Event(0x77)])
+    assert (context.calls(), context.timed_events) == ([("wait", 0xABC, 0x77, 0)], made)
 
 
 def traced(held_s: int, stood_s: int) -> tuple[Any, Heard, Held]:
-    """A backend that was asked for a hold that took so long, and for the wait behind it, and what the meter heard then.
+    """A context that was asked for a hold that took so long, and for the wait behind it, and what the meter heard then.
     One second goes by between two records.
     """
-    backend, heard = looked_at()
-    held = CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)])
+    context, heard = looked_at()
+    held = CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)])
     assert held is not None
-    records = backend.fake.records
+    records = context.fake.records
     at = records.index(held[1])
     records[at:at] = [0] * (held_s - 1)
-    CudaBackend.wait_behind(backend, "wait", held, GATHER)
+    CudaBackend(context=context).wait_behind("wait", held, GATHER)
     records[-1:-1] = [0] * (stood_s - 1)
     for _ in range(RING):
         assert heard.spans == []
-        backend.begin_turn()
-    return backend, heard, held
+        context.begin_turn()
+    return context, heard, held
 
 
 def test_while_somebody_looks_both_waits_are_timed_each_on_its_stream() -> None:
-    backend, _, held = traced(1, 1)
-    calls = backend.calls()
+    context, _, held = traced(1, 1)
+    calls = context.calls()
     before, after = (call[1] for call in calls if call[0] == "record" and call[2] == COMPUTE)
     assert calls == [
         ("record", held[0], 0xABC),
@@ -108,44 +107,44 @@ def test_while_somebody_looks_both_waits_are_timed_each_on_its_stream() -> None:
     ids=["the gather lasts, too", "hidden in part", "as long", "there in time"],
 )
 def test_the_end_of_the_wait_counts_as_long_as_the_hold_took(held_s: int, stood_s: int, counts_s: int) -> None:
-    backend, heard, _ = traced(held_s, stood_s)
+    context, heard, _ = traced(held_s, stood_s)
     ((name, lane, start_s, end_s, nbytes, turn),) = heard.spans
     assert (name, lane, nbytes, turn) == ("wait", Lane.COMPUTE, 0, 2)
     assert end_s - start_s == counts_s
-    over = next(call[1] for call in reversed(backend.calls()) if call[0] == "record" and call[2] == COMPUTE)
-    assert end_s == backend.fake.records.index(over)
+    over = next(call[1] for call in reversed(context.calls()) if call[0] == "record" and call[2] == COMPUTE)
+    assert end_s == context.fake.records.index(over)
 
 
 def test_who_has_stopped_looking_in_between_is_told_nothing() -> None:
     """The caller waits for the gather in any case."""
-    backend, heard = looked_at()
-    held = CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)])
+    context, heard = looked_at()
+    held = CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)])
     assert held is not None
-    backend.meter = None
-    backend.calls()
-    CudaBackend.wait_behind(backend, "wait", held, GATHER)
-    assert backend.calls() == []
-    backend.meter = heard
+    context.meter = None
+    context.calls()
+    CudaBackend(context=context).wait_behind("wait", held, GATHER)
+    assert context.calls() == []
+    context.meter = heard
     for _ in range(2 * RING):
-        backend.begin_turn()
+        context.begin_turn()
     assert heard.spans == []
 
 
 def test_what_is_captured_is_not_timed() -> None:
-    backend, _ = looked_at()
-    backend.in_capture = True
-    assert CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)]) is None
-    assert backend.calls() == [("wait", 0xABC, 0x77, 0)]
+    context, _ = looked_at()
+    context.in_capture = True
+    assert CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)]) is None
+    assert context.calls() == [("wait", 0xABC, 0x77, 0)]
 
 
 def test_timed_events_are_used_again() -> None:
-    backend, _ = looked_at()
+    context, _ = looked_at()
     made = []
     for _ in range(3 * RING):
-        backend.begin_turn()
+        context.begin_turn()
         for _ in range(5):
-            held = CudaBackend.hold_timed(backend, COPY_IN, [Event(0x77)])
+            held = CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)])
             assert held is not None
-            CudaBackend.wait_behind(backend, "wait", held, GATHER)
-        made.append(backend.timed_events)
+            CudaBackend(context=context).wait_behind("wait", held, GATHER)
+        made.append(context.timed_events)
     assert len(set(made[RING - 1 :])) == 1

@@ -38,7 +38,7 @@ def test_blocks_in_use_never_overlap(requests: list[tuple[int, bool]]) -> None:
         spans = sorted((b.buffer.data.data_ptr(), b.buffer.nbytes) for b in held if b.buffer.nbytes)
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
         assert memory.blocks_in_use == len(held)
-    assert memory.slab_bytes == memory._backend.ledger.by_owner(Tier.HOST).get("test", 0)
+    assert memory.slab_bytes == memory.backend.ledger.by_owner(Tier.HOST).get("test", 0)
 
 
 def test_steps_with_the_same_sizes_lock_nothing_after_the_first() -> None:
@@ -104,7 +104,7 @@ def test_what_eight_steps_have_not_needed_goes_back(retain: bool) -> None:
         memory.give(memory.take(size_bytes), None)
         memory.rest()
     assert memory.slab_bytes == (64 if retain else 4) * KIB
-    ledger = memory._backend.ledger
+    ledger = memory.backend.ledger
     assert ledger.by_owner(Tier.HOST) == {"test": memory.slab_bytes}
     assert ledger.pinned_bytes == memory.slab_bytes
 
@@ -124,7 +124,7 @@ def test_closed_it_holds_nothing() -> None:
     memory.give(memory.take(KIB), None)
     memory.close()
     gc.collect()
-    assert memory._backend.ledger.by_owner(Tier.HOST) == {}
+    assert memory.backend.ledger.by_owner(Tier.HOST) == {}
     memory.take(KIB)
     assert memory.slab_bytes == KIB
 
@@ -153,4 +153,4 @@ def test_h25_what_is_handed_over_stays_as_it_is_and_grows_no_more() -> None:
     graph.close()
     memory.give(mine, None)
     memory.close()
-    assert memory._backend.ledger.by_owner(Tier.HOST) == {}
+    assert memory.backend.ledger.by_owner(Tier.HOST) == {}

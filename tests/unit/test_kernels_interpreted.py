@@ -128,15 +128,15 @@ def test_dtype_codes_are_those_of_the_native_interface() -> None:
 def test_operands_that_do_not_belong_together(kind: int, code: int, remainder: bool, master: bool) -> None:
     state = torch.zeros(4)
     with pytest.raises(ConfigError, match=f"master kind {kind} with weight dtype code {code}"):
-        adamw._extra_operand(kind, code, state, state.to(torch.int16) if remainder else None, state if master else None)
+        adamw.extra_operand(kind, code, state, state.to(torch.int16) if remainder else None, state if master else None)
 
 
 def test_the_wrong_dtype_of_remainder_or_master() -> None:
     state = torch.zeros(4)
     with pytest.raises(PlacementError, match=r"remainder has dtype torch.float32"):
-        adamw._extra_operand(1, 1, state, state, None)
+        adamw.extra_operand(1, 1, state, state, None)
     with pytest.raises(PlacementError, match=r"master has dtype torch.float64"):
-        adamw._extra_operand(2, 2, state, None, state.double())
+        adamw.extra_operand(2, 2, state, None, state.double())
 
 
 def test_step_tables_reach_one() -> None:

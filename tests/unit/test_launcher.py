@@ -21,8 +21,8 @@ import pytest
 from fake_driver import FakeDriver, streams
 
 from hostward.errors import DeviceError
-from hostward.kernels.cuda.launcher import native_launch
-from hostward.runtime.cuda.commands import Command, CommandList, KernelLaunch, Verb
+from hostward.kernels.cuda.launcher import KernelLaunch, native_launch
+from hostward.runtime.cuda.commands import Command, CommandList, Verb
 
 SIGNATURE = {"a": "*fp32", "n": "i32", "none": "constexpr", "m": "i64", "x": "fp32", "y": "fp64", "BLOCK": "constexpr"}
 ARGUMENTS = (0x7F00_0000_0010, -3, None, 2**40, 0.1, 0.1, 1024)

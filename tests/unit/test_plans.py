@@ -422,7 +422,7 @@ def test_an_embedding_that_is_the_output_layer_is_whole_all_the_time() -> None:
     tied = replace(part, layers=(*part.layers[:-1], replace(part.layers[-1], trained_weight_bytes=0)))
     choice = Choice((Placement.HOST,) * len(part.inventory.buckets), (Keep.RECOMPUTE,) * len(part.repeated))
     apart, together = (
-        StepModel(facts := Facts(of), choice, Gradients(facts, choice))._timeline.samples for of in (part, tied)
+        StepModel(facts := Facts(of), choice, Gradients(facts, choice)).timeline.samples for of in (part, tied)
     )
     embedding_bytes = 8 * part.layers[0].weight_bytes
     assert min(sample.gathered for sample in together[:-1]) >= embedding_bytes

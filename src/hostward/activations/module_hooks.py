@@ -29,11 +29,11 @@ from hostward.activations.saved_tensors import (
     Why,
     bytes_of,
     span_of,
-    tensors_of,
 )
 from hostward.activations.transfers import Movement
 from hostward.errors import ModelError, OrderingError
-from hostward.model.layer_hooks import Back, Enter, Leave, Mark, Unmark, call, forget_compiled, inside_checkpoint
+from hostward.model.autograd import inside_checkpoint, tensors_of
+from hostward.model.layer_hooks import Back, Enter, Leave, Mark, Unmark, call, forget_compiled
 from hostward.schedule.activations import FIRST_GROUP_BYTES, GROUP_BYTES
 
 if TYPE_CHECKING:

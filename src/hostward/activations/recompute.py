@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hostward.activations.module_filter import paths_of
 from hostward.errors import ConfigError, ModelError
-from hostward.model.layer_hooks import call, inside_checkpoint
+from hostward.model.autograd import inside_checkpoint
+from hostward.model.layer_hooks import call
 from hostward.plan.decisions import ELEMENTWISE_MODULES
 
 # What names of recomputed modules stand for in a layer: Megatron's names, or paths.

@@ -7,18 +7,17 @@ them. What stays is kept as an alias without a graph, so that an output does not
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NoReturn
 
 import torch
 
 from hostward.errors import ModelError
+from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import plain_type, unfenced
 from hostward.model.parameters import local_of
 from hostward.runtime.backend import Event
@@ -158,14 +157,6 @@ class Handle:
         start = (data.storage_offset() + self.offset_bytes) // self.dtype.itemsize
         made = torch.empty(0, dtype=self.dtype, device=data.device)
         return made.set_(data.untyped_storage(), start, self.sizes, self.strides)
-
-
-def raise_modified(sizes: object) -> NoReturn:
-    raise ModelError(
-        f"a tensor of size {tuple(sizes)} that backward needs was modified by an in-place operation",  # type: ignore[arg-type]
-        why="it was saved for backward, and what is there now, or has left for the host, is of another moment",
-        fix="make the operation out of place, as torch asks without offloading, too",
-    )
 
 
 class Sorter:
@@ -323,21 +314,6 @@ class Given:
     def _again(self, tensor: torch.Tensor) -> bool:
         before = self._before.get(id(tensor))
         return before is not None and before[0]() is tensor and before[1] == tensor._version
-
-
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Tensors within arguments or outputs of a module."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 # One call of a layer, and the calls that are on.

@@ -38,7 +38,7 @@ class Movement:
         self.arena = arena
         self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = 0
         # What dies while a lane works on it; filled by finalisers, emptied by the next operation here.
-        self._orphans: deque[tuple[list[torch.Tensor], Event, int]] = deque()
+        self.orphans: deque[tuple[list[torch.Tensor], Event, int]] = deque()
         self._graphs: list[HostArena] = []
         """Memory of CUDA graphs, by capture."""
         self._capture = 0
@@ -179,9 +179,9 @@ class Movement:
         """No handle on the group is left. Called from a finaliser: notes what there is to wait for, and no more."""
         for span in group.spans:
             if span.data is not None and group.offloaded is not None:
-                self._orphans.append(([span.data], group.offloaded, group.capture))
+                self.orphans.append(([span.data], group.offloaded, group.capture))
             if span.held is not None and span.arrival is not None and not span.arrival.waited:
-                self._orphans.append(([span.held], span.arrival.event, group.capture))
+                self.orphans.append(([span.held], span.arrival.event, group.capture))
         if group.block is not None and group.arena is not None:
             group.arena.give(group.block, group.last_read)
 
@@ -189,13 +189,13 @@ class Movement:
         """Let memory go that died while a lane was at it, behind that lane. Outside of a capture, what died in it goes
         at once: it returns to the pool of its graph, which takes nothing from there any more.
         """
-        if not self._orphans:
+        if not self.orphans:
             return
         here = self._backend.capture()
-        for _ in range(len(self._orphans)):
-            tensors, event, capture = self._orphans.popleft()
+        for _ in range(len(self.orphans)):
+            tensors, event, capture = self.orphans.popleft()
             if here and not capture:
-                self._orphans.append((tensors, event, capture))  # when the capture is over
+                self.orphans.append((tensors, event, capture))  # when the capture is over
                 continue
             if capture == here:
                 self._backend.mark("offload/let go", Lane.COMPUTE, waits=[event]).issue()

@@ -254,7 +254,7 @@ class DirectFile(CheckedFile):
 
     def _put(self, part: memoryview) -> None:
         while part:
-            if self._held % BLOCK_BYTES == 0 and len(part) >= STAGED_BYTES and _address(part) % BLOCK_BYTES == 0:
+            if self._held % BLOCK_BYTES == 0 and len(part) >= STAGED_BYTES and address_of(part) % BLOCK_BYTES == 0:
                 self._write_staged(self._held)
                 whole = len(part) - len(part) % BLOCK_BYTES
                 write_all(self._descriptor, part[:whole])
@@ -317,5 +317,5 @@ def through_the_cache(descriptor: int) -> bool:
     return bool(flags & os.O_DIRECT)
 
 
-def _address(data: memoryview) -> int:
+def address_of(data: memoryview) -> int:
     return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])

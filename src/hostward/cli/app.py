@@ -128,7 +128,7 @@ def train(
 
         planned = load(plan_file)
     _seed_environment(config.model.deterministic_mode)
-    from hostward.trainer import loop
+    from hostward.trainer import loop, setup
     from hostward.trainer.report import render
 
     # Of logits that are gathered: nothing is done to them in place.
@@ -140,7 +140,7 @@ def train(
         if first_rank and tensorboard_dir is not None:
             run_files.require_tensorboard(tensorboard_dir)
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
-        run = loop.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
+        run = setup.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
     run.keeps_folders = True
     over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None

@@ -23,7 +23,7 @@ from hostward.report.schema import finite, iterations
 
 if TYPE_CHECKING:
     from hostward.report.schema import OffloadReport, StepRow
-    from hostward.trainer.loop import Run
+    from hostward.trainer.run import Run
 
 
 command_words: ContextVar[list[str]] = ContextVar("command")

@@ -22,7 +22,7 @@ from hostward.report.schema import REPORT_FILE, TRACE_FILE, Ended, RunReport
 
 if TYPE_CHECKING:
     from hostward.config.schema import CheckpointConfig
-    from hostward.trainer.loop import Run
+    from hostward.trainer.run import Run
 
 
 log = logging.getLogger("hostward")

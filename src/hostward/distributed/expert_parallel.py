@@ -64,7 +64,9 @@ def _divided(cls: Hashable) -> type[Any]:
             )
             return made
 
-        return _exchanged(compute, self.group_of_experts, self.num_experts, hidden_states, top_k_index, top_k_weights)
+        return exchange_tokens(
+            compute, self.group_of_experts, self.num_experts, hidden_states, top_k_index, top_k_weights
+        )
 
     return type(f"Divided{whole.__name__}", (whole,), {"forward": forward})
 
@@ -100,7 +102,7 @@ class _GradientTimes(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def _exchanged(
+def exchange_tokens(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     group: dist.ProcessGroup,
     n_own: int,
@@ -108,7 +110,7 @@ def _exchanged(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What all experts make of the tokens of this rank [tokens, width].
+    """Return what all experts make of the tokens of this rank [tokens, width].
 
     Args:
         compute: what this rank's experts make of tokens [n, width], whose experts among these are [n].

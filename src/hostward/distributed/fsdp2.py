@@ -327,12 +327,12 @@ class Groups:
         found: dict[int, Any] = {}
         self._inside: dict[int, set[int]] = {}  # by group: those of the modules before whose forward it is gathered
         for module in () if root is None else root.modules():
-            for group in _groups_of(module):
+            for group in fsdp_groups_of(module):
                 found[id(group)] = group
-                inside = {id(each) for part in module.modules() for each in _groups_of(part)}
+                inside = {id(each) for part in module.modules() for each in fsdp_groups_of(part)}
                 self._inside[id(group)] = self._inside.get(id(group), set()) | inside
         for group in found.values():
-            _require_known(group)
+            require_known_fsdp(group)
         self._groups = list(found.values())
         self._removals: list[Callable[[], None]] = []
         self._grad_dtypes: dict[int, torch.dtype] = {}  # by group, where it is not that of the parameters
@@ -461,7 +461,8 @@ class Groups:
         self._removals.clear()
 
 
-def _groups_of(module: torch.nn.Module) -> list[Any]:
+def fsdp_groups_of(module: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's own parameter groups of a module itself; none for one that it does not know."""
     state: Any = _get_module_fsdp_state(module)
     if state is None:
         return []
@@ -469,8 +470,8 @@ def _groups_of(module: torch.nn.Module) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
 
 
-def _require_known(group: Any) -> None:
-    """Raises ModelError for a torch whose FSDP2 is built in another way."""
+def require_known_fsdp(group: Any) -> None:
+    """Raise ModelError for a torch whose FSDP2 is built in another way."""
     missing = [name for name in _USED_OF_GROUPS if not hasattr(group, name)]
     for p in getattr(group, "fsdp_params", [])[:1]:
         missing += [name for name in _USED_OF_PARAMETERS if not hasattr(p, name)]

@@ -1,5 +1,6 @@
-"""The hooks that report to `hostward.activations.module_hooks` and `hostward.weights.offload`. A module that is copied
-or pickled takes its hooks along, and they do nothing there.
+"""Hooks on layers, which report each call to an observer: whatever offloads activations or weights.
+
+A module that is copied or pickled takes its hooks along, and they do nothing there.
 """
 
 from __future__ import annotations
@@ -7,22 +8,29 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint
 from torch._compile import _disable_dynamo
 
-if TYPE_CHECKING:
-    from hostward.activations.module_hooks import Visits
-    from hostward.activations.saved_tensors import Visit
-    from hostward.weights.offload import OffloadedWeights
+
+class LayerObserver(Protocol):
+    """What hooks on layers report to. `Mark` asks for `mark` alone, and `Unmark` for `unmark(module)` besides."""
+
+    def enter(self, layer: int, inputs: Any, /) -> None:
+        """Layer number `layer` is about to run with these (args, kwargs)."""
+
+    def leave(self, layer: int, output: object, /) -> None:
+        """It has run, or failed."""
+
+    def mark(self, module: torch.nn.Module, about: Any, /) -> None:
+        """A marked module is about to run."""
 
 
 class _Hook:
     # It keeps the offloading alive, whether anybody holds the attachment or not, until it is taken off.
-    def __init__(self, visits: Visits | OffloadedWeights | None = None, about: Any = None) -> None:
-        self._visits, self._about = visits, about
+    def __init__(self, observer: LayerObserver | None = None, about: Any = None) -> None:
+        self._observer, self._about = observer, about
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return type(self), ()
@@ -32,59 +40,53 @@ class Enter(_Hook):
     """Forward pre-hook of a layer, `about` its number."""
 
     def __call__(self, _: object, args: object, kwargs: object) -> None:
-        call(self._visits, "enter", self._about, (args, kwargs))
+        call(self._observer, "enter", self._about, (args, kwargs))
 
 
 def is_attached(layer: torch.nn.Module) -> bool:
-    """Whether calls of a module are reported to anybody. A copy has the hooks, and they do nothing."""
+    """Return whether calls of a module are reported to anybody. A copy has the hooks, and they do nothing."""
     hooks = layer._forward_pre_hooks.values()
-    return any(isinstance(hook, Enter) and hook._visits is not None for hook in hooks)
+    return any(isinstance(hook, Enter) and hook._observer is not None for hook in hooks)
 
 
 class Leave(_Hook):
     """Forward hook of a layer, called also where forward fails."""
 
     def __call__(self, _: object, __: object, output: object) -> None:
-        call(self._visits, "leave", self._about, output)
+        call(self._observer, "leave", self._about, output)
 
 
 class Mark(_Hook):
-    """Forward pre-hook of a marked module; `about`: what it saves leaves."""
+    """Forward pre-hook of a marked module; `about` goes to the observer."""
 
     def __call__(self, module: torch.nn.Module, *_: object) -> None:
-        call(self._visits, "mark", module, self._about)
+        call(self._observer, "mark", module, self._about)
 
 
 class Unmark(_Hook):
     """Forward hook of a marked module."""
 
     def __call__(self, module: torch.nn.Module, *_: object) -> None:
-        call(self._visits, "unmark", module)
+        call(self._observer, "unmark", module)
 
 
 class Back:
-    """Before backward of a layer's output. It holds the visit, which holds no graph."""
+    """Hook before backward of a layer's output; it calls `back(about)` of the observer. `about` holds no graph."""
 
-    def __init__(self, visits: weakref.ref[Visits], visit: Visit) -> None:
-        self._visits, self._visit = visits, visit
+    def __init__(self, observer: weakref.ref[Any], about: object) -> None:
+        self._observer, self._about = observer, about
 
     def __call__(self, _: object) -> None:
-        visits = self._visits()
-        if visits is not None:
-            visits.back(self._visit)
+        observer = self._observer()
+        if observer is not None:
+            observer.back(self._about)
 
 
 @_disable_dynamo
-def call(visits: Visits | OffloadedWeights | None, method: str, *arguments: object) -> None:
-    """Report to `visits`, if there are any. A compiled caller breaks its graph here."""
-    if visits is not None:
-        getattr(visits, method)(*arguments)
-
-
-def inside_checkpoint() -> bool:
-    """Whether what is saved now goes to a checkpoint, which will make it again."""
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
+def call(observer: LayerObserver | None, method: str, *arguments: object) -> None:
+    """Report to `observer`, if there is one. A compiled caller breaks its graph here."""
+    if observer is not None:
+        getattr(observer, method)(*arguments)
 
 
 # What has to be done about compiled models.

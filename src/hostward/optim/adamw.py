@@ -72,6 +72,7 @@ from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped
 from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepIssuer
 from hostward.optim.tied_weights import checked_tied
+from hostward.optim.weight_copies import WeightCopies
 from hostward.optim.weight_fence import WeightFence
 from hostward.runtime.backend import Backend, Tier
 from hostward.runtime.backend_choice import backend_for
@@ -445,6 +446,10 @@ class AdamW(torch.optim.Optimizer):
     def schedule(self) -> Schedule:
         """The schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
         return self._issuer.schedule
+
+    def weight_copies(self) -> WeightCopies:
+        """The host copies that the CPU step writes, for whoever offloads weights."""
+        return WeightCopies(self._tracked, self._states, self._issuer, self._watch, self._access, self._follow_weights)
 
     # ---------------------------------------------------------------- the step
 

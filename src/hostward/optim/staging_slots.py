@@ -105,7 +105,7 @@ class CudaGauge:
     """Torch's own counters. `restart` resets the peak that `torch.cuda.max_memory_allocated` tells."""
 
     def __init__(self, backend: CudaBackend) -> None:
-        self._backend = backend
+        self._context = backend.context
         self._device = backend.device
 
     def peak_bytes(self) -> int:
@@ -116,7 +116,7 @@ class CudaGauge:
 
     def stamp(self, lane: Lane) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        with self._backend.current(lane):
+        with self._context.current(lane):
             event.record()
         return event
 

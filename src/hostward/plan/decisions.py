@@ -55,3 +55,12 @@ class Choice:
     def overlapped(self) -> bool:
         """Whether gradients leave while backward runs, and the step hides behind it and the next forward."""
         return not (self.captured or self.serial)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan among those that trade device memory for time, with its predicted peak and step time."""
+
+    label: str
+    device_bytes: int
+    step_s: float

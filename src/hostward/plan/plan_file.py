@@ -20,12 +20,11 @@ from hostward.errors import ConfigError
 from hostward.files import json_schema
 from hostward.files.atomic_file import read_text, replace_text
 from hostward.plan.budgets import Budgets
-from hostward.plan.decisions import Choice, Keep
+from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.hardware_profile import Hardware
 from hostward.plan.memory_model import STEADY_STEP, Needs, PhaseNeeds
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
-from hostward.report.schema import FrontierPoint
 
 VERSION = 1
 FORMAT = "hostward-plan"

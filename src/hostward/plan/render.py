@@ -11,12 +11,11 @@ from hostward.core.placement import Placement
 from hostward.core.units import GIB
 from hostward.errors import ConfigError, HostwardError
 from hostward.plan.budgets import Units, by_owner, by_phase, columns, units_of
-from hostward.plan.decisions import Choice, Keep
+from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.memory_model import TRAINING
 from hostward.plan.result import Answer, offloads, verdict
 from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
-from hostward.report.schema import FrontierPoint
 
 _APART = 0.005
 """The share of a step's time that a row of the table of choices saves at least."""

@@ -70,7 +70,7 @@ class SlotCount:
 
 
 @dataclass(slots=True)
-class _Timeline:
+class Timeline:
     samples: list[Sample] = field(default_factory=list)
     points: list[tuple[int, str | None, int | None]] = field(default_factory=list)
     """(first sample after it, layer of a use point, bucket of a gradient point)"""
@@ -149,20 +149,20 @@ class StepModel:
     # ---------------------------------------------------------------- along the step
 
     @cached_property
-    def _timeline(self) -> _Timeline:
-        timeline = _Timeline()
+    def timeline(self) -> Timeline:
+        timeline = Timeline()
         self._forward(timeline)
         self._backward(timeline)
         return timeline
 
     @cached_property
     def _totals(self) -> list[float]:
-        return [sample.bytes for sample in self._timeline.samples]
+        return [sample.bytes for sample in self.timeline.samples]
 
     @cached_property
     def _between(self) -> Sequence[Sample]:
         """Of a backward before the last, in which layers that are gathered stay so: no slot is taken there."""
-        timeline, total = _Timeline(), sum(self._kept)
+        timeline, total = Timeline(), sum(self._kept)
         if self._workload.fetched_anew or self._workload.microbatches == 1:
             return ()  # the last is the fullest
         for i in reversed(range(len(self._workload.layers))):
@@ -174,7 +174,7 @@ class StepModel:
             timeline.samples.append(Sample(weights, held[0], total + self._back(i), 0.0, reducing))
         return timeline.samples
 
-    def _forward(self, timeline: _Timeline) -> None:
+    def _forward(self, timeline: Timeline) -> None:
         layers = self._workload.layers
         waiting = {} if self._gradients.accumulate else self._gradients.used_in_forward()
         held = self._gradients.before_bytes + sum(waiting.values())
@@ -187,7 +187,7 @@ class StepModel:
             self._sample(timeline, i, self._curves[i].forward, base, [held], self._weights_at(i, 1), gathered)
             kept += self._kept[i]
 
-    def _backward(self, timeline: _Timeline) -> None:
+    def _backward(self, timeline: Timeline) -> None:
         layers, total = self._workload.layers, sum(self._kept)
         made_by_layer = iter(self._gradients.backward)
         held = self._gradients.before_bytes
@@ -207,7 +207,7 @@ class StepModel:
 
     def _moments(
         self,
-        timeline: _Timeline,
+        timeline: Timeline,
         i: int,
         made: Sequence[Made],
         base: float,
@@ -234,7 +234,7 @@ class StepModel:
 
     def _sample(
         self,
-        timeline: _Timeline,
+        timeline: Timeline,
         i: int,
         moments: Sequence[Moment],
         base: float,
@@ -333,7 +333,7 @@ class StepModel:
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
     def _spans(self) -> list[Span]:
-        samples, points = self._totals, self._timeline.points
+        samples, points = self._totals, self.timeline.points
         ends = [*(at for at, _, _ in points[1:]), len(samples)]
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
@@ -344,7 +344,7 @@ class StepModel:
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
         """By owner, at the moment at which the device holds the most."""
-        samples, points = self._timeline.samples, self._timeline.points
+        samples, points = self.timeline.samples, self.timeline.points
         last = len(samples) - 1
         staged = [next((at for at, _, b in points if b is not None and b <= stage), last) for stage in slots.stage_at]
         uses = {layer: at for at, layer, _ in reversed(points) if layer is not None}

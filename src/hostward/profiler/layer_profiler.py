@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hostward.activations.module_filter import MEGATRON_MODULES
-from hostward.activations.saved_tensors import tensors_of
 from hostward.errors import ModelError
+from hostward.model.autograd import tensors_of
 from hostward.profiler.meta_tape import Block, Tape, Work
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hostward.core.units import size, unit_of
+from hostward.plan.decisions import FrontierPoint
 from hostward.report.formatting import (
     ACTIVATIONS,
     REST,
@@ -23,7 +24,7 @@ from hostward.report.formatting import (
     status,
     weights_of,
 )
-from hostward.report.schema import Estimate, FrontierPoint, RunReport
+from hostward.report.schema import Estimate, RunReport
 from hostward.report.svg import (
     FILLS,
     area_chart,

@@ -20,6 +20,7 @@ from hostward.core.placement import PlacedBucket
 from hostward.errors import ConfigError
 from hostward.files.atomic_file import read_text, replace_text
 from hostward.files.json_schema import parse, require_version
+from hostward.plan.decisions import FrontierPoint
 
 REPORT_FILE = "report.json"
 TRACE_FILE = "trace.json"
@@ -168,15 +169,6 @@ class Estimate:
     pinned_bytes: int | None
     step_s: float | None
     exposed_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class FrontierPoint:
-    """One plan among those that trade device memory for time."""
-
-    label: str
-    device_bytes: int
-    step_s: float
 
 
 @dataclass(frozen=True, slots=True)

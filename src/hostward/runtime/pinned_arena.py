@@ -41,7 +41,7 @@ class HostArena:
     """
 
     def __init__(self, backend: Backend, owner: str, *, limit_bytes: int | None = None, retain: bool = True) -> None:
-        self._backend = backend
+        self.backend = backend
         self._owner = owner
         self._limit_bytes = limit_bytes
         self.retain = retain
@@ -83,7 +83,7 @@ class HostArena:
             )
         try:
             with torch.inference_mode(False):
-                (slab,) = self._backend.allocate(Tier.HOST, [size_bytes], torch.uint8, self._owner, pinned=True)
+                (slab,) = self.backend.allocate(Tier.HOST, [size_bytes], torch.uint8, self._owner, pinned=True)
         except PageLockError as error:
             there = f"{held_bytes:,} bytes are locked for them"
             raise PageLockError(
@@ -152,7 +152,7 @@ class HostArena:
         anew, and what it has given away counts towards its limit.
         """
         self._collect()
-        graph = HostArena(self._backend, self._owner)
+        graph = HostArena(self.backend, self._owner)
         graph._fixed = True
         graph._slabs, self._slabs = self._slabs, []
         graph._ends, self._ends = [0] * len(graph._slabs), []
@@ -165,7 +165,7 @@ class HostArena:
 
     def close(self) -> None:
         """Return all memory to the system. No block is in use."""
-        self._backend.free(self._slabs)
+        self.backend.free(self._slabs)
         self._slabs.clear()
         self._ends.clear()
         self._free.clear()

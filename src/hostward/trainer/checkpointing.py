@@ -25,11 +25,12 @@ from hostward.files.folder_lock import FolderLock
 from hostward.model.parameters import local_of
 from hostward.runtime.backend import Tier
 from hostward.trainer.models import place_in_model
+from hostward.trainer.offload_options import group_settings
 from hostward.trainer.process_group import Ranks
 
 if TYPE_CHECKING:
     from hostward.trainer.data.dataset import TokenDataset
-    from hostward.trainer.loop import Run
+    from hostward.trainer.run import Run
 
 
 log = logging.getLogger("hostward")
@@ -314,12 +315,6 @@ def require_same_samples(config: Config, dataset: TokenDataset, path: Path) -> N
             why="; ".join(changed),
             fix="restore those options, or load weights only with checkpoint.finetune=True",
         )
-
-
-def group_settings(config: Config) -> dict[str, Any]:
-    """Settings of the parameter group that no schedule changes."""
-    o = config.optimizer
-    return {"betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
 
 
 def _plain(path: Path) -> dict[str, Any]:

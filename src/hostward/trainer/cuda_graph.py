@@ -24,7 +24,7 @@ from hostward.trainer.plan_request import unplanned_graphs
 
 if TYPE_CHECKING:
     from hostward.plan.plan_file import PlanFile
-    from hostward.trainer.loop import Run
+    from hostward.trainer.run import Run
 
 log = logging.getLogger("hostward")
 
@@ -71,7 +71,7 @@ class CudaGraph:
                 with torch.cuda.graph(self._graph):
                     result = function()
             except RuntimeError as error:
-                raise _told(error) from error
+                raise capture_error(error) from error
             finally:
                 torch.cuda.set_stream(stream)  # where the end of a capture fails it stays on that of the capture
         self.nbytes = torch.cuda.memory_reserved(self._device) - before_bytes
@@ -85,8 +85,8 @@ class CudaGraph:
         self._graph.reset()
 
 
-def _told(error: RuntimeError) -> HostwardError:
-    """The error for a capture that has failed, from what torch raised."""
+def capture_error(error: RuntimeError) -> HostwardError:
+    """Return the error for a capture that has failed, from what torch raised."""
     cause = error.__context__ or error  # what ended the capture, not what the end of it found
     why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
     if isinstance(cause, HostwardError):

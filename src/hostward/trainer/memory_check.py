@@ -33,7 +33,7 @@ from hostward.machine.facts import (
 from hostward.optim.placement import ShareOf
 from hostward.plan.budgets import Budgets, refuse, table
 from hostward.plan.cost_model import Costs, Speeds, measured, speeds_of
-from hostward.plan.decisions import Choice, Keep
+from hostward.plan.decisions import Choice, FrontierPoint, Keep
 from hostward.plan.hardware_profile import Hardware, profile_of
 from hostward.plan.memory_model import LOAD, STEADY_STEP, Needs, PhaseNeeds, required
 from hostward.plan.plan_file import PlanFile
@@ -46,7 +46,7 @@ from hostward.plan.step_memory import Owner
 from hostward.plan.step_time import predict
 from hostward.plan.workload import Workload
 from hostward.profiler.workload import inventory_of
-from hostward.report.schema import Estimate, FrontierPoint
+from hostward.report.schema import Estimate
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, named_shapes, parameter_count, place_in_model
 from hostward.trainer.offload_options import accumulates_in_fp32, gradients_leave, share_of, staging_bytes, sums_on_host
@@ -110,7 +110,7 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
     """
     shapes = named_shapes(config, vocab_size)
-    held = _held(shapes, ranks, config.model.virtual_pipeline_model_parallel_size or 1)
+    held = names_on_rank(shapes, ranks, config.model.virtual_pipeline_model_parallel_size or 1)
     count = sum(math.prod(shapes[name]) for name in held)
     of_experts = sum(math.prod(shapes[name]) for name in held if ".experts." in name)
     config = share_of(config, ranks.data_size)
@@ -156,9 +156,11 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     return least
 
 
-def _held(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
-    """Those of a model's parameters that this rank's stages have: the embedding is with the first stage of all, what
-    follows the layers with the last, and so is an embedding that is the output layer as well.
+def names_on_rank(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
+    """Return those of a model's parameters that this rank's stages have.
+
+    The embedding is with the first stage of all, what follows the layers with the last, and so is an embedding that is
+    the output layer as well.
     """
     places = {name: place_in_model(name) for name in names}
     layers = 1 + int(max(place for place in places.values() if place < math.inf))

@@ -7,15 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostward.config.rules.table import captured
-from hostward.optim.sharded import StagesScaler
 from hostward.trainer.memory_sampler import BACKWARD, FORWARD
 from hostward.trainer.models import training_loss
 from hostward.trainer.parallel import synchronise_gradients
@@ -25,41 +22,7 @@ if TYPE_CHECKING:
 
     from hostward.config.schema import Config
     from hostward.distributed.pipeline_parallel import Part
-    from hostward.trainer.loop import Run
-    from hostward.trainer.parallel import Held
-
-
-class Passes(Protocol):
-    """Knows how a batch is run."""
-
-    def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
-        """Forward and backward of every microbatch; returns their mean loss, float32 on the device, and 0 where it is
-        not known: of a pipeline the last stage knows it.
-
-        Args:
-            taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
-        """
-
-    def close(self) -> None:
-        """The run is over, or has failed."""
-
-
-def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
-    """What runs the batches of a model that is `held` here."""
-    if captured(share):
-        from hostward.trainer.cuda_graph import Captured, CudaGraph
-
-        return Captured(partial(CudaGraph, device))
-    if held.stages is None:
-        return WholeModel()
-    return Pipeline(held.parts, held.stages, share, device)
-
-
-def scaler_of(held: Held, device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler | None:
-    """What scales the loss of weights of this dtype: on all stages in the same way. None: nothing has to."""
-    if dtype is not torch.float16:
-        return None
-    return torch.amp.GradScaler(device.type) if held.stages is None else StagesScaler(device.type, held.stages)
+    from hostward.trainer.run import Run
 
 
 class WholeModel:

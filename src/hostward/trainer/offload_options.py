@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,6 @@ from hostward.plan.plan_file import PlanFile
 from hostward.profiler.workload import inventory_of
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
 from hostward.schedule.staging import FEWEST, slot_bytes, streamed_bytes
-from hostward.trainer import checkpointing
 from hostward.trainer.models import layers_of as of_model
 from hostward.trainer.parallel import Held
 from hostward.trainer.plan_request import require_planned, shares
@@ -101,6 +100,12 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
     return found
 
 
+def group_settings(config: Config) -> dict[str, Any]:
+    """Settings of the parameter group that no schedule changes."""
+    o = config.optimizer
+    return {"betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
+
+
 def make_optimizer(
     held: Held,
     config: Config,
@@ -121,7 +126,7 @@ def make_optimizer(
     return AdamW(
         held.model,
         lr=options.lr,
-        **checkpointing.group_settings(config),
+        **group_settings(config),
         max_grad_norm=options.clip_grad,
         offload_fraction=asked.offload_fraction if plan is None else 0.0,
         plan=plan,

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hostward.config.schema import Config
-    from hostward.trainer.loop import Run
     from hostward.trainer.process_group import Ranks
+    from hostward.trainer.run import Run
 
 
 SLOTS = "staging slots"

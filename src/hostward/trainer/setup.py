@@ -1,28 +1,189 @@
-"""What is known of a run, and refused, before any weight is allocated."""
+"""From options to a run: what can be refused before any weight is allocated, then data, model and optimizer."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hostward import __version__
 from hostward.config.rules.table import captured
 from hostward.config.schema import Config, get_option, options
-from hostward.config.validate import shown
+from hostward.config.validate import check, idle_switches, shown
 from hostward.core.inventory import Dtype
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, DataError, DeviceError
+from hostward.optim.sharded import StagesScaler
 from hostward.plan.plan_file import PlanFile
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer import checkpointing
-from hostward.trainer.cuda_graph import require_capturable
+from hostward.trainer.checkpointing import lock_folders
+from hostward.trainer.cuda_graph import Captured, CudaGraph, require_capturable, require_graphs
 from hostward.trainer.data.dataset import TokenDataset, build_dataset
 from hostward.trainer.deferred_init import Leaving, leaving_weights
-from hostward.trainer.memory_check import Weighed, require_fit, require_memory, require_room, require_same_model
+from hostward.trainer.memory_check import (
+    Weighed,
+    lock_limit,
+    require_fit,
+    require_memory,
+    require_room,
+    require_same_model,
+    slow_halves,
+)
+from hostward.trainer.microbatches import Pipeline, WholeModel
 from hostward.trainer.models import pretrained_config
-from hostward.trainer.process_group import Ranks
+from hostward.trainer.offload_options import (
+    attach_activations,
+    make_optimizer,
+    recompute_layers,
+    share_of,
+    with_plan,
+)
+from hostward.trainer.parallel import Held, hold
+from hostward.trainer.process_group import Ranks, bind_beside_gpu
+from hostward.trainer.run import Passes, Run
+from hostward.weights.deferred_init import move
+
+log = logging.getLogger("hostward")
+
+
+def prepare(
+    recipe: str, config: Config, *, plan: PlanFile | None = None, run_dir: Path | None = None, force: bool = False
+) -> Run:
+    """Check the options, read the data, build model and optimizer, and load the checkpoint asked for.
+
+    Args:
+        plan: where everything goes, instead of the options.
+        run_dir: a folder that the run has to itself, besides that of `checkpoint.save`.
+        force: start even if it does not fit by the memory model, or no checkpoint fits the disk, or the plan is for
+            another GPU.
+
+    Raises:
+        HostwardError: of the kind that names the cause; everything that can be refused before the weights are
+            allocated is.
+    """
+    ranks = Ranks.of(os.environ)
+    check(config, world_size=ranks.size)
+    ranks = ranks.placed(config)
+    device = choose_device(config.train.device, ranks.local_rank)
+    for told in [*idle_switches(config), *slow_halves(config, device)] if ranks.first else ():
+        log.warning("%s", told)
+    if ranks.first and (limit := lock_limit(device)):
+        log.info("%s", limit)
+    if captured(config):
+        require_graphs(device, plan)
+    if plan is not None:
+        config = with_plan(config, plan)
+        if device.type == "cuda" and not force:
+            plan.require_machine(torch.cuda.get_device_name(device))
+    ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
+    with ExitStack() as refused:
+        locks = lock_folders(config, run_dir, ranks, refused)
+        run = _prepared(recipe, config, plan, device, ranks, force=force)
+        run.locks = locks
+        refused.pop_all()
+    return run
+
+
+def _prepared(
+    recipe: str, config: Config, plan: PlanFile | None, device: torch.device, ranks: Ranks, *, force: bool
+) -> Run:
+    """What `prepare` does once the ranks have met, and no other run saves where this one does."""
+    resume_from = ranks.agreed(lambda: checkpointing.checkpoint_to_load(config))
+    require_alike(ranks, what_runs(recipe, config, device.type, resume_from, plan))
+    dataset, found, waiting = ranks.agreed(
+        lambda: weighed(recipe, config, device, plan, resume_from, ranks, force=force)
+    )
+    require_alike(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
+    cpus = bind_beside_gpu(ranks, device)
+    threads = config.train.num_threads or ranks.torch_threads(cpus)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    seed = config.rng.seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
+    held = hold(
+        ranks, config, vocab_size=dataset.vocab_size, device=device, dtype=dtype, seed=seed, on_cpu=waiting is not None
+    )
+    model, share = held.model, share_of(config, ranks.data_size)
+    _require_vocabulary(model, dataset)
+    if waiting is not None:
+        if resume_from is not None:
+            checkpointing.load_weights(model, resume_from)
+        move(model, device, weights=waiting.layers)
+    # By each rank's own memory and GPU; where one does not know, none uses it.
+    mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
+    # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
+    optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
+    stages = [part.model for part in held.parts]
+    for whole in stages or [model]:
+        recompute_layers(whole, config, plan)
+    run = Run(
+        recipe, config, device, dataset, model, optimizer, scaler_of(held, device, dtype), predicted=found.predicted,
+        frontier=found.frontier if plan is None else plan.frontier, ranks=ranks, passes=passes_of(held, share, device),
+    )  # fmt: skip
+    if resume_from is not None and waiting is None:
+        checkpointing.load(run, resume_from)
+    # It takes weights over as they are.
+    run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan, stages))
+    if resume_from is not None and waiting is not None:
+        checkpointing.load(run, resume_from, with_weights=False)
+    run.begin_at(run.iteration)
+    return run
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto`: cuda where there is one. Raises DeviceError for a device that this machine lacks."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            "train.device=cuda, and no CUDA device is there",
+            fix="train.device=cpu or auto; hostward doctor says why none was found",
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise DeviceError(
+            f"LOCAL_RANK={local_rank} names no CUDA device",
+            why=f"this process sees {torch.cuda.device_count()} of them",
+            fix="start one process per device with torchrun, or unset it",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _require_vocabulary(model: torch.nn.Module, dataset: TokenDataset) -> None:
+    rows = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    if dataset.vocab_size > rows:
+        raise DataError(
+            f"the data needs {dataset.vocab_size} token ids, the model's embedding has {rows} rows",
+            fix="raise model.vocab_size, or use the model's own tokenizer",
+        )
+
+
+def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
+    """What runs the batches of a model that is `held` here."""
+    if captured(share):
+        return Captured(partial(CudaGraph, device))
+    if held.stages is None:
+        return WholeModel()
+    return Pipeline(held.parts, held.stages, share, device)
+
+
+def scaler_of(held: Held, device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler | None:
+    """What scales the loss of weights of this dtype: on all stages in the same way. None: nothing has to."""
+    if dtype is not torch.float16:
+        return None
+    return torch.amp.GradScaler(device.type) if held.stages is None else StagesScaler(device.type, held.stages)
 
 
 def weighed(

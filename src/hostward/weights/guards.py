@@ -6,17 +6,26 @@ A module that is copied or pickled takes hooks and guards along; they do nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from hostward.errors import ModelError
+from hostward.weights.residency import Weight
 
-if TYPE_CHECKING:
-    from hostward.weights.offload import OffloadedWeights
-    from hostward.weights.residency import Weight
+
+class GuardedWeights(Protocol):
+    """What guards ask of offloaded weights; `hostward.weights.offload.OffloadedWeights` says what each does."""
+
+    def parameters(self) -> Iterable[torch.nn.Parameter]: ...
+    def all_present(self, numbers: Iterable[int]) -> AbstractContextManager[None]: ...
+    def use(self, number: int) -> None: ...
+    def name_only(self, weights: Iterable[Weight]) -> None: ...
+    def named(self, weights: Iterable[Weight]) -> None: ...
+    def value(self, weight: Weight) -> torch.Tensor: ...
+    def loaded(self, numbers: Iterable[int]) -> None: ...
 
 
 def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
@@ -33,9 +42,7 @@ def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
 class _Guard:
     """`numbers`: of the weights, by what they come and go with, that it is about."""
 
-    def __init__(
-        self, offloaded: OffloadedWeights | None = None, numbers: Sequence[int] = (), about: Any = None
-    ) -> None:
+    def __init__(self, offloaded: GuardedWeights | None = None, numbers: Sequence[int] = (), about: Any = None) -> None:
         self._offloaded, self._numbers, self._about = offloaded, numbers, about
 
     def _present(self) -> AbstractContextManager[None]:

@@ -11,16 +11,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hostward.activations.saved_tensors import raise_modified, tensors_of
 from hostward.config.arguments import named_fields, require_fewer, require_whole
 from hostward.errors import ConfigError, HostwardError
+from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
-from hostward.model.layer_hooks import Enter, Leave, Mark
+from hostward.model.layer_hooks import Back, Enter, Leave, Mark
 from hostward.model.layers import Runs
 from hostward.model.parameters import groups_of, local_of
 from hostward.optim.master_sync import witness_of
@@ -132,8 +132,9 @@ class OffloadedWeights:
         count = len(layers) - 1 if how.num_layers is None else how.num_layers
         sharding = groups_of(model)
         gathered = None if sharding is None else GatheredLayers(sharding, layers, count)
-        chosen = choose(model, layers, count, optimizer, backend, how.min_elements, gathered)
-        self._optimizer, self._backend, self._chosen = optimizer, backend, chosen
+        copies = None if optimizer is None else optimizer.weight_copies()
+        chosen = choose(model, layers, count, copies, backend, how.min_elements, gathered)
+        self._copies, self._backend, self._chosen = copies, backend, chosen
         self.count = len(chosen.layers)
         """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
@@ -142,7 +143,7 @@ class OffloadedWeights:
         shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
         self.schedule: Schedule = lower_weights(shape)
         """One turn, as data."""
-        self._residency = Residency(backend, chosen.layers, shape.ahead)
+        self.residency = Residency(backend, chosen.layers, shape.ahead)
         self._of_storage = {
             w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
         }
@@ -153,7 +154,7 @@ class OffloadedWeights:
         """The backward that calls `_end` when it ends."""
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
-        self._lock = threading.RLock() if optimizer is None else optimizer._issuer.lock
+        self._lock = threading.RLock() if copies is None else copies.lock
         self._fence = Fence(self.parameters(), _Reads(self))
         held_by: dict[int, list[torch.nn.Parameter]] = {}
         for i, weight in self._of_storage.values():
@@ -161,19 +162,17 @@ class OffloadedWeights:
         self._entries = {i: self._fence.entries(held) for i, held in held_by.items()}
         self._down: set[int] = set()
         """Layers whose operations run now: their weights are here, and plain ones."""
-        if optimizer is not None and chosen.stepped:
+        if copies is not None and chosen.stepped:
             try:
-                optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+                copies.offload(chosen.stepped, self.residency, self.present)
             except HostwardError:
                 backend.free(chosen.buffers)
                 raise
-            optimizer._watch.follow(chosen.stepped, self.present)
-            optimizer._access.present = self.present
-        self._gathers = None if gathered is None else Gathers(gathered, self._residency)
+        self._gathers = None if gathered is None else Gathers(gathered, self.residency)
         if gathered is None:
             self._follow_layers([layer for _, layer in layers])
         self._guard(model, [layer for _, layer in layers[:count]])
-        self._residency.sweep()
+        self.residency.sweep()
         up(self._fence.entries())
 
     def _follow_layers(self, layers: Sequence[torch.nn.Module]) -> None:
@@ -218,7 +217,7 @@ class OffloadedWeights:
     @unfenced
     def enter(self, number: int, _: object) -> None:
         """A layer is about to run."""
-        residency = self._residency
+        residency = self.residency
         if number in self._stack:  # an interrupted forward has left it
             del self._stack[self._stack.index(number) :]
         self._stack.append(number)
@@ -234,7 +233,7 @@ class OffloadedWeights:
         """A layer has run, or failed."""
         if number in self._stack:
             del self._stack[self._stack.index(number) :]
-        back = _Back(weakref.ref(self), number)
+        back = Back(weakref.ref(self), number)
         for node in {tensor.grad_fn for tensor in tensors_of(output)}:
             if node is not None:
                 node.register_prehook(back)
@@ -242,9 +241,9 @@ class OffloadedWeights:
             return  # it was recomputed for a backward that comes now
         self._raise((number,))
         if number < self.count:
-            self._residency.empty(number)
+            self.residency.empty(number)
         elif number == self._layers - 1 and not torch.is_grad_enabled():
-            self._residency.prefetch(0)
+            self.residency.prefetch(0)
 
     @unfenced
     def mark(self, _: object, number: int) -> None:
@@ -254,7 +253,7 @@ class OffloadedWeights:
     @unfenced
     def back(self, number: int) -> None:
         """Backward has reached the output of a layer."""
-        residency, task = self._residency, torch._C._current_graph_task_id()
+        residency, task = self.residency, torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -268,8 +267,8 @@ class OffloadedWeights:
         """A backward has ended: perhaps one inside another, so what was fetched ahead stays."""
         self._task = -1
         self._raise(self._down - {*self._stack})
-        expected = self._residency.expected
-        self._residency.sweep(self._stack if expected is None else (*self._stack, expected))
+        expected = self.residency.expected
+        self.residency.sweep(self._stack if expected is None else (*self._stack, expected))
 
     def _beside(self, number: int, steps: int) -> int:
         """The layer so many steps further in the same run; -1: there is none."""
@@ -289,13 +288,13 @@ class OffloadedWeights:
             self._gathers.expect(run, backward=backward)
             return
         number = self._runs.run(run)[-1 if backward else 0]
-        self._residency.sweep((*self._stack, number))
-        self._residency.prefetch(number)
+        self.residency.sweep((*self._stack, number))
+        self.residency.prefetch(number)
 
     def use(self, number: int) -> None:
         """The compute lane may read a layer's weights from here on."""
         if number < self.count:
-            self._residency.ensure(number)
+            self.residency.ensure(number)
             if number in self._entries and number not in self._down:
                 self._down.add(number)
                 down(self._entries[number])
@@ -321,7 +320,7 @@ class OffloadedWeights:
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
         """Somebody reads or writes these weights: they are on the device, until the next of them, or forward, comes."""
         with self._lock, without_functions():
-            self._residency.read(self._numbers(self._of_parameter(p) for p in parameters))
+            self.residency.read(self._numbers(self._of_parameter(p) for p in parameters))
 
     def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
         """As `Reader.exposed`."""
@@ -338,7 +337,7 @@ class OffloadedWeights:
     @contextmanager
     def all_here(self) -> Iterator[None]:
         """All weights are on the device within."""
-        residency, before = self._residency, self._residency.pinned
+        residency, before = self.residency, self.residency.pinned
         residency.pinned = True
         try:
             with self._lock, without_functions():
@@ -361,19 +360,19 @@ class OffloadedWeights:
 
     def bring_all(self) -> None:
         """All weights come to the device, and go when their layers have run."""
-        self._residency.bring_all()
+        self.residency.bring_all()
 
     def present(self, name: str) -> AbstractContextManager[None]:
         """A weight that the optimizer has, by its name there, is on the device within."""
         number = self._of_name.get(name)
-        return nullcontext() if number is None else self._residency.present(number)
+        return nullcontext() if number is None else self.residency.present(number)
 
     @contextmanager
     def all_present(self, numbers: Iterable[int]) -> Iterator[None]:
         """So are all of a layer."""
         with ExitStack() as stack:
             for number in numbers:
-                stack.enter_context(self._residency.present(number))
+                stack.enter_context(self.residency.present(number))
             yield
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -383,7 +382,7 @@ class OffloadedWeights:
     @unfenced
     def value(self, weight: Weight) -> torch.Tensor:
         """A copy of a weight, on the CPU; from the host's copy unless the one on the device is newer."""
-        held = self._residency.layers[self._of_storage[weight.storage._cdata][0]]
+        held = self.residency.layers[self._of_storage[weight.storage._cdata][0]]
         self._backend.synchronise()
         newer = held is not None and held.resident and weight.written()
         return weight.like(weight.local.detach().cpu().clone() if newer else weight.host_value())
@@ -392,18 +391,18 @@ class OffloadedWeights:
     def loaded(self, numbers: Iterable[int]) -> None:
         """Weights were loaded: the host copies follow."""
         for number in numbers:
-            held = self._residency.layers[number]
+            held = self.residency.layers[number]
             if held is None:
                 continue
-            if self._optimizer is not None and held.stepped:
-                self._optimizer._follow_weights()
-            self._residency.empty(number)
+            if self._copies is not None and held.stepped:
+                self._copies.follow()
+            self.residency.empty(number)
 
     # ---------------------------------------------------------------- the end
 
     def report(self) -> WeightReport:
         """What is offloaded, and what it has taken so far."""
-        residency = self._residency
+        residency = self.residency
         here = sum(held.nbytes for held in residency.layers if held is not None and held.resident)
         return WeightReport(
             sum(held.nbytes for held in residency.layers if held is not None),
@@ -429,11 +428,9 @@ class OffloadedWeights:
         self._handles.clear()
         self._guarded.clear()
         self._backend.synchronise()
-        if self._optimizer is not None and self._chosen.stepped:
-            self._optimizer._issuer.offload_weights(frozenset(), None)
-            self._optimizer._watch.follow(frozenset(), None)
-            self._optimizer._access.present = None
-        self._residency.layers = [None] * self.count
+        if self._copies is not None and self._chosen.stepped:
+            self._copies.give_back()
+        self.residency.layers = [None] * self.count
         self._backend.free(self._chosen.buffers)
         self._of_storage.clear()
 
@@ -463,13 +460,3 @@ class _Reads:
         offloaded = self._offloaded()
         if offloaded is not None:
             offloaded.exposed(parameter, alias)
-
-
-class _Back:
-    def __init__(self, offloaded: weakref.ref[OffloadedWeights], number: int) -> None:
-        self._offloaded, self._number = offloaded, number
-
-    def __call__(self, _: Any) -> None:
-        offloaded = self._offloaded()
-        if offloaded is not None:
-            offloaded.back(self._number)

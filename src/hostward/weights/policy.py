@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
@@ -14,16 +14,12 @@ from hostward.core.placement import Placement
 from hostward.errors import ConfigError, HostwardError, ModelError
 from hostward.model.deferred_weights import drop_value, is_away, taken, value_of
 from hostward.model.fence import plain_type
-from hostward.model.parameters import local_of
-from hostward.optim.bucket_state import pieces
+from hostward.model.parameters import Tracked, local_of
+from hostward.optim.weight_copies import WeightCopies
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 from hostward.schedule.ops import Lane
 from hostward.weights.fsdp2_gather import GatheredLayers
 from hostward.weights.residency import OWNER, LayerWeights, Weight, bind_layer, device_view
-
-if TYPE_CHECKING:
-    from hostward.model.parameters import Tracked
-    from hostward.optim.adamw import AdamW
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,20 +52,20 @@ def choose(
     model: torch.nn.Module,
     every_layer: Sequence[tuple[str, torch.nn.Module]],
     count: int,
-    optimizer: AdamW | None,
+    copies: WeightCopies | None,
     backend: Backend,
     min_elements: int,
     gathers: GatheredLayers | None,
 ) -> Chosen:
-    """Weights of the first `count` layers that can leave, with their host copies filled. `gathers`: of a sharded model.
+    """Weights of the first `count` layers that can leave, with their host copies filled. `copies`: those of the
+    optimizer; `gathers`: of a sharded model.
 
     Raises:
         ConfigError: they are trained, and the host does not step them; or none can leave. ModelError: a subclass of
             Parameter or of its tensor; one that is sharded, and not by FSDP2. MemoryLimitError: the copies do not fit.
     """
     sharing, layers = count_sharing(model, [layer for _, layer in every_layer]), every_layer[:count]
-    owned = {} if optimizer is None else {t.parameter: t for t in optimizer._tracked}
-    places = {} if optimizer is None else pieces(optimizer._states)
+    owned = {} if copies is None else copies.tracked
     kept: Counter[Stays] = Counter()
     found: list[list[tuple[str, torch.nn.Parameter]]] = []
     blocking: list[tuple[str, str]] = []
@@ -83,7 +79,7 @@ def choose(
             if why is None and not local_of(parameter).untyped_storage().resizable():
                 why = Stays.LAYOUT  # memory of a file; a weight that `move` leaves behind gets other memory
             if why is None and (tracked is not None or parameter.requires_grad):
-                problem = _not_stepped_here(optimizer, tracked, places)
+                problem = _not_stepped_here(copies, tracked)
                 if problem is not None:
                     blocking.append((name, problem))
                     blocked_bytes += parameter.numel() * parameter.element_size()
@@ -114,7 +110,7 @@ def choose(
     names, together = [path for path, _ in layers], found
     if gathers is not None:
         names, together = gathers.by_group(found)
-    chosen = _bound(names, together, owned, optimizer, backend, kept)
+    chosen = _bound(names, together, owned, copies, backend, kept)
     for weight in (w for held in chosen.layers if held is not None for w in held.weights if w.sharded):
         weight.holders = 0 if gathers is None else gathers.holders(weight.parameter)
     return chosen
@@ -124,7 +120,7 @@ def _bound(
     names: Sequence[str],
     found: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
     owned: Mapping[torch.nn.Parameter, Tracked],
-    optimizer: AdamW | None,
+    copies: WeightCopies | None,
     backend: Backend,
     kept: Mapping[Stays, int],
 ) -> Chosen:
@@ -141,8 +137,8 @@ def _bound(
                 continue  # other ranks have all of it
             if parameter in ours:
                 weights.append(_own(name, parameter, ours[parameter]))
-            elif optimizer is not None:
-                weight, events = _stepped(parameter, owned[parameter], optimizer)
+            elif copies is not None:
+                weight, events = _stepped(parameter, owned[parameter], copies)
                 weights.append(weight)
                 steps.update(dict.fromkeys(events))
                 stepped.add(weight.name)
@@ -190,20 +186,15 @@ def _own(name: str, parameter: torch.nn.Parameter, copy: Buffer) -> Weight:
     return weight
 
 
-def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) -> tuple[Weight, list[Event]]:
+def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, copies: WeightCopies) -> tuple[Weight, list[Event]]:
     """A weight whose host copy is what the optimizer's host step writes, and the events of that."""
     storage, name = tracked.local.untyped_storage(), tracked.name
     parts, here, events = [], [], []
-    for b, state in enumerate(optimizer._states):
-        for i, r in enumerate(state.bucket.ranges):
-            if r.name == name:
-                parts.append((r.start, state.weights[i]))
-                here.append(device_view(storage, parameter.dtype, r.start, r.stop - r.start, OWNER))
-                events.append(optimizer._issuer.stepped(b))
-
-    def changed() -> bool:
-        return not optimizer._watch.knows(tracked)
-
+    for r, copy, stepped in copies.parts(name):
+        parts.append((r.start, copy))
+        here.append(device_view(storage, parameter.dtype, r.start, r.stop - r.start, OWNER))
+        events.append(stepped)
+    changed = partial(copies.changed, parameter)
     return Weight(name, parameter, tracked.local, storage, parts, here, changed), events
 
 
@@ -277,16 +268,13 @@ def why_stays(
     return None if parameter.is_contiguous() and filled else Stays.LAYOUT
 
 
-def _not_stepped_here(
-    optimizer: AdamW | None, tracked: Tracked | None, places: Mapping[str, Sequence[tuple[object, int, object]]]
-) -> str | None:
+def _not_stepped_here(copies: WeightCopies | None, tracked: Tracked | None) -> str | None:
     """Why a trained weight cannot have its one copy on the host; None: it can."""
-    if optimizer is None:
+    if copies is None:
         return "no optimizer was given, and whatever steps it would have to know that it comes and goes"
     if tracked is None:
         return "the optimizer that was given does not have it"
-    placements = {getattr(state, "placement", None) for state, _, _ in places.get(tracked.name, ())}
-    away = placements - {Placement.HOST}
+    away = copies.placements(tracked.name) - {Placement.HOST}
     if away:
         return f"its optimizer state is placed {sorted(str(p) for p in away)[0]!r}, so that the device steps it"
     return None

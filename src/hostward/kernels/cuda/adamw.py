@@ -117,7 +117,7 @@ def adamw_step(
     require_device_operand(table, "table", torch.int64, 5 * n_ranges)
     require_rows(blocks, "blocks", table.device)
     grad_code, weight_code = dtype_code(grad_dtype, "the gradient"), dtype_code(weight_dtype, "the weight")
-    extra = _extra_operand(int(master_kind), weight_code, exp_avg, remainder, master)
+    extra = extra_operand(int(master_kind), weight_code, exp_avg, remainder, master)
     if table_length < 1:
         raise ConfigError("the bias correction tables are empty", why="entry 0 is unused", fix="use bias_tables")
     device = table.device
@@ -186,7 +186,7 @@ def _launchers() -> tuple[Launcher, Launcher]:
     return Launcher(adamw_triton.step_kernel, **options), Launcher(adamw_triton.advance_kernel, **options)
 
 
-def _extra_operand(
+def extra_operand(
     kind: int, weight_code: int, exp_avg: torch.Tensor, remainder: torch.Tensor | None, master: torch.Tensor | None
 ) -> torch.Tensor:
     """The stream besides weight and moments; where there is none, exp_avg, which the kernel then ignores."""

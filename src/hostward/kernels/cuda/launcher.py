@@ -13,8 +13,10 @@ Each of these is checked against the compiled program itself before the first la
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +24,12 @@ import torch
 
 from hostward.errors import DeviceError
 from hostward.kernels.cuda.operand import interpreted
-from hostward.runtime.cuda.commands import PARAMETER_BYTES, KernelLaunch
 
 ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another for those that are not."""
+
+PARAMETER_BYTES = 8
+"""Of a parameter in a `KernelLaunch`."""
 
 _WARP_THREADS = 32
 _NULL = bytes(PARAMETER_BYTES)
@@ -41,6 +45,54 @@ _ABSENT = {
     "launch_pdl": False,
 }
 """Metadata of a kernel that a plain launch can start."""
+
+
+class _NativeLaunch(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("parameters", ctypes.c_void_p),
+        ("programs", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class KernelLaunch:
+    """A launch of a kernel with its parameters, in native memory. A command KERNEL takes its `address`.
+
+    Args:
+        function: CUfunction, of the context that is current when it is issued.
+        programs, threads: blocks, and threads of each, both along x.
+        shared_bytes: dynamic shared memory of a block.
+        parameters: the values in the kernel's order, each PARAMETER_BYTES long, the value at its beginning. The driver
+            copies them when the launch is enqueued.
+
+    `words` are the parameters as unsigned 64-bit words: write one to change an address from the next issue on.
+
+    Raises:
+        DeviceError: no programs or no threads, or a parameter of another length.
+    """
+
+    __slots__ = ("_native", "_pointers", "_values", "address", "words")
+
+    def __init__(
+        self, function: int, *, programs: int, threads: int, shared_bytes: int, parameters: Sequence[bytes]
+    ) -> None:
+        if min(programs, threads) < 1 or any(len(p) != PARAMETER_BYTES for p in parameters):
+            raise DeviceError(
+                f"a launch of {programs} programs of {threads} threads, parameters of "
+                f"{sorted({len(p) for p in parameters})} bytes",
+                why=f"a launch has at least one of both, and a parameter takes {PARAMETER_BYTES} bytes",
+            )
+        n = len(parameters)
+        self._values = (ctypes.c_uint64 * max(1, n))(*(int.from_bytes(p, sys.byteorder) for p in parameters))
+        self.words = memoryview(self._values).cast("B").cast("Q")
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * n)(*(first + i * PARAMETER_BYTES for i in range(n)))
+        pointers = ctypes.addressof(self._pointers)
+        self._native = _NativeLaunch(function, pointers, programs, threads, shared_bytes, 0)
+        self.address = ctypes.addressof(self._native)
 
 
 class Launcher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from hostward.core.inventory import align
+from hostward.kernels.cuda.launcher import KernelLaunch
 
 _KEPT_TABLES = 64
 _MAP_BYTES = 256 * 1024 * 1024
@@ -84,6 +86,23 @@ class Table:
     def forget(self) -> None:
         """What was staged last may not have been copied."""
         self._last = None
+
+
+class TableKernel(ABC):
+    """Launches over tables of addresses."""
+
+    tables: tuple[Table, ...]
+    n_launches: int
+
+    @abstractmethod
+    def prepare(self, slot: int) -> tuple[Sequence[int], Sequence[KernelLaunch]]:
+        """For a turn of `slot`: of each table the host address to copy from, 0 if nothing has changed, and the
+        launches.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """What was prepared last has not been enqueued."""
 
 
 class Uploads:

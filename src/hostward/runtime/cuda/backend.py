@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 
-from hostward.errors import DeviceError, PlacementError
-from hostward.kernels.cpu.library import check
 from hostward.runtime.backend import (
-    RING,
     AdamWOperands,
     Backend,
     Batch,
@@ -22,82 +16,44 @@ from hostward.runtime.backend import (
     Clipping,
     Event,
     Held,
-    Ledger,
     Meter,
     Partials,
     Scalars,
     Tier,
     Work,
+    require_copyable,
     require_tier,
 )
-from hostward.runtime.cuda.commands import Command, CommandList, Verb, driver_table
-from hostward.runtime.cuda.driver import capture_number, event_elapsed_ms, event_query, event_synchronize, pci_address
-from hostward.runtime.cuda.kernels import KernelTables
-from hostward.runtime.cuda.memory import device_slab, fetch, host_blocks, memory_of
-from hostward.runtime.cuda.streams import INDEX, LANES, ComputeLane, LaneStreams
-from hostward.runtime.cuda.timing import DriverEvents, Timings
+from hostward.runtime.cuda.commands import Command, CommandList, Streams, Verb
+from hostward.runtime.cuda.context import CudaContext
+from hostward.runtime.cuda.memory import device_slab, fetch, memory_of
+from hostward.runtime.cuda.streams import INDEX
+from hostward.runtime.cuda.timing import UNTIMED
 from hostward.runtime.cuda.work import (
+    TOGETHER,
     CommandWork,
-    CudaEvent,
     HostWork,
     KernelWork,
+    ListedWork,
     TableWork,
     TaskWork,
-    batch_of,
-    copying,
-    hold,
-    hold_timed,
-    wait_behind,
+    Together,
+    UnlockedCopy,
 )
 from hostward.runtime.global_norm import Across
-from hostward.runtime.host_tasks import add_task, added_partials, isa_name, own_threads, partials_task
-from hostward.runtime.pinned_memory import numa_node_of
+from hostward.runtime.host_tasks import add_task, added_partials, isa_name, partials_task
 from hostward.schedule.ops import Lane
-
-_UPLOAD_BYTES = 2 * 1024 * 1024
 
 
 class CudaBackend(Backend):
-    """Streams of one device. Side streams are made once (H4, H15).
+    """The verbs of one device: each binds an operation as a work over the device's `context`."""
 
-    The compute lane is whatever stream is current when an operation is issued; when that changes, the new one waits
-    for the old one, so that the lane stays one queue (H2).
-    """
-
-    _meter: Meter | None = None
-
-    def __init__(self, device: torch.device | None = None, *, threads: int | None = None) -> None:
-        """Raises DeviceError without a CUDA device."""
-        if not torch.cuda.is_available():
-            raise DeviceError("no CUDA device", why="torch.cuda.is_available() is false", fix="train.device=cpu")
-        index = None if device is None else device.index
-        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._ordinal = self.device.index
-        self.ledger = Ledger()
-        self.threads = own_threads() if threads is None else threads
-        self.driver = driver_table()
-        self.turn = 0
-        self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
-        """Error words of the host functions of each pending turn."""
-        self._lanes = LaneStreams(self.device)
-        self._side, self.streams, self.context = self._lanes.side, self._lanes.table, self._lanes.context
-        self._events = DriverEvents()
-        self._unused: list[int] = []
-        self._unused_in_captures: list[int] = []
-        now, turned = torch.cuda.current_stream(self.device).cuda_stream, self._events.plain(self._unused)
-        self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
-        self._fences = [[self._events.plain(self._unused) for _ in LANES] for _ in range(RING)]
-        self._fence_lists: dict[int, CommandList] = {}
-        # Between the streams of copy lanes: recording one anew changes no wait that is enqueued.
-        self.turned = {lane: self._events.plain(self._unused) for lane in LANES}
-        self._kept: list[list[object]] = [[] for _ in range(RING)]
-        self.timings = Timings(self._events.timed, event_elapsed_ms)
-        numa_node = numa_node_of(pci_address(self.device.index))
-        self._host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
-        current = functools.partial(self.current, Lane.COMPUTE)
-        self._kernels = KernelTables(self.device, self._upload_arena, current)
-        # Pending host functions write to memory of this process: they end before it, and before this object (H22).
-        weakref.finalize(self, self._events.drain, self._lanes.all())
+    def __init__(
+        self, device: torch.device | None = None, *, threads: int | None = None, context: CudaContext | None = None
+    ) -> None:
+        """`context`: instead of a new one of `device` and `threads`. Raises DeviceError without a CUDA device."""
+        self.context = CudaContext(device, threads=threads) if context is None else context
+        self.device, self.ledger, self.threads = self.context.device, self.context.ledger, self.context.threads
 
     # ---------------------------------------------------------------- memory
 
@@ -112,7 +68,7 @@ class CudaBackend(Backend):
         zero: bool = True,
     ) -> list[Buffer]:
         if tier is Tier.HOST:
-            blocks = self._host_blocks(sizes, dtype, owner, pinned)
+            blocks = self.context.host_blocks(sizes, dtype, owner, pinned)
         else:
             blocks = list(torch.split(device_slab(self.device, sum(sizes), dtype, owner, zero), list(sizes)))
         buffers = [Buffer(tier, block, owner, pinned) for block in blocks]
@@ -131,7 +87,7 @@ class CudaBackend(Backend):
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         # Not on a copy lane: gradients queue there, and what is fetched would wait for the backward that makes them.
-        fetch(self._lanes.fetches, pairs)
+        fetch(self.context.lanes.fetches, pairs)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE if tensor.is_cuda else Tier.HOST, tensor, owner)
@@ -145,9 +101,7 @@ class CudaBackend(Backend):
     # ---------------------------------------------------------------- operations
 
     def event(self) -> Event:
-        # Outside of its capture the driver refuses to wait for an event, until it is recorded anew.
-        unused = self._unused_in_captures if self.capturing() else self._unused
-        return CudaEvent(self._events.plain(unused), unused)
+        return self.context.event()
 
     def copy(
         self,
@@ -158,7 +112,12 @@ class CudaBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        return copying(self, name, lane, waits, done or self.event(), pairs)
+        for destination, source in pairs:
+            require_copyable(lane, destination, source)
+        copy = CommandWork(self.context, name, lane, waits, done or self.event(), pairs)
+        if lane is Lane.H2D and not all(source.pinned for _, source in pairs):
+            return UnlockedCopy(self.context, copy, waits)
+        return copy
 
     def launch(
         self,
@@ -172,7 +131,7 @@ class CudaBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         require_tier((*reads, *writes), Tier.DEVICE, name)
-        return KernelWork(self, name, lane, kernel, waits, done or self.event())
+        return KernelWork(self.context, name, lane, kernel, waits, done or self.event())
 
     def partials(
         self,
@@ -189,9 +148,9 @@ class CudaBackend(Backend):
         require_tier((*gradients, *out.all()), Tier.HOST if lane is Lane.HOST else Tier.DEVICE, name)
         if lane is Lane.HOST:
             task = functools.partial(partials_task, gradients, firsts, out, self.threads)
-            return TaskWork(self, name, task, waits, done or self.event())
-        kernel = self._kernels.partials(gradients, lengths, firsts, out)
-        return TableWork(self, name, Lane.COMPUTE, kernel, waits, done or self.event())
+            return TaskWork(self.context, name, task, waits, done or self.event())
+        kernel = self.context.kernels.partials(gradients, lengths, firsts, out)
+        return TableWork(self.context, name, Lane.COMPUTE, kernel, waits, done or self.event())
 
     def add(
         self,
@@ -206,7 +165,7 @@ class CudaBackend(Backend):
     ) -> Work:
         require_tier([*totals, *gradients, *added_partials(totals, partials)], Tier.HOST, name)
         task = functools.partial(add_task, totals, gradients, self.threads, first=first, partials=partials)
-        return TaskWork(self, name, task, waits, done or self.event())
+        return TaskWork(self.context, name, task, waits, done or self.event())
 
     def norm(
         self,
@@ -246,19 +205,15 @@ class CudaBackend(Backend):
         tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
         require_tier([*operands.read(), *operands.written(), *scalars.all()], tier, name)
         if lane is Lane.HOST:
-            return HostWork(self, name, operands, scalars, waits, done or self.event())
-        return TableWork(self, name, lane, self._kernels.adamw(lane, operands, scalars), waits, done or self.event())
-
-    def _upload_arena(self, size_bytes: int) -> torch.Tensor:
-        size_bytes = max(size_bytes, _UPLOAD_BYTES)
-        (arena,) = self._host_blocks([size_bytes], torch.uint8, "upload tables", pinned=True)
-        self.ledger.add(Buffer(Tier.HOST, arena, "upload tables", pinned=True))
-        return arena
+            return HostWork(self.context, name, operands, scalars, waits, done or self.event())
+        return TableWork(
+            self.context, name, lane, self.context.kernels.adamw(lane, operands, scalars), waits, done or self.event()
+        )
 
     def retire(
         self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
     ) -> Work:
-        return CommandWork(self, "offload/retire", lane, waits, done or self.event())
+        return CommandWork(self.context, "offload/retire", lane, waits, done or self.event())
 
     def mark(
         self,
@@ -270,74 +225,77 @@ class CudaBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        return CommandWork(self, name, lane, waits, done or self.event())
+        return CommandWork(self.context, name, lane, waits, done or self.event())
 
     def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
-        hold(self, stream, waits)
+        self._hold(stream, waits, UNTIMED)
+
+    def _hold(self, stream: torch.Stream, waits: Sequence[Event], timed: Held) -> None:
+        """The stream waits between two events. Raises DeviceError."""
+        context = self.context
+        others = Streams(1, context.handle)
+        others.set(0, stream.cuda_stream)  # type: ignore[attr-defined]
+        before, after = (Command(Verb.RECORD, 0, event) for event in timed)
+        commands = [Command(Verb.WAIT, 0, context.handle_of(event)) for event in waits]
+        CommandList([before, *commands, after], context.driver).issue(others)
 
     def hold_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
-        return hold_timed(self, stream, waits)
+        context = self.context
+        timed = context.timings.take(context.turn) if context.is_timed() else UNTIMED
+        self._hold(stream, waits, timed)
+        return None if timed is UNTIMED else timed
 
     def wait_behind(self, name: str, held: Held, event: torch.Event | None) -> None:
-        wait_behind(self, name, held, event)
+        context = self.context
+        if event is None or not context.is_timed():
+            return
+        context.follow_compute()
+        timed = context.timings.take(context.turn)
+        lane = INDEX[Lane.COMPUTE]
+        before, after = (Command(Verb.RECORD, lane, each) for each in timed)
+        wait = Command(Verb.WAIT, lane, event.cuda_event)  # type: ignore[attr-defined]
+        # In one call: of a lane that has nothing to do, the host's time between two calls would count.
+        CommandList([before, wait, after], context.driver).issue(context.streams)
+        # When this is over, so is the hold: what was waited for comes behind it.
+        context.timings.note(context.turn, name, Lane.COMPUTE, 0, timed, held=held)
 
     def batch(self, works: Sequence[Work]) -> Batch:
-        return batch_of(self, works)
+        """Works in order; neighbours that are command lists are enqueued together."""
+        parts: list[list[ListedWork] | Work] = []
+        for work in works:
+            last = parts[-1] if parts else None
+            if not isinstance(work, ListedWork):
+                parts.append(work)
+            elif isinstance(last, list) and len(last) < TOGETHER:
+                last.append(work)
+            else:
+                parts.append([work])
+        made = [Together(self.context, part) if isinstance(part, list) else part for part in parts]
+        return made[0] if len(made) == 1 and isinstance(made[0], Together) else Batch(made)
 
     # ---------------------------------------------------------------- turns
 
     @property
     def meter(self) -> Meter | None:
-        return self._meter
+        return self.context.meter
 
     @meter.setter
     def meter(self, meter: Meter | None) -> None:
-        if meter is not None:
-            self.follow_compute()
-            self.timings.anchor(self._record_and_wait)
-        self._meter = meter
-
-    def _record_and_wait(self, event: int) -> None:
-        CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], event)], self.driver).issue(self.streams)
-        event_synchronize(event)
+        self.context.meter = meter
 
     def begin_turn(self) -> None:
-        self.turn += 1
-        slot = self.turn % RING
-        # Timed events of arrivals are recorded in the forward of the next turn, whose fence is therefore waited for.
-        for handle in self._fences[(slot + 1) % RING]:
-            if not event_query(handle):
-                event_synchronize(handle)
-        self._kept[slot].clear()
-        self.timings.read(slot, self.meter)
-        self._raise_error(slot)
-        if self.meter is not None:
-            self.follow_compute()
-            records = [Command(Verb.RECORD, INDEX[Lane.COMPUTE], event) for event in self.timings.begin(self.turn)]
-            CommandList(records, self.driver).issue(self.streams)
+        self.context.begin_turn()
 
     def end_turn(self) -> None:
-        self.follow_compute()
-        slot = self.turn % RING
-        found = self._fence_lists.get(slot)
-        if found is None:
-            commands = [Command(Verb.RECORD, i, handle) for i, handle in enumerate(self._fences[slot])]
-            found = self._fence_lists[slot] = CommandList(commands, self.driver)
-        found.issue(self.streams)
+        self.context.end_turn()
 
     def wait(self, event: Event) -> None:
-        event_synchronize(self.handle_of(event))
+        self.context.wait(event)
 
     def synchronise(self) -> None:
-        self.follow_compute()  # the lane may be on another stream than the caller
-        for stream in (*self._lanes.all(), torch.cuda.current_stream(self.device)):
-            stream.synchronize()
-        for kept in self._kept:
-            kept.clear()
-        for slot in range(RING):
-            self._raise_error(slot)
-        for turn in range(self.turn + 1, self.turn + 1 + RING):
-            self.timings.read(turn % RING, self.meter)
+        self.context.synchronise()
+
+    # ---------------------------------------------------------------- the caller's streams
 
     def caller_stream(self) -> torch.Stream | None:
         return torch.cuda.current_stream(self.device)
@@ -345,64 +303,27 @@ class CudaBackend(Backend):
     def memory_of(self, stream: torch.Stream | None) -> AbstractContextManager[None]:
         return memory_of(self.device, stream)
 
+    def wait_for(self, stream: torch.Stream) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
     def compute_key(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+        return self.context.compute_key()
+
+    def at_compute(self) -> bool:
+        return self.context.at_compute()
+
+    def on_compute(self) -> AbstractContextManager[None]:
+        return self.context.on_compute()
+
+    def follow_compute(self) -> int:
+        return self.context.follow_compute()
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return self.context.capturing()
 
     def capture(self) -> int:
-        return capture_number(self.compute_key()) if self.capturing() else 0
+        return self.context.capture()
 
     def describe(self) -> Mapping[str, object]:
         name = torch.cuda.get_device_name(self.device)
         return {"backend": "cuda", "device": name, "host_threads": self.threads, "isa": isa_name()}
-
-    # ---------------------------------------------------------------- for works
-
-    def at_compute(self) -> bool:
-        return self._compute.is_at(self.compute_key())
-
-    @contextlib.contextmanager
-    def on_compute(self) -> Iterator[None]:
-        stream: torch.cuda.Stream = torch.cuda.ExternalStream(self._compute.now, self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-
-    def wait_for(self, stream: torch.Stream) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-
-    def follow_compute(self) -> int:
-        handle: int = torch._C._cuda_getCurrentRawStream(self._ordinal)
-        if not self._compute.is_at(handle):
-            self._compute.go_to(handle, capturing=self.capturing())
-        return handle
-
-    @contextlib.contextmanager
-    def current(self, lane: Lane) -> Iterator[None]:
-        """Torch's operations go to `lane` inside the block, on this device."""
-        if lane is Lane.COMPUTE:
-            if torch.cuda.current_device() == self.device.index:
-                yield
-            else:
-                with torch.cuda.device(self.device):
-                    yield
-        else:
-            with torch.cuda.stream(self._side[lane]):
-                yield
-
-    def handle_of(self, event: Event) -> int:
-        """The driver's handle. Raises PlacementError for an event of another backend."""
-        if not isinstance(event.native, int):
-            raise PlacementError("an event of another backend", fix="use events of the backend that is waited on")
-        return event.native
-
-    def keep(self, memory: object) -> None:
-        """Keep it alive until this turn is over: a host function uses it."""
-        self._kept[self.turn % RING].append(memory)
-
-    def _raise_error(self, slot: int) -> None:
-        code = int(self.errors[slot][0])
-        if code:
-            self.errors[slot][0] = 0
-            check(code, "a host step")

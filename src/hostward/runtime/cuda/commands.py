@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -60,17 +59,6 @@ class _NativeCommand(ctypes.Structure):
         ("a", ctypes.c_uint64),
         ("b", ctypes.c_uint64),
         ("nbytes", ctypes.c_uint64),
-    ]
-
-
-class _NativeLaunch(ctypes.Structure):
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("parameters", ctypes.c_void_p),
-        ("programs", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -118,7 +106,6 @@ class _NativeDriver(ctypes.Structure):
 # A command seen as four 64-bit words: kind and lane, a, b, bytes.
 _WORDS = ctypes.sizeof(_NativeCommand) // 8
 _FIELDS = {"a": 1, "b": 2, "nbytes": 3}
-PARAMETER_BYTES = 8
 
 
 class DriverTable:
@@ -198,43 +185,6 @@ class Streams:
         if not 0 <= lane < self.count:
             raise DeviceError(f"there is no lane {lane}", why=f"the lanes are 0 to {self.count - 1}")
         self._handles[lane] = handle
-
-
-class KernelLaunch:
-    """A launch of a kernel with its parameters, in native memory. A command KERNEL takes its `address`.
-
-    Args:
-        function: CUfunction, of the context that is current when it is issued.
-        programs, threads: blocks, and threads of each, both along x.
-        shared_bytes: dynamic shared memory of a block.
-        parameters: the values in the kernel's order, each PARAMETER_BYTES long, the value at its beginning. The driver
-            copies them when the launch is enqueued.
-
-    `words` are the parameters as unsigned 64-bit words: write one to change an address from the next issue on.
-
-    Raises:
-        DeviceError: no programs or no threads, or a parameter of another length.
-    """
-
-    __slots__ = ("_native", "_pointers", "_values", "address", "words")
-
-    def __init__(
-        self, function: int, *, programs: int, threads: int, shared_bytes: int, parameters: Sequence[bytes]
-    ) -> None:
-        if min(programs, threads) < 1 or any(len(p) != PARAMETER_BYTES for p in parameters):
-            raise DeviceError(
-                f"a launch of {programs} programs of {threads} threads, parameters of "
-                f"{sorted({len(p) for p in parameters})} bytes",
-                why=f"a launch has at least one of both, and a parameter takes {PARAMETER_BYTES} bytes",
-            )
-        n = len(parameters)
-        self._values = (ctypes.c_uint64 * max(1, n))(*(int.from_bytes(p, sys.byteorder) for p in parameters))
-        self.words = memoryview(self._values).cast("B").cast("Q")
-        first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * n)(*(first + i * PARAMETER_BYTES for i in range(n)))
-        pointers = ctypes.addressof(self._pointers)
-        self._native = _NativeLaunch(function, pointers, programs, threads, shared_bytes, 0)
-        self.address = ctypes.addressof(self._native)
 
 
 class CommandList:

@@ -11,12 +11,10 @@ import torch
 from hostward.core.inventory import MasterKind
 from hostward.kernels.cpu.adamw import FloatTable
 from hostward.kernels.cuda.adamw import STATE_PARAMETERS
-from hostward.kernels.cuda.launcher import ALIGNMENT_BYTES, Launch
+from hostward.kernels.cuda.launcher import ALIGNMENT_BYTES, KernelLaunch, Launch
 from hostward.kernels.cuda.operand import dtype_code
 from hostward.runtime.backend import RING, AdamWOperands, Buffer, Constants, Hyper, Partials, Scalars
-from hostward.runtime.cuda.argument_tables import Table, Uploads
-from hostward.runtime.cuda.commands import KernelLaunch
-from hostward.runtime.cuda.work import TableKernel
+from hostward.runtime.cuda.argument_tables import Table, TableKernel, Uploads
 from hostward.schedule.ops import Lane
 
 _KEPT_LAUNCHES = 8

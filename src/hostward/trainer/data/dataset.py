@@ -140,7 +140,7 @@ class TokenDataset:
             raise DataError(f"model.seq_length={seq_length} is not positive.", fix="Set it to 1 or more.")
         if not 0 <= seed < 2**64:
             raise DataError(f"The data seed {seed} is outside [0, 2**64).", fix="Set rng.seed in that range.")
-        self._source = source
+        self.source = source
         self._seed = seed
         self.vocab_size = vocab_size
         self.seq_length = seq_length
@@ -170,7 +170,7 @@ class TokenDataset:
             self._permutation = epoch_permutation(self.n_samples, seed=self._seed, epoch=epoch)
             self._epoch = epoch
         start = int(self._permutation[position]) * self.seq_length
-        tokens = self._source.read(start, start + self.seq_length + 1)
+        tokens = self.source.read(start, start + self.seq_length + 1)
         self._check_ids(tokens)
         return tokens
 
@@ -186,7 +186,7 @@ class TokenDataset:
         if low < 0 or high >= self.vocab_size:
             raise DataError(
                 f"The data hold the token id {low if low < 0 else high}; the vocabulary has {self.vocab_size:,} ids.",
-                why=f"Reading {self._source.description}.",
+                why=f"Reading {self.source.description}.",
                 fix="Use the tokenizer that wrote the data, set tokenizer.tokenizer_type=null to take the vocabulary "
                 "from the data, or set model.vocab_size.",
             )

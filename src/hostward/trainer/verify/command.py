@@ -29,8 +29,9 @@ from hostward.errors import ConfigError
 from hostward.model.parameters import local_of
 from hostward.optim.master_sync import bit_sum
 from hostward.runtime.backend import TORCH_DTYPES, Tier
-from hostward.trainer import loop
+from hostward.trainer import loop, setup
 from hostward.trainer.process_group import Ranks
+from hostward.trainer.run import Run
 from hostward.trainer.setup import require_alike
 from hostward.trainer.verify.after_step import AfterStep, claims_after_steps
 from hostward.trainer.verify.cases import ACTIVATIONS, WEIGHTS, WORDS, Case, offloads_activations, without_offloading
@@ -120,7 +121,7 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
     if problem is not None:
         problem.everywhere = True
         raise problem
-    device = loop.choose_device(config.train.device, ranks.local_rank)
+    device = setup.choose_device(config.train.device, ranks.local_rank)
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
     require_alike(ranks, {"what is compared": "; ".join(case.name for case in cases)})
     same_gradients = False
@@ -214,7 +215,7 @@ def _own_loop(recipe: str, config: Config, case: Case | None) -> AfterStep:
     return after
 
 
-def _iterations_of(after: AfterStep, run: loop.Run) -> int:
+def _iterations_of(after: AfterStep, run: Run) -> int:
     return min(after.steps, run.config.train.train_iters - run.iteration)
 
 
@@ -245,17 +246,17 @@ def _not_to_verify(config: Config) -> ConfigError | None:
 
 def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> dict[Placement, str | None]:
     """What the kernel of each placement makes differently from the definition, or None."""
-    device = loop.choose_device(config.train.device, ranks.local_rank)
+    device = setup.choose_device(config.train.device, ranks.local_rank)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     with _quiet():
         return {placement: differing_role(device, dtype, placement) for placement in dict.fromkeys(placements)}
 
 
-def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: bool = True) -> loop.Run:
+def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: bool = True) -> Run:
     """A run that has something to compare. Raises ConfigError for one that has not."""
     changed = copy.deepcopy(config)
     changed.model.deterministic_mode = deterministic
-    run = loop.prepare(recipe, changed)
+    run = setup.prepare(recipe, changed)
     problem = _nothing_to_compare(run, case)
     problems = run.ranks.gather(problem is not None)  # a rank with few rows may have none that leave
     if problem is not None and all(problems):
@@ -264,7 +265,7 @@ def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: 
     return run
 
 
-def _nothing_to_compare(run: loop.Run, case: Case | None) -> ConfigError | None:
+def _nothing_to_compare(run: Run, case: Case | None) -> ConfigError | None:
     until = run.config.train.train_iters
     if run.iteration >= until:
         return ConfigError(
@@ -311,7 +312,7 @@ def _runs_on_same_gradients(recipe: str, case: Case) -> _Pair:
     return _Pair(base, other, *after)
 
 
-def _two_runs(recipe: str, case: Case) -> tuple[loop.Run, loop.Run]:
+def _two_runs(recipe: str, case: Case) -> tuple[Run, Run]:
     reference = _prepared(recipe, without_offloading(case.config), None, deterministic=False)
     candidate = _prepared(recipe, case.config, case, deterministic=False)
     if candidate.scaler is not None:
@@ -320,7 +321,7 @@ def _two_runs(recipe: str, case: Case) -> tuple[loop.Run, loop.Run]:
     return reference, candidate
 
 
-def _feed(reference: loop.Run, candidate: loop.Run, iterations: int, after: Sequence[AfterStep] = ()) -> None:
+def _feed(reference: Run, candidate: Run, iterations: int, after: Sequence[AfterStep] = ()) -> None:
     """Step both with the gradients of the first. `after`: uses the weights of each after its step."""
     pairs = list(zip(reference.model.parameters(), candidate.model.parameters(), strict=True))
     for _ in range(iterations):
@@ -344,23 +345,23 @@ def _with_device_bytes(outcome: Outcome, freed_bytes: int) -> Outcome:
     return outcome if outcome.device_bytes is not None else replace(outcome, device_bytes=freed_bytes)
 
 
-def _bit_sums(run: loop.Run) -> list[int]:
+def _bit_sums(run: Run) -> list[int]:
     return [int(bit_sum(weight)) for weight in _weights(run).values()]
 
 
-def _weights(run: loop.Run) -> dict[str, torch.Tensor]:
+def _weights(run: Run) -> dict[str, torch.Tensor]:
     """This rank's, by way of the state dict: a parameter whose weight is offloaded has no bytes."""
     state = run.model.state_dict()
     return {name: local_of(state[name]).cpu() for name, _ in run.model.named_parameters()}
 
 
-def _let_arrive(run: loop.Run) -> None:
+def _let_arrive(run: Run) -> None:
     """Every weight has its new value from here on, whatever reads it."""
     run.optimizer.wait()
     loop.collect(run, everything=True)
 
 
-def _outcome(run: loop.Run, start: Sequence[int]) -> Outcome:
+def _outcome(run: Run, start: Sequence[int]) -> Outcome:
     _let_arrive(run)
     saved = run.optimizer.state_dict()["state"]
     state = {name: {role: local_of(value) for role, value in entry.items()} for name, entry in saved.items()}
@@ -402,13 +403,13 @@ def _share(of_ranks: Sequence[tuple[int, int]]) -> float:
     return away / held if held else 0.0
 
 
-def _state_away_bytes(run: loop.Run) -> int:
+def _state_away_bytes(run: Run) -> int:
     """As it lay on the device, where each range of a bucket is aligned: parts of small tensors are mostly that."""
     pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
     return sum(b.offsets[-1] * state_bytes_per_element(b.kind) for b, row in pairs if row.placement.offloaded)
 
 
-def _left_bytes(run: loop.Run) -> dict[str, int]:
+def _left_bytes(run: Run) -> dict[str, int]:
     """Bytes that layers have offloaded since the beginning, on all ranks: one may have none of these layers."""
     if run.attachment is None:
         return {}
@@ -418,7 +419,7 @@ def _left_bytes(run: loop.Run) -> dict[str, int]:
     return {name: sum(run.ranks.gather(count)) for name, count in found.items()}
 
 
-def _weights_away_bytes(run: loop.Run) -> int:
+def _weights_away_bytes(run: Run) -> int:
     """Of layers whose weights leave, those that are off the device now."""
     away = None if run.attachment is None else run.attachment.report().weights
     return 0 if away is None else away.freed_bytes

@@ -1,4 +1,4 @@
-"""What CUDA works need of their backend, over a driver that remembers its calls; memory is the host's."""
+"""What CUDA works need of their context, over a driver that remembers its calls; memory is the host's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from fake_driver import FakeDriver
 
+from hostward.kernels.cuda.launcher import KernelLaunch
 from hostward.runtime.backend import RING, Event, Ledger
-from hostward.runtime.cuda.argument_tables import Table, Uploads
-from hostward.runtime.cuda.commands import KernelLaunch, Streams
+from hostward.runtime.cuda.argument_tables import Table, TableKernel, Uploads
+from hostward.runtime.cuda.commands import Streams
+from hostward.runtime.cuda.context import CudaContext
 from hostward.runtime.cuda.streams import INDEX, LANES, SECOND, STREAMS
 from hostward.runtime.cuda.timing import Timings
-from hostward.runtime.cuda.work import TableKernel
 from hostward.schedule.ops import Lane
 
 STREAM_OF = {lane: 0x100 * (i + 1) for i, lane in enumerate(LANES)}
@@ -24,12 +25,14 @@ SECOND_OF = {lane: 0x10000 + STREAM_OF[lane] for lane in SECOND}
 TURNED = 0x2000
 
 
-class FakeBackend:
-    """Stands for CudaBackend."""
+class FakeContext:
+    """Stands for CudaContext."""
 
     def __init__(self, refused: int = -1) -> None:
         self.fake = FakeDriver(refused)
         self.driver = self.fake.table()
+        self.device = torch.device("cpu")
+        self.handle = 0
         self.streams = Streams(STREAMS)
         for lane, handle in STREAM_OF.items():
             self.streams.set(INDEX[lane], handle)
@@ -86,6 +89,8 @@ class FakeBackend:
 
     def capturing(self) -> bool:
         return self.in_capture
+
+    is_timed = CudaContext.is_timed
 
     @contextlib.contextmanager
     def current(self, _: Lane) -> Iterator[None]:

@@ -1,0 +1,96 @@
+"""What whoever offloads weights asks of the optimizer: where its host copies of weights are, and who writes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
+
+import torch
+
+from hostward.core.inventory import Range
+from hostward.core.placement import Placement
+from hostward.model.parameters import Tracked
+from hostward.optim.bucket_state import BucketState
+from hostward.optim.master_sync import WeightWatch
+from hostward.optim.state_dict import StateAccess
+from hostward.runtime.backend import Buffer, Event
+
+Present = Callable[[str], AbstractContextManager[None]]
+"""The weight of this name is on the device within."""
+
+
+class StepControl(Protocol):
+    """The executor of steps, as far as it deals with offloaded weights."""
+
+    @property
+    def lock(self) -> threading.RLock: ...
+    def stepped(self, b: int, /) -> Event: ...
+    def offload_weights(self, names: Collection[str], fetcher: Any, /) -> None: ...
+
+
+@final
+class WeightCopies:
+    """Host copies of the weights that the CPU optimizer step writes.
+
+    It is of the buckets that there are when it is made; no parameter group is added while weights are offloaded.
+    """
+
+    def __init__(
+        self,
+        tracked: Sequence[Tracked],
+        states: Sequence[BucketState],
+        steps: StepControl,
+        watch: WeightWatch,
+        access: StateAccess,
+        follow: Callable[[], None],
+    ) -> None:
+        self._states, self._steps, self._watch, self._access = tuple(states), steps, watch, access
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        """By parameter name: the bucket and the range within it of each of its parts, in order of start."""
+        for b, state in enumerate(states):
+            for i, r in enumerate(state.bucket.ranges):
+                self._places.setdefault(r.name, []).append((b, i))
+        self.tracked = {t.parameter: t for t in tracked}
+        """The optimizer's parameters."""
+        self.lock = steps.lock
+        """Held while a step is issued: by whoever reads weights from another thread, too."""
+        self.follow = follow
+        """Take the fp32 main weights anew from weights that somebody else has written."""
+
+    def placements(self, name: str) -> set[Placement]:
+        """Return where the state of a parameter is; empty for one of which this process has no element."""
+        return {self._states[b].placement for b, _ in self._places.get(name, ())}
+
+    def parts(self, name: str) -> Iterator[tuple[Range, Buffer, Event]]:
+        """Yield, for each part of a parameter, its range, the host copy of its weight, and the event after the CPU step
+        that writes it.
+        """
+        for b, i in self._places.get(name, ()):
+            state = self._states[b]
+            yield state.bucket.ranges[i], state.weights[i], self._steps.stepped(b)
+
+    def changed(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether somebody wrote the weight whom the optimizer has not followed yet."""
+        return not self._watch.knows(self.tracked[parameter])
+
+    def offload(self, names: Collection[str], fetcher: Any, present: Present) -> None:
+        """From now on `fetcher` reloads these weights and no others; they are on the device within `present(name)`.
+
+        Args:
+            names: of weights whose state is on the host as a whole.
+            fetcher: as `hostward.weights.residency.Residency`.
+
+        Raises:
+            ModelError: gradients have been taken.
+        """
+        self._steps.offload_weights(names, fetcher)
+        self._watch.follow(names, present)
+        self._access.present = present
+
+    def give_back(self) -> None:
+        """All weights are on the device for good. Raises ModelError when gradients have been taken."""
+        self._steps.offload_weights(frozenset(), None)
+        self._watch.follow(frozenset(), None)
+        self._access.present = None
