@@ -96,7 +96,7 @@ def test_who_knows_more_of_the_step_tells_the_share_by_the_rates() -> None:
     asked: list[Rates] = []
 
     def told(rates: Rates) -> float:
-        asked.append(calibrate)
+        asked.append(rates)
         return 0.75
 
     mix, buckets = Mix(1.0, told), cut_buckets(tuple(t.facts for t in tracked_weights()))
