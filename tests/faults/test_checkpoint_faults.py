@@ -41,7 +41,12 @@ EVENTS = {
     "fcntl.flock",
 }
 INTERRUPTED = 130
-INTERRUPTED_FILES = {"checkpoint_ranks.py", "checkpoint_save.py", "checkpoint_writer.py", "serialization.py"}
+INTERRUPTED_FILES = {
+    ("checkpoint", "collective.py"),
+    ("checkpoint", "saving.py"),
+    ("checkpoint", "writer.py"),
+    ("torch", "serialization.py"),
+}
 """Ours, and the one of torch.save."""
 RANDOM_POINTS = 10
 SEED = 20240607
@@ -147,7 +152,7 @@ def interrupt_each_line(base: Path) -> None:
 
             def trace(frame: FrameType, event: str, argument: object) -> Any:
                 nonlocal seen
-                if Path(frame.f_code.co_filename).name in INTERRUPTED_FILES:
+                if Path(frame.f_code.co_filename).parts[-2:] in INTERRUPTED_FILES:
                     seen += 1
                     if seen == number:
                         sys.settrace(None)
