@@ -14,6 +14,8 @@ from hostward.config.validate import shown
 
 HEAD = """# Options
 
+For looking up an option: its name, type, default, and the rules that it keeps with others.
+
 This page is generated from the declarations in `src/hostward`
 (`python -m hostward.config.reference_page docs/options.md`); a test keeps it equal to them.
 
