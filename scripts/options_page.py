@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the declarations: `python -m hostward.config.reference_page docs/options.md`."""
+"""Write docs/options.md from the declarations: `python scripts/options_page.py docs/options.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = """# Options
 For looking up an option: its name, type, default, and the rules that it keeps with others.
 
 This page is generated from the declarations in `src/hostward`
-(`python -m hostward.config.reference_page docs/options.md`); a test keeps it equal to them.
+(`python scripts/options_page.py docs/options.md`); a test keeps it equal to them.
 
 An option is set as `namespace.option=value` on the command line, or as `config.namespace.option = value` in Python. The
 names are Megatron's. Each option has one default; a recipe sets some of them; words on the command line come last.
