@@ -39,7 +39,7 @@ FACE_LEVEL = LEVELS["attachment"]
 
 TORCH_FREE_ROOMS = ("errors", "core", "files", "config", "schedule", "plan")
 
-MAX_FUNCTION_LINES = 90  # of StepExecutor.__init__, until it is redesigned
+MAX_FUNCTION_LINES = 80
 
 HEAVY = ("torch", "transformers", "omegaconf", "pyarrow", "triton", "typer", "rich", "safetensors")
 

@@ -153,7 +153,7 @@ class OffloadedWeights:
         """The backward that calls `_end` when it ends."""
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
-        self._lock = threading.RLock() if optimizer is None else optimizer._issuer.lock
+        self._lock = threading.RLock() if optimizer is None else optimizer._executor.lock
         self._fence = Fence(self.parameters(), _Reads(self))
         held_by: dict[int, list[torch.nn.Parameter]] = {}
         for i, weight in self._of_storage.values():
@@ -163,7 +163,7 @@ class OffloadedWeights:
         """Layers whose operations run now: their weights are here, and plain ones."""
         if optimizer is not None and chosen.stepped:
             try:
-                optimizer._issuer.offload_weights(chosen.stepped, self._residency)
+                optimizer._executor.offload_weights(chosen.stepped, self._residency)
             except HostwardError:
                 backend.free(chosen.buffers)
                 raise
@@ -430,7 +430,7 @@ class OffloadedWeights:
         self._guarded.clear()
         self._backend.synchronise()
         if self._optimizer is not None and self._chosen.stepped:
-            self._optimizer._issuer.offload_weights(frozenset(), None)
+            self._optimizer._executor.offload_weights(frozenset(), None)
             self._optimizer._watch.follow(frozenset(), None)
             self._optimizer._access.present = None
         self._residency.layers = [None] * self.count

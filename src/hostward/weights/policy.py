@@ -199,7 +199,7 @@ def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, optimizer: AdamW) 
             if r.name == name:
                 parts.append((r.start, state.weights[i]))
                 here.append(device_view(storage, parameter.dtype, r.start, r.stop - r.start, OWNER))
-                events.append(optimizer._issuer.stepped(b))
+                events.append(optimizer._executor.step_event(b))
 
     def changed() -> bool:
         return not optimizer._watch.knows(tracked)
