@@ -252,7 +252,7 @@ def gradients_that_wait(mix: str, microbatches: int = 1) -> dict[str, list[tuple
     backward(model, optimizer, 0, microbatches, sync=True, context=True, always_last=False)
     found: dict[str, list[tuple[str, list[bool]]]] = {}
     buckets, placed = optimizer.inventory.buckets, optimizer.plan.buckets
-    for bucket, where, gradients in zip(buckets, placed, optimizer._issuer._gradients, strict=True):
+    for bucket, where, gradients in zip(buckets, placed, optimizer._executor._gradients, strict=True):
         there = [held.data for held in gradients if held.data.numel()]
         own = [data.nbytes == data.untyped_storage().nbytes() for data in there]
         found.setdefault(bucket.layer, []).append((where.placement.value, own))
@@ -443,9 +443,9 @@ def order_of_use(alone: Sequence[str] = ()) -> tuple[list[str], bool]:
     optimizer = adamw(model, "streamed")
     with optimizer.accumulate(last=True):
         loss_of(model, 1).backward()
-    staged = optimizer._issuer._staged
+    staged = optimizer._executor._staged
     optimizer.step()
-    return list(dict.fromkeys(optimizer._issuer._layers)), staged
+    return list(dict.fromkeys(optimizer._executor._layer_of_bucket)), staged
 
 
 class Remembering(SimulatedBackend):
@@ -475,9 +475,9 @@ def held_gathers() -> tuple[list[int], list[int], list[int]]:
     for seed in (1, 2):
         loss_of(model, seed)
         # Those that made gradients wait as well, before their memory is theirs again.
-        found.append([count for stream, count in backend.held if stream not in optimizer._issuer._makers])
+        found.append([count for stream, count in backend.held if stream not in optimizer._executor._sync._makers])
         backend.held.clear()
-    layers = optimizer._issuer._layers
+    layers = optimizer._executor._layer_of_bucket
     return found[0], found[1], [layers.count(layer) for layer in dict.fromkeys(layers)]
 
 

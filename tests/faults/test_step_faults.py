@@ -179,8 +179,8 @@ def test_a_step_count_beyond_the_bias_tables_is_an_error_and_no_wrong_step(
         training.on.drain()  # each of the steps that are still queued would tell it again
     with pytest.raises(ModelError, match="interrupted half way"):
         training.optimizer.state_dict()
-    training.optimizer._issuer._bindings.forget_step_bound()
-    training.optimizer._issuer._bindings._tables.clear()
+    training.optimizer._executor._bindings.forget_step_bound()
+    training.optimizer._executor._bindings._tables.clear()
     load()
     training.step()
     assert_equal(training.everything(), undisturbed(None))
@@ -272,7 +272,7 @@ def outcome(mix: str, order: Order, at: int, without: int | None, *, in_step: bo
         assert_equal(training.everything(), undisturbed(None, without))
         return "done"
     assert on.at is None
-    if training.optimizer._issuer.torn:
+    if training.optimizer._executor.torn:
         with pytest.raises(ModelError, match="interrupted half way"):
             training.optimizer.step()
         load()

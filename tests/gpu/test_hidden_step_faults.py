@@ -77,7 +77,7 @@ def test_an_error_of_a_host_function_is_told_and_torch_goes_on(monkeypatch: pyte
     assert torch.empty(8, device=DEVICE).fill_(1.0).sum().item() == 8.0
     with pytest.raises(ModelError, match="interrupted half way"):
         optimizer.step()
-    optimizer._issuer._bindings._tables.clear()
+    optimizer._executor._bindings._tables.clear()
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     other_model, other = make(None)

@@ -360,7 +360,7 @@ def test_slots_go_back_and_the_peak_is_bounded() -> None:
         optimizer.wait()
         peaks[mix] = torch.cuda.max_memory_allocated() - before
         moved = optimizer.plan.offloaded_bytes
-        slots = optimizer._issuer._slots
+        slots = optimizer._executor._slots
         assert optimizer.backend.ledger.by_owner(Tier.DEVICE).get("staging slots", 0) == 0
         del model, optimizer
         torch.cuda.empty_cache()

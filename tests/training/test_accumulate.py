@@ -219,7 +219,7 @@ def test_h66_gradients_of_host_buckets_are_let_go_during_backward() -> None:
         model, optimizer = make("host")
         with microbatch(optimizer, context, True):
             loss_of(model, 0).backward()
-            held = [sum(buffer.data.numel() for buffer in bucket) for bucket in optimizer._issuer._gradients]
+            held = [sum(buffer.data.numel() for buffer in bucket) for bucket in optimizer._executor._gradients]
         assert len(held) == 8
         assert sum(n > 0 for n in held) == most
         optimizer.step()

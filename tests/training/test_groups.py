@@ -105,7 +105,7 @@ def test_a_schedule_of_betas_keeps_one_table_per_group() -> None:
         set_gradients(model, step)
         optimizer.step()
         scheduler.step()
-    assert len(optimizer._issuer._bindings._tables) <= len(optimizer.param_groups)
+    assert len(optimizer._executor._bindings._tables) <= len(optimizer.param_groups)
 
 
 def test_a_learning_rate_that_is_a_tensor() -> None:

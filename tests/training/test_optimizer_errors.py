@@ -282,7 +282,7 @@ def test_t44_weights_that_are_on_their_way_are_not_captured() -> None:
     with pytest.raises(ModelError, match="are still to arrive, and a CUDA graph is captured"):
         mlp_loss(model, 1)
     with pytest.raises(ModelError, match="are still to arrive, and a CUDA graph is captured"):
-        optimizer._issuer.hold(min(optimizer._issuer.pending), SimpleNamespace())  # type: ignore[arg-type]
+        optimizer._executor.wait_on_stream(min(optimizer._executor.pending), SimpleNamespace())  # type: ignore[arg-type]
     backend.captures = False
     optimizer.arrive()
     backend.captures = True

@@ -17,8 +17,9 @@ from optimizer_cases import MIXED, NEVER, Model, adamw, assert_equal, backend, s
 
 import hostward
 from hostward.core.placement import Placement
+from hostward.optim.bucket_lifecycle import BucketPhase
 from hostward.optim.op_binding import Bindings
-from hostward.optim.step_executor import TOGETHER, StepIssuer
+from hostward.optim.step_executor import TOGETHER, StepExecutor
 from hostward.runtime.backend import Batch, Event, Work
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.schedule.ops import Kind, Lane, Op
@@ -92,7 +93,7 @@ def test_works_are_put_together_in_the_order_of_the_schedule() -> None:
     optimizer.step()
     ops = [op for op in optimizer.schedule.points[STEP] if op.kind is not Kind.MODEL]
     first = next(i for i, op in enumerate(ops) if op.kind is Kind.ADAMW)
-    events = optimizer._issuer._bindings.events
+    events = optimizer._executor._bindings.events
     expected = [[events[op.name] for op in part] for part in (ops[:first], ops[first:])]
     asked = [[work.done for work in works] for works in lanes.works]
     at = asked.index(expected[0])
@@ -103,7 +104,7 @@ def test_works_are_put_together_in_the_order_of_the_schedule() -> None:
 def done_of(optimizer: hostward.AdamW, points: Sequence[str]) -> list[Event]:
     """What is recorded at these points, in the order of the schedule."""
     ops = [op for point in points for op in optimizer.schedule.points.get(point, ()) if op.kind is not Kind.MODEL]
-    return [optimizer._issuer._bindings.events[op.name] for op in ops]
+    return [optimizer._executor._bindings.events[op.name] for op in ops]
 
 
 def test_points_that_come_together_are_put_together_in_order() -> None:
@@ -119,7 +120,7 @@ def test_points_that_come_together_are_put_together_in_order() -> None:
     assert len(host) > 1
     assert asked[1] == done_of(optimizer, [release_point(b) for b in host])
     lanes.works.clear()
-    layers = sorted(optimizer._issuer.pending, key=list(optimizer._issuer._uses).index)
+    layers = sorted(optimizer._executor.pending, key=list(optimizer._executor._layers).index)
     optimizer.arrive()
     assert len(layers) > 1
     assert [work.done for work in lanes.works[-1]] == done_of(optimizer, [use_point(layer) for layer in layers])
@@ -140,31 +141,33 @@ def test_gradients_taken_together_give_the_bits_of_one_by_one(
 
     together = run()
 
-    def one_by_one(self: StepIssuer, gradients: Mapping[str, torch.Tensor]) -> None:
+    def one_by_one(self: StepExecutor, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
-            self.take(name, gradient)
+            self.offload_gradient(name, gradient)
 
-    monkeypatch.setattr(StepIssuer, "take_all", one_by_one)
+    monkeypatch.setattr(StepExecutor, "offload_gradients", one_by_one)
     assert_equal(together, run())  # type: ignore[arg-type]
 
 
 def test_a_bucket_that_was_given_a_gradient_back_is_not_released_with_others() -> None:
     model = Model()
     optimizer = adamw(model, backend=backend(), offload_fraction=1.0)
-    issuer = optimizer._issuer
+    executor = optimizer._executor
     gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if p.numel() and name != NEVER}
-    (head,), (layer,) = ([b for b, *_ in issuer._parts[name]] for name in ("head.weight", "layers.0.bias"))
+    (head,), (layer,) = ([b for b, *_ in executor._map.parts[name]] for name in ("head.weight", "layers.0.bias"))
     for name in sorted(gradients, key=lambda name: name.startswith("layers.0")):
-        issuer.take(name, gradients[name])
-    assert layer in issuer._in_flight
-    while issuer._in_flight[0] != layer:
-        issuer._in_flight.popleft()
-    issuer._in_flight.extend([layer] * GRADIENTS_IN_FLIGHT)
-    issuer.give_back("layers.0.bias")
-    issuer.give_back("head.weight")
-    issuer.take_all({"head.weight": gradients["head.weight"]})
-    assert head in issuer._reported
-    held = [buffer.data.numel() for buffer in issuer._gradients[layer]]
+        executor.offload_gradient(name, gradients[name])
+    buckets, in_flight = executor._buckets, executor._in_flight
+    assert buckets[layer] in in_flight
+    while in_flight[0] is not buckets[layer]:
+        in_flight.popleft().released()
+    executor.reload_gradient("layers.0.bias")
+    executor.reload_gradient("head.weight")
+    executor.offload_gradients({"head.weight": gradients["head.weight"]})
+    executor._release_in_flight()
+    assert buckets[head].phase is BucketPhase.GRAD_OFFLOADED
+    assert buckets[layer].phase is BucketPhase.ACCUMULATING
+    held = [buffer.data.numel() for buffer in executor._gradients[layer]]
     assert sorted(held) == sorted([0, *(gradients[f"layers.0.{part}"].numel() for part in ("weight", "scale"))])
 
 

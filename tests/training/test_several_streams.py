@@ -161,7 +161,7 @@ def test_h12_each_bucket_of_a_weight_is_waited_for() -> None:
 def test_h17_memory_that_another_stream_made_is_waited_for_there() -> None:
     """As with HSDP, whose gradients are memory of the stream that reduces and scatters, and come on a later one."""
     model, optimizer, backend = made("host")
-    optimizer._issuer.made_on(3)  # type: ignore[arg-type]
+    optimizer._executor.grads_made_on(3)  # type: ignore[arg-type]
     backward(model, optimizer, backend)
     assert {stream for stream, _ in backend.held} == {2, 3}
 
@@ -221,10 +221,10 @@ def test_h12_slots_go_back_to_the_stream_that_they_came_from() -> None:
         optimizer.step()  # here slots are taken, or it says where
         optimizer.zero_grad()
     backend.held.clear()
-    assert optimizer._issuer._slots.held
+    assert optimizer._executor._slots.held
     with backend.on(1):
         model(torch.ones(2, WIDTH))
-    assert not optimizer._issuer._slots.held
+    assert not optimizer._executor._slots.held
     assert backend.held == [(0, 1)]
 
 

@@ -11,7 +11,7 @@ released; slots taken in the first microbatch; what stays on the device added up
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -206,7 +206,7 @@ def test_gradients_leave_in_every_microbatch() -> None:
             assert isinstance(p.grad, MovedGradient), name
             assert p.grad.became is Where.TAKEN
             assert p.grad.dtype is torch.bfloat16
-    held = {t.untyped_storage().data_ptr() for t in optimizer._issuer._held.values()}
+    held = {t.untyped_storage().data_ptr() for t in optimizer._executor._held.values()}
     assert len(held) < len(list(model.parameters())) / 2, "most have been released"
     optimizer.step()
 
@@ -224,14 +224,14 @@ def test_a_bucket_that_is_not_filled_leaves_with_its_microbatch() -> None:
 def test_memory_is_released_before_the_bucket_gets_the_next_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is never filled: its first gradients are still on their way out when the next ones come."""
     model, optimizer = make("host", torch.bfloat16, gradients="host")
-    issuer, seen = optimizer._issuer, list[str]()
-    issue = issuer._issue_point
+    executor, seen = optimizer._executor, list[str]()
+    issue = executor._issue
 
-    def watched(point: str) -> None:
-        seen.append(point)
-        issue(point)
+    def watched(triggers: Sequence[str], *, last: bool = True) -> None:
+        seen.extend(triggers)
+        issue(triggers, last=last)
 
-    monkeypatch.setattr(issuer, "_issue_point", watched)
+    monkeypatch.setattr(executor, "_issue", watched)
     for i in range(3):
         loss_of(model, i).backward(inputs=[model.head.bias])
     (bucket,) = {point.partition("/")[2] for point in seen}
@@ -267,13 +267,13 @@ def test_what_stays_on_the_device_is_added_up_in_float32() -> None:
 
 def test_slots_are_taken_in_the_last_microbatch() -> None:
     model, optimizer = make("mixed", torch.bfloat16, gradients="host")
-    slots = optimizer._issuer._slots
+    slots = optimizer._executor._slots
     slots._stage_at = (len(optimizer.plan.buckets),) * slots.count
     for step in range(2):
         for i in range(3):
             with optimizer.accumulate(last=i == 2):
                 loss_of(model, 10 * step + i).backward()
-            assert optimizer._issuer._staged == (slots.count if i == 2 else 0)
+            assert optimizer._executor._staged == (slots.count if i == 2 else 0)
         optimizer.step()
 
 

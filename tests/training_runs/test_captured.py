@@ -54,7 +54,7 @@ class FakeGraph:
 
     def record(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         assert all(p.grad is None for p in self._run.model.parameters()), "gradients would be added to what is there"
-        assert not self._run.optimizer._issuer.pending, "weights have not arrived"
+        assert not self._run.optimizer._executor.pending, "weights have not arrived"
         self._function = function
         self._result = torch.full_like(function(), NAN)
         for p in self._run.model.parameters():
@@ -66,7 +66,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         assert not self.closed
-        assert not self._run.optimizer._issuer.pending, "weights have not arrived"
+        assert not self._run.optimizer._executor.pending, "weights have not arrived"
         for p, _ in self.gradients:
             p.grad = None
         self._result.copy_(self._function())
@@ -303,7 +303,7 @@ def test_t44_gradients_stay_where_they_are_and_leave_in_the_step(text: Path) -> 
         if graphs:
             assert all(p.grad is g for p, g in graphs[0].gradients)
         loop.step(run, loss)
-        assert not graphs or not run.optimizer._issuer.pending
+        assert not graphs or not run.optimizer._executor.pending
         run.optimizer.zero_grad()
     count = len(list(run.model.parameters()))
     assert seen == [count] * WARM_UP_ITERATIONS + [0, 0]

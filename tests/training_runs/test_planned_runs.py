@@ -179,8 +179,8 @@ def test_the_optimizer_places_by_a_plan(small: Workload, tmp_path: Path) -> None
     plan_file.save(made, path)
     optimizer = hostward.AdamW(model, plan=str(path))
     assert [b.placement.value for b in optimizer.plan.buckets] == [row.placement for row in made.buckets]
-    assert optimizer._issuer._slots.count == 2
-    assert hostward.AdamW(model, plan=replace(made, staging_bytes=1))._issuer._slots.count == 1
+    assert optimizer._executor._slots.count == 2
+    assert hostward.AdamW(model, plan=replace(made, staging_bytes=1))._executor._slots.count == 1
     with pytest.raises(ConfigError, match="staging_bytes must be a whole number >= 1, got 0"):
         hostward.AdamW(model, plan=replace(made, staging_bytes=0))
     with pytest.raises(ConfigError, match=r"and offload_fraction=0\.5"):

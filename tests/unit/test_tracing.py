@@ -12,7 +12,7 @@ from typing import Any
 from hostward.optim.diagnostics import Tracing
 from hostward.runtime.step_trace import SpanKind
 from hostward.schedule.ops import Lane
-from hostward.weights.residency import GATHERED, ROOM
+from hostward.schedule.weights import GATHERED, ROOM
 
 
 def test_a_wait_for_a_gather_lies_within_the_forward_of_its_layer() -> None:
@@ -20,8 +20,8 @@ def test_a_wait_for_a_gather_lies_within_the_forward_of_its_layer() -> None:
     runs.
     """
     backend: Any = SimpleNamespace(meter=None, synchronise=lambda: None)
-    issuer: Any = SimpleNamespace(use_all=lambda: None)
-    with Tracing(backend, issuer) as trace:
+    executor: Any = SimpleNamespace(wait_for_all=lambda: None)
+    with Tracing(backend, executor) as trace:
         for name, start_s, end_s in (
             ("offload/wait/model.layers.0", 0.0, 0.25),
             (ROOM, 0.25, 0.25),

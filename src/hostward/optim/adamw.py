@@ -70,7 +70,7 @@ from hostward.optim.sharded import (
 from hostward.optim.staging_slots import CudaGauge, Slots
 from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped
 from hostward.optim.state_reader import Describer, Readers, StateSources
-from hostward.optim.step_executor import StepIssuer
+from hostward.optim.step_executor import StepExecutor
 from hostward.optim.tied_weights import checked_tied
 from hostward.optim.weight_copies import WeightCopies
 from hostward.optim.weight_fence import WeightFence
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from hostward.optim.master_sync import WeightWatch
     from hostward.optim.op_binding import Memory
     from hostward.optim.state_dict import StateAccess
-    from hostward.optim.step_executor import StepIssuer
+    from hostward.optim.step_executor import StepExecutor
     from hostward.runtime.backend import Backend
     from hostward.runtime.cuda.backend import CudaBackend
 
@@ -117,9 +117,9 @@ class Accumulation:
     host in every microbatch.
     """
 
-    def __init__(self, handover: Handover, issuer: StepIssuer, abandon: Callable[[], None], *, last: bool) -> None:
+    def __init__(self, handover: Handover, executor: StepExecutor, abandon: Callable[[], None], *, last: bool) -> None:
         self._handover = handover
-        self._issuer = issuer
+        self._executor = executor
         self._abandon = abandon
         self._last = last
 
@@ -149,7 +149,7 @@ class Accumulation:
                 for t in handover.waiting():
                     if t.name not in handover.tied:
                         handover.hand_over(t)
-            self._issuer.flush(last=self._last)
+            self._executor.flush(last=self._last)
         except HostwardError:
             self._abandon()
             raise
@@ -285,7 +285,7 @@ class AdamW(torch.optim.Optimizer):
         self._handover: Handover
         self._sharded: Sharded | None = None
         self._empty_parts: EmptyParts | None = None
-        self._issuer: StepIssuer
+        self._executor: StepExecutor
         self._building = True
         params, module = with_module(params, module)
         self._places = Places(module)
@@ -306,7 +306,7 @@ class AdamW(torch.optim.Optimizer):
                 )
             self._places = Places(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
-            self._issuer.require_weights_here()
+            self._executor.require_weights_here()
             self._readers.wait()
             self.wait()
             self._follow_weights()
@@ -390,7 +390,7 @@ class AdamW(torch.optim.Optimizer):
         memory = Memory(*scalars, partials, host_partials, first_chunks, across)
         gauge = CudaGauge(cast("CudaBackend", backend)) if backend.device.type == "cuda" else None
         layers = {t.name: t.layer or ROOT for t in self._tracked}
-        self._issuer = StepIssuer(
+        self._executor = StepExecutor(
             backend,
             self._states,
             self._by_name,
@@ -411,25 +411,25 @@ class AdamW(torch.optim.Optimizer):
             self._arrivals.close()
         if self._fence is not None:
             self._fence.close()
-        self._watch = WeightWatch(self._tracked, self._issuer.use_all, self._places.root)
-        self._fence = WeightFence(self._issuer, self._watch, self._tracked, layers) if self._fenced else None
+        self._watch = WeightWatch(self._tracked, self._executor.wait_for_all, self._places.root)
+        self._fence = WeightFence(self._executor, self._watch, self._tracked, layers) if self._fenced else None
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         leave = None if self._fence is None else self._fence.leave
-        self._handover = Handover(self._tracked, self._issuer, summed, self.tied, leave)
+        self._handover = Handover(self._tracked, self._executor, summed, self.tied, leave)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
         self._empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
         self._access.empty_counts = self._empty_parts.counts()
         if groups is not None:
-            self._sharded = Sharded(groups, self._tracked, layers, self._issuer, self._handover)
+            self._sharded = Sharded(groups, self._tracked, layers, self._executor, self._handover)
         self._arrivals = None
         root, fence = self._places.root, self._fence
         if root is not None and (self._overlap or fence is not None):
-            use = self._issuer.use if fence is None else fence.enter
+            use = self._executor.wait_for_params if fence is None else fence.enter
             leave_root = None if fence is None else fence.raise_all
             in_ddp = self._handover.in_ddp
-            self._arrivals = Arrivals(root, layers, self._tracked, use, self._issuer.use_all, leave_root, in_ddp)
+            self._arrivals = Arrivals(root, layers, self._tracked, use, self._executor.wait_for_all, leave_root, in_ddp)
 
     # ---------------------------------------------------------------- facts
 
@@ -445,11 +445,13 @@ class AdamW(torch.optim.Optimizer):
     @property
     def schedule(self) -> Schedule:
         """The schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
-        return self._issuer.schedule
+        return self._executor.schedule
 
     def weight_copies(self) -> WeightCopies:
         """The host copies that the CPU step writes, for whoever offloads weights."""
-        return WeightCopies(self._tracked, self._states, self._issuer, self._watch, self._access, self._follow_weights)
+        return WeightCopies(
+            self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights
+        )
 
     # ---------------------------------------------------------------- the step
 
@@ -465,7 +467,7 @@ class AdamW(torch.optim.Optimizer):
             ModelError: a replaced parameter, or a gradient of a kind that cannot be stepped. Nothing has been changed
                 then.
         """
-        self._issuer.require_whole()
+        self._executor.require_whole()
         require_one_scale(self, self._stages)
         self._scaled = self._scaling()[1] is not None
         loss = None
@@ -493,7 +495,7 @@ class AdamW(torch.optim.Optimizer):
             waiting = self._handover.waiting()
         self.tied.require_added_up(self._by_name)
         gradients = {t.name: gradient_of(t) for t in waiting}
-        self._issuer.check(gradients)
+        self._executor.check(gradients)
         if gradients or self._handover.taken:
             self._issue(waiting, gradients)
         elif self._handover.used_only():
@@ -513,23 +515,23 @@ class AdamW(torch.optim.Optimizer):
         self._unchanged = False
         try:
             if stays:
-                self._issuer.take_all(gradients)
+                self._executor.offload_gradients(gradients)
             else:
                 self._handover.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._handover.taken)
-            self._issuer.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
+            self._executor.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
             if self._sharded is not None and self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
             self._handover.mark(Where.USED)
             if stays or self._arrivals is None:
-                self._issuer.use_all()
+                self._executor.wait_for_all()
         except BaseException:
             self.backend.drain()
             raise
         self._watch.remember(self._tracked)
-        self._watch.compare([self._by_name[name] for name in self._issuer.shared])
-        self._issuer.torn = False
+        self._watch.compare([self._by_name[name] for name in self._executor.shared])
+        self._executor.torn = False
         if self._fence is not None:
             self._fence.raise_all()
 
@@ -557,7 +559,7 @@ class AdamW(torch.optim.Optimizer):
         names = [t.name for t in self._tracked] if names is None else list(names)
         for name in names:
             self._access.require(name)
-        self._issuer.state_changed()
+        self._executor.state_changed()
         for name in names:
             self._access.reseed(name)
         self._watch.remember([self._by_name[name] for name in names])
@@ -637,7 +639,7 @@ class AdamW(torch.optim.Optimizer):
         """The state is that of the last step, whole, and lanes are empty."""
         check_members(self.param_groups, self._tracked)
         self._follow_weights()
-        self._issuer.require_whole()
+        self._executor.require_whole()
         self.wait()
 
     def _settings(self) -> list[dict[str, Any]]:
@@ -710,17 +712,17 @@ class AdamW(torch.optim.Optimizer):
             self._set_groups(self._checked({**given, "state": {}})[1])
             return
         self._readers.wait()
-        if not self._issuer.torn:
-            self._issuer.use_all()
+        if not self._executor.torn:
+            self._executor.wait_for_all()
         self.backend.drain()
         state, settings = self._checked(given)
         require_known(state, self._by_name)
         self._access.check(state)
-        if self._issuer.torn:
+        if self._executor.torn:
             # What was taken for the step that was cut short must not be stepped with.
-            self._issuer.abort()
+            self._executor.abort()
             self._handover.forget()
-        self._issuer.torn = True  # until all of it is written
+        self._executor.torn = True  # until all of it is written
         set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
         self._set_groups(settings)
         if set_from_master:
@@ -729,12 +731,12 @@ class AdamW(torch.optim.Optimizer):
                 len(set_from_master),
                 shown(set_from_master),
             )
-        self._issuer.forget_step_bound()
-        self._issuer.state_changed()
+        self._executor.forget_step_bound()
+        self._executor.state_changed()
         self._watch.remember(self._tracked)
         self._watch.expect_broadcast()
         self._unchanged = False
-        self._issuer.torn = False
+        self._executor.torn = False
         self.backend.synchronise()
 
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
@@ -796,7 +798,7 @@ class AdamW(torch.optim.Optimizer):
         Args:
             last: whether no further microbatch will add to the gradients of this step.
         """
-        return Accumulation(self._handover, self._issuer, self._abandon, last=last and self._overlap)
+        return Accumulation(self._handover, self._executor, self._abandon, last=last and self._overlap)
 
     @_disable_dynamo
     @unfenced
@@ -811,13 +813,13 @@ class AdamW(torch.optim.Optimizer):
     @unfenced
     def _abandon(self) -> None:
         """Backward was cut short: what was taken is lost."""
-        self._issuer.discard()
+        self._executor.discard()
         self._handover.mark(Where.LOST)
 
     @unfenced
     def discard_gradients(self) -> None:
         """Forget what has been taken of gradients; `zero_grad` does this as well."""
-        self._issuer.discard()
+        self._executor.discard()
         self._handover.forget()
 
     @_disable_dynamo
@@ -839,16 +841,16 @@ class AdamW(torch.optim.Optimizer):
 
         Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
         """
-        return Tracing(self.backend, self._issuer)
+        return Tracing(self.backend, self._executor)
 
     def find_unfenced_reads(self) -> UnfencedReads:
         """A context, for debugging, in which a use of a weight that has not arrived raises OrderingError."""
-        return UnfencedReads(self._issuer, self._tracked, {t.name: t.layer or ROOT for t in self._tracked})
+        return UnfencedReads(self._executor, self._tracked, {t.name: t.layer or ROOT for t in self._tracked})
 
     def wait(self) -> None:
         """Return when every weight has its new value. Raises what a host step reported."""
-        self._issuer.use_all()
-        self._issuer.synchronise()
+        self._executor.wait_for_all()
+        self._executor.synchronise()
 
     def arrive(self) -> None:
         """Make the current stream wait for every new weight, without waiting on the host, and bring offloaded weights
@@ -857,7 +859,7 @@ class AdamW(torch.optim.Optimizer):
         Hooks do this by layer, and the fence for whatever else reads a weight. Call it before the replay of a CUDA
         graph on another stream, before weights are read by their addresses, and with `fence=False` before any read.
         """
-        self._issuer.arrive()
+        self._executor.wait_for_weights()
         if not self.backend.capturing():
             self.backend.follow_compute()  # what has arrived before was waited for on another stream, maybe
 

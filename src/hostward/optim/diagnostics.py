@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostward.errors import OrderingError
 from hostward.model.fence import plain_type, unfenced
 from hostward.model.parameters import Tracked
-from hostward.optim.step_executor import StepIssuer
+from hostward.optim.step_executor import StepExecutor
 from hostward.runtime.backend import Backend
 from hostward.runtime.step_trace import Span, SpanKind, Trace
 from hostward.schedule.ops import Lane
-from hostward.weights.residency import GATHERED, ROOM
+from hostward.schedule.weights import GATHERED, ROOM
 
 _WAIT = "offload/wait/"
 _NO_LAYER = ("offload/wait/weights/", "offload/wait/activation/")
@@ -36,14 +36,14 @@ class Tracing:
     is that layer's forward, one that ends where the norm of a bucket's gradients begins is backward.
     """
 
-    def __init__(self, backend: Backend, issuer: StepIssuer) -> None:
+    def __init__(self, backend: Backend, executor: StepExecutor) -> None:
         self._backend = backend
-        self._issuer = issuer
+        self._executor = executor
         self._compute: list[Span] = []
         self._trace = Trace()
 
     def __enter__(self) -> Trace:
-        self._issuer.use_all()
+        self._executor.wait_for_all()
         self._backend.synchronise()
         self._backend.meter = self._note
         return self._trace
@@ -53,7 +53,7 @@ class Tracing:
     ) -> None:
         try:
             if kind is None:
-                self._issuer.use_all()
+                self._executor.wait_for_all()
             self._backend.synchronise()
         finally:
             self._backend.meter = None
@@ -100,24 +100,24 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     looks at the storages of all operands of every operation, in backward as well, and is slow.
     """
 
-    def __init__(self, issuer: StepIssuer, tracked: Sequence[Tracked], layers: Mapping[str, str]) -> None:
+    def __init__(self, executor: StepExecutor, tracked: Sequence[Tracked], layers: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._issuer = weakref.ref(issuer)
+        self._executor = weakref.ref(executor)
         self._tracked = tracked
         self._layers = layers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        issuer = self._issuer()
-        if issuer is not None and issuer.pending and not issuer.issuing and not _is_view(func):
-            self._look(func, issuer.pending, args, kwargs or {})
+        executor = self._executor()
+        if executor is not None and executor.pending and not executor.issuing and not _is_view(func):
+            self._look(func, executor.pending, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     @unfenced
     def _look(self, func: Any, pending: set[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        issuer = self._issuer()
-        fetched = frozenset[str]() if issuer is None else issuer.fetched  # they wait by themselves
+        executor = self._executor()
+        fetched = frozenset[str]() if executor is None else executor.fetched  # they wait by themselves
         waiting = {
             t.local.untyped_storage().data_ptr(): t.name
             for t in self._tracked

@@ -74,14 +74,14 @@ class Taker(Protocol):
     def require_used(self, name: str) -> None:
         """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
 
-    def made(self) -> None:
+    def grad_made(self) -> None:
         """Backward has made a gradient, or added to one, on the stream that is current. It stays in `.grad` for now."""
 
-    def take(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
+    def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
         """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
 
-    def take_all(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """`take` for each of these, which are all final."""
+    def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """`offload_gradient` for each of these, which are all final."""
 
     def flush(self, name: str) -> None:
         """A parameter whose gradients are added up on the host is about to get another one."""
@@ -89,7 +89,7 @@ class Taker(Protocol):
     def discard(self) -> None:
         """No step will be made with what was taken."""
 
-    def give_back(self, name: str) -> torch.Tensor:
+    def reload_gradient(self, name: str) -> torch.Tensor:
         """Return a gradient that was taken, in a tensor of its own if need be: more is to be added to it."""
 
 
@@ -177,7 +177,7 @@ class Handover:
         elif moved.became is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
             self.taken.discard(t.name)
-            t.parameter.grad = t.like(self._taker.give_back(t.name).view(t.local.shape))
+            t.parameter.grad = t.like(self._taker.reload_gradient(t.name).view(t.local.shape))
         else:
             t.parameter.grad = None
 
@@ -200,7 +200,7 @@ class Handover:
         if taken_now or name in self.summed:
             self.hand_over(t, last=self.armed)
         else:
-            self._taker.made()
+            self._taker.grad_made()
 
     def in_ddp(self) -> None:
         """DistributedDataParallel runs the forward. It reduces gradients in `.grad`, at the end of backward.
@@ -226,13 +226,13 @@ class Handover:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
         gradient = gradient_of(t)
         self._put_placeholder(t, gradient.dtype)
-        self._taker.take(t.name, gradient, last=last)
+        self._taker.offload_gradient(t.name, gradient, last=last)
 
     def hand_over_all(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
         """Take what is in `.grad` of all these, which are `gradients` by name. They are final."""
         for t in waiting:
             self._put_placeholder(t, gradients[t.name].dtype)
-        self._taker.take_all(gradients)
+        self._taker.offload_gradients(gradients)
 
     def _put_placeholder(self, t: Tracked, dtype: torch.dtype) -> None:
         name, parameter = t.name, t.parameter

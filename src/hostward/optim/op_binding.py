@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from hostward.core.placement import Placement
 from hostward.errors import ModelError
 from hostward.kernels.cpu.adamw import FloatTable, bias_tables
+from hostward.optim.bucket_lifecycle import BucketStep
 from hostward.optim.bucket_state import BucketState, rounded
 from hostward.optim.host_accumulation import Totals
 from hostward.optim.range_selection import Addition, Choice, PointWorks, Which, which
@@ -61,7 +62,8 @@ class Memory:
 class Bindings:
     """Binds operations once, and again only for another selection of ranges.
 
-    `gradients[bucket][range]` are the device buffers that gradients are put into. `by_torch`: torch steps host buckets.
+    `gradients[bucket][range]` are the device buffers that gradients are put into. `buckets` say which ranges have
+    gradients whenever operations are issued. `by_torch`: torch steps host buckets.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class Bindings:
         totals: Totals,
         targets: Targets,
         *,
+        buckets: Sequence[BucketStep],
         by_torch: bool,
     ) -> None:
         self._backend = backend
+        self._buckets = buckets
         self._states = states
         self._memory = memory
         self._slots = slots
@@ -92,30 +96,35 @@ class Bindings:
         self._works: dict[tuple[Op, tuple[int, ...], tuple[bool, ...]], Work] = {}
         self._points: defaultdict[tuple[str, ...], list[PointWorks]] = defaultdict(list)
 
-    def at(
-        self, points: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], choice: Callable[[int, Which], Choice]
-    ) -> PointWorks:
-        """The works of points, in this order and that of the schedule: those of an earlier time when schedule and all
-        choices were the same.
-
-        `choice(bucket, which)` are the ranges that operations are over now.
+    def at(self, triggers: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], *, last: bool) -> PointWorks:
+        """The works of triggers, in this order and that of the schedule, over the ranges that have gradients now: those
+        of an earlier time when schedule and all choices were the same. `last`: no further microbatch is known to come.
         """
-        kept = self._points[points]
+        kept = self._points[triggers]
+        choice = self._choice
         for found in kept:
-            if found.schedule is schedule and found.chosen == [choice(b, which) for b, which in found.asked]:
+            if found.schedule is schedule and found.chosen == [choice(b, which, last) for b, which in found.asked]:
                 return found
         if len(kept) == _KEPT_CHOICES:
             del kept[0]
-        kept.append(self._gather(points, schedule, choice))
+        kept.append(self._gather(triggers, schedule, last=last))
         return kept[-1]
 
-    def _gather(
-        self, points: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], choice: Callable[[int, Which], Choice]
-    ) -> PointWorks:
-        ops_here = [op for point in points for op in schedule.get(point, ()) if op.kind is not Kind.MODEL]
+    def _choice(self, b: int, which: Which, last: bool) -> Choice:
+        bucket = self._buckets[b]
+        if which is Which.ALL:
+            return bucket.ranges or bucket.last_ranges
+        if which is Which.UNSENT:
+            return bucket.unsent
+        if which is Which.ADDED:
+            return Addition(bucket.unsent - bucket.accumulated, bucket.unsent & bucket.accumulated, last)
+        return bucket.accumulated - bucket.summed
+
+    def _gather(self, triggers: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], *, last: bool) -> PointWorks:
+        ops_here = [op for trigger in triggers for op in schedule.get(trigger, ()) if op.kind is not Kind.MODEL]
         asks = {op: (op.bucket, which(op)) for op in ops_here if op.bucket is not None}
         # What is asked for goes on to change; an answer that is kept must not.
-        answers = {ask: _frozen(choice(*ask)) for ask in asks.values()}
+        answers = {ask: _frozen(self._choice(*ask, last)) for ask in asks.values()}
         before: list[Work] = []
         stepping: list[Work] = []
         for op in ops_here:

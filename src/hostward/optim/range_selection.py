@@ -1,22 +1,26 @@
-"""Which ranges of its bucket an operation is over, and the works of a point bound to one such choice."""
+"""Which ranges of its bucket an operation is over, and the works of a point bound to one such choice; and which
+parameters lie in which ranges.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from hostward.optim.bucket_state import BucketState, pieces
 from hostward.runtime.backend import Batch
 from hostward.schedule.ops import Kind, Lane, Op
+from hostward.schedule.optimizer import kept_apart
 
 
 class Which(Enum):
     """A question that is asked anew at every issue."""
 
     ALL = auto()
-    """Ranges with a gradient in this turn; in the turn before, if no gradient of the bucket is there yet."""
-    FRESH = auto()
-    """Those whose gradient has not left yet."""
+    """Ranges with a gradient in this step; in the step before, if the bucket has none yet."""
+    UNSENT = auto()
+    """Those whose gradient has not been sent yet."""
     ADDED = auto()
     """Those, on their way to totals on the host: an `Addition`."""
     WITHOUT_SUMS = auto()
@@ -28,8 +32,8 @@ def which(op: Op) -> Which:
     if op.kind is Kind.ADD:
         return Which.ADDED
     if op.kind is Kind.PARTIALS:
-        return Which.WITHOUT_SUMS if op.lane is Lane.HOST else Which.FRESH
-    return Which.FRESH if op.name.startswith("download/") else Which.ALL
+        return Which.WITHOUT_SUMS if op.lane is Lane.HOST else Which.UNSENT
+    return Which.UNSENT if op.name.startswith("download/") else Which.ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,52 @@ class PointWorks:
     """The answers."""
     before: Batch
     stepping: Batch | None
+
+
+# Where parameters lie.
+
+
+Part = tuple[int, int, slice | None]
+"""Bucket, range, and which elements of the parameter that range is; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMap:
+    """Which parameters lie in which ranges of which buckets."""
+
+    parts: Mapping[str, Sequence[Part]]
+    """By parameter."""
+    names: Sequence[tuple[str, ...]]
+    """By bucket: the parameters in it."""
+    sources: Sequence[Sequence[tuple[str, slice | None]]]
+    """By bucket and range: the parameter, and which elements of it; None: all."""
+    copied_out: frozenset[int]
+    """Buckets whose gradients are copied out of the memory in which a backward has made them."""
+
+
+def bucket_map(
+    states: Sequence[BucketState],
+    names: Iterable[str],
+    together: Iterable[Sequence[str]],
+    *,
+    overlap: bool,
+) -> BucketMap:
+    """The map of these buckets and parameters; of some sharded parameters this process may have nothing.
+
+    Args:
+        together: names of parameters whose gradients are made in one memory, for each such memory.
+        overlap: gradients leave during backward.
+    """
+    index = {state: b for b, state in enumerate(states)}
+    parts: dict[str, list[Part]] = {
+        name: [(index[s], i, slice(r.start, r.stop) if len(held) > 1 else None) for s, i, r in held]
+        for name, held in (dict.fromkeys(names, ()) | pieces(states)).items()
+    }
+    sources: list[list[tuple[str, slice | None]]] = [[("", None)] * len(s.bucket.ranges) for s in states]
+    for name, held in parts.items():
+        for b, i, span in held:
+            sources[b][i] = name, span
+    memories = [{b for name in made for b, *_ in parts[name]} for made in together]
+    copied_out = kept_apart([s.placement for s in states], memories) if overlap else frozenset[int]()
+    in_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
+    return BucketMap(parts, in_bucket, sources, copied_out)

@@ -12,7 +12,7 @@ from hostward.errors import ModelError
 from hostward.model.parameters import Places, Tracked, local_of
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.gradient_hooks import Handover
-from hostward.optim.step_executor import StepIssuer
+from hostward.optim.step_executor import StepExecutor
 from hostward.runtime.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
 from hostward.runtime.global_norm import Across, Fragment, GroupRanks
 
@@ -180,12 +180,12 @@ class Sharded:
         groups: fsdp2.Groups,
         tracked: Sequence[Tracked],
         layers: Mapping[str, str],
-        issuer: StepIssuer,
+        executor: StepExecutor,
         handover: Handover,
     ) -> None:
         self._names = {id(t.parameter): t.name for t in tracked}
         self._layers = layers
-        self._issuer = issuer
+        self._executor = executor
         self._handover = handover
         self._groups = groups
         groups.listen(self)
@@ -200,15 +200,15 @@ class Sharded:
             return
         # Not by a wait of the compute lane: what it still has to do would come before the gather then.
         for layer in self._layers_of(parameters):
-            self._issuer.hold(layer, stream)
+            self._executor.wait_on_stream(layer, stream)
 
     def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._issuer.forward_is_here()  # FSDP2's hooks on gradients run on streams of its own
+        self._executor.forward_is_here()  # FSDP2's hooks on gradients run on streams of its own
         for layer in self._layers_of(parameters):
-            self._issuer.use(layer)
+            self._executor.wait_for_params(layer)
 
     def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
-        self._issuer.made_on(made_on)
+        self._executor.grads_made_on(made_on)
         for p in parameters:
             if id(p) in self._names:
                 self._handover.before(self._names[id(p)])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import final
 
 import torch
 
@@ -15,19 +14,11 @@ from hostward.model.parameters import Tracked
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.state_dict import StateAccess
+from hostward.optim.step_executor import StepExecutor, WeightFetcher
 from hostward.runtime.backend import Buffer, Event
 
 Present = Callable[[str], AbstractContextManager[None]]
 """The weight of this name is on the device within."""
-
-
-class StepControl(Protocol):
-    """The executor of steps, as far as it deals with offloaded weights."""
-
-    @property
-    def lock(self) -> threading.RLock: ...
-    def stepped(self, b: int, /) -> Event: ...
-    def offload_weights(self, names: Collection[str], fetcher: Any, /) -> None: ...
 
 
 @final
@@ -41,7 +32,7 @@ class WeightCopies:
         self,
         tracked: Sequence[Tracked],
         states: Sequence[BucketState],
-        steps: StepControl,
+        steps: StepExecutor,
         watch: WeightWatch,
         access: StateAccess,
         follow: Callable[[], None],
@@ -69,18 +60,17 @@ class WeightCopies:
         """
         for b, i in self._places.get(name, ()):
             state = self._states[b]
-            yield state.bucket.ranges[i], state.weights[i], self._steps.stepped(b)
+            yield state.bucket.ranges[i], state.weights[i], self._steps.step_event(b)
 
     def changed(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether somebody wrote the weight whom the optimizer has not followed yet."""
         return not self._watch.knows(self.tracked[parameter])
 
-    def offload(self, names: Collection[str], fetcher: Any, present: Present) -> None:
+    def offload(self, names: Collection[str], fetcher: WeightFetcher, present: Present) -> None:
         """From now on `fetcher` reloads these weights and no others; they are on the device within `present(name)`.
 
         Args:
             names: of weights whose state is on the host as a whole.
-            fetcher: as `hostward.weights.residency.Residency`.
 
         Raises:
             ModelError: gradients have been taken.

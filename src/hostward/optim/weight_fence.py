@@ -10,7 +10,7 @@ import torch
 from hostward.model.fence import Fence, down, up
 from hostward.model.parameters import Tracked
 from hostward.optim.master_sync import WeightWatch
-from hostward.optim.step_executor import StepIssuer
+from hostward.optim.step_executor import StepExecutor
 
 
 class WeightFence:
@@ -25,11 +25,11 @@ class WeightFence:
     """
 
     def __init__(
-        self, issuer: StepIssuer, watch: WeightWatch, tracked: Sequence[Tracked], layers: Mapping[str, str]
+        self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[Tracked], layers: Mapping[str, str]
     ) -> None:
-        self._issuer = issuer
+        self._executor = executor
         parameters = [t.parameter for t in tracked]
-        self._fence = Fence(parameters, _Reads(issuer, watch, tracked))
+        self._fence = Fence(parameters, _Reads(executor, watch, tracked))
         self._all = self._fence.entries()
         self._layer_of = layers
         of_layer: dict[str, list[torch.nn.Parameter]] = {}
@@ -41,7 +41,7 @@ class WeightFence:
 
     def enter(self, layer: str) -> None:
         """Forward of a layer is about to run: its weights arrive, and are plain ones to it."""
-        self._issuer.use(layer)
+        self._executor.wait_for_params(layer)
         if layer in self._of_layer and layer not in self._down:
             self._down.add(layer)
             down(self._of_layer[layer])
@@ -66,14 +66,14 @@ class WeightFence:
 class _Reads:
     """The reader of `Fence`. Records of fences outlive optimizers that are dropped, so it holds none."""
 
-    def __init__(self, issuer: StepIssuer, watch: WeightWatch, tracked: Sequence[Tracked]) -> None:
-        self._issuer, self._watch = weakref.ref(issuer), weakref.ref(watch)
+    def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[Tracked]) -> None:
+        self._executor, self._watch = weakref.ref(executor), weakref.ref(watch)
         self._tracked = {id(t.parameter): t for t in tracked}
 
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
-        issuer = self._issuer()
-        if issuer is not None:
-            issuer.read([self._tracked[id(p)].name for p in parameters])
+        executor = self._executor()
+        if executor is not None:
+            executor.before_read([self._tracked[id(p)].name for p in parameters])
 
     def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
         watch = self._watch()

@@ -30,6 +30,10 @@ from dataclasses import dataclass, field, replace
 from hostward.schedule.ops import Kind, Lane, Op, Schedule
 from hostward.schedule.race_check import repeated, require_ordered
 
+ROOM = "offload/wait/weights/room"
+"""Name of the mark at which the compute lane has taken the memory of offloaded weights."""
+GATHERED = "offload/wait/weights/gathered"
+"""Name of the compute lane's wait for a gather, as long as that had waited for weights at most."""
 WEIGHT = {
     "room": Op("room", Kind.ACQUIRE, Lane.COMPUTE, "ahead", None, (), ("weight",)),
     "fetch": Op("fetch", Kind.COPY, Lane.H2D, "ahead", None, ("source",), ("weight",), ("room",)),

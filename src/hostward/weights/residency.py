@@ -17,12 +17,9 @@ from hostward.errors import ModelError
 from hostward.model.parameters import local_of
 from hostward.runtime.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.schedule.ops import Lane
-from hostward.schedule.weights import WEIGHT
+from hostward.schedule.weights import GATHERED, ROOM, WEIGHT
 
 OWNER = "offloaded weights"
-ROOM = "offload/wait/weights/room"
-GATHERED = "offload/wait/weights/gathered"
-"""The compute lane waits for a gather, for as long as that had waited for weights at most."""
 
 
 @dataclass(slots=True, eq=False)
