@@ -1,6 +1,6 @@
 """Print figures of the source tree: `python scripts/house.py [--json]`.
 
-Everything is read from the source with `ast`; nothing is imported. `tests/unit/test_house.py` holds the tree to them.
+Everything is read from the source with `ast`; nothing is imported. `tests/test_house.py` holds the tree to them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults of training with an offloaded optimizer; the ids are those of the project's list of faults and hazards.
 
-T15, T19, T22 to T29, T37, T38, T42, T48, T49, T51 and T56 are tested in tests/training, next to what they belong to.
+T15, T19, T22 to T29, T37, T38, T42, T48, T49, T51 and T56 are tested next to what they belong to.
 
 Seen red with: require_tier taken out, the poison of retired gradients taken out, every range of a bucket stepped (idle
 experts, poison read as a gradient).

@@ -2,7 +2,7 @@
 backward, gradients called back from the host, graphs and compilers.
 
 Every test compares bits with the same training at fraction 0 and overlap=False, run apart. The edges that these tests
-need were each deleted in turn in tests/ordering.
+need were each deleted in turn in tests/schedule.
 """
 
 from __future__ import annotations

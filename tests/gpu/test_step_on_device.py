@@ -1,6 +1,6 @@
 """The hidden step on a GPU: the same bits at every placement and order, no wait on the host, memory that stays level.
 
-Seen red on the simulated backend with each edge deleted (tests/ordering); here with a copy lane put to sleep and the
+Seen red on the simulated backend with each edge deleted (tests/schedule); here with a copy lane put to sleep and the
 wait of an arrival left out.
 """
 

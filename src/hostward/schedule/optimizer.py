@@ -14,7 +14,7 @@
 
 `backward/b` and `forward/L` stand for the caller's own passes: they read weights and make gradients. Gradient points
 may come in any order, `release/b` after `gradient/b`, `stage/k` one after the other at any time before `step`, use
-points and `unstage/k` in any order after it; tests/ordering runs the rule over such orders.
+points and `unstage/k` in any order after it; tests/schedule runs the rule over such orders.
 
 State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
 while state kept coming on a lane of its own, no weight got through. The first reads stand before all of them, as many

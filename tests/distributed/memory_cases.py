@@ -1,0 +1,112 @@
+"""A program: what the first of two ranks allocates in forward and backward, and what the memory model predicts of it.
+
+    python tests/distributed/memory_cases.py CASE...
+
+prints [measured bytes, predicted bytes] of each case as JSON. The other rank is torch's "fake" process group, which
+sends nothing: gloo makes copies of its own of whatever it exchanges, as NCCL does not. A case is five words: "tied" or
+"apart", dtype of weights, "whole" or "one" layer at a time, dtype in which gradients are reduced, microbatches.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hostward import recipes
+from hostward.config.overrides import apply_overrides
+from hostward.config.schema import Config
+from hostward.core.placement import Placement
+from hostward.plan.decisions import Choice, Keep
+from hostward.plan.memory_model import STEADY_STEP, required
+from hostward.plan.rank_partition import sharded
+from hostward.plan.workload import Workload
+from hostward.trainer.models import build_model, layers_of, training_loss
+from hostward.trainer.parallel import synchronise_gradients
+from hostward.trainer.workload import recipe_workload
+
+VOCABULARY, TOKENS = 32768, 16
+SIZES = (
+    "model.num_layers=2",
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=512",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.kv_channels=64",
+    f"model.vocab_size={VOCABULARY}",
+    f"model.seq_length={TOKENS}",
+    "train.micro_batch_size=1",
+)
+"""Embedding and output layer are nearly all of it."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COUNTED = ("weights", "gathered weights", "gradients", "activations", "logits and loss")
+
+
+def divided(config: Config, *, resharded: bool, reduced: torch.dtype) -> Any:
+    """The model as `hostward train` divides it over two ranks."""
+    dtype = DTYPES[config.model.params_dtype]
+    model: Any = build_model(config, vocab_size=VOCABULARY, device=torch.device("cpu"), dtype=dtype, seed=1)
+    mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(reduce_dtype=reduced)
+    tied = config.model.share_embeddings_and_output_weights
+    ends = [] if tied else [model.model.embed_tokens, model.lm_head]
+    for module in [*(layer for _, layer in layers_of(model)), *ends, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+    return model
+
+
+def measured(model: Any, microbatches: int, *, resharded: bool) -> int:
+    """Bytes of torch's CPU allocator at their most, parts of the weights included."""
+    tokens = torch.zeros((1, TOKENS), dtype=torch.int64)
+
+    def passes() -> None:
+        for i in range(microbatches):
+            synchronise_gradients(model, last=i == microbatches - 1, resharded=resharded)
+            training_loss(model, tokens, tokens).backward()
+
+    passes()
+    model.zero_grad()
+    gc.collect()  # what an earlier case has left must not be freed while this one is measured
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        passes()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    parts = sum(p.to_local().nbytes for p in model.parameters())
+    return int(parts + max(accumulate(nbytes for _, nbytes in changes)))
+
+
+@cache
+def described(tied: str, dtype: str, microbatches: int) -> tuple[Config, Workload]:
+    """Options and their traced workload, which several cases have in common."""
+    words = [f"model.share_embeddings_and_output_weights={tied == 'tied'}", f"model.params_dtype={dtype}"]
+    words += [f"train.global_batch_size={2 * microbatches}"]
+    config = apply_overrides(recipes.load("llama32_1b_pretrain_config"), [*SIZES, *words])
+    return config, recipe_workload(config)
+
+
+def case(name: str) -> tuple[int, int]:
+    tied, dtype, whole, reduced, count = name.split()
+    microbatches, resharded = int(count), whole == "one"
+    config, traced = described(tied, dtype, microbatches)
+    model = divided(config, resharded=resharded, reduced=DTYPES[reduced])
+    found = measured(model, microbatches, resharded=resharded)
+    work = sharded(traced, 2, reduced_in_fp32=reduced != dtype, resharded=resharded)
+    choice = Choice((Placement.DEVICE,) * len(work.inventory.buckets), (Keep.KEEP,) * len(work.repeated))
+    needs = required(work, choice).phase(STEADY_STEP).device
+    return found, sum(needs.get(owner, 0) for owner in COUNTED)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    json.dump({name: case(name) for name in sys.argv[1:]}, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # the fake group has nothing to take leave of
