@@ -24,7 +24,7 @@ from hostward.core.placement import Placement, summed_on_host
 from hostward.errors import HostwardError, ModelError, PageLockError
 from hostward.runtime.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
 from hostward.runtime.pinned_memory import require_host_memory
-from hostward.schedule.optimizer import inbox_bytes
+from hostward.schedule.optimizer import landing_buffer_bytes
 
 _MASTER_NAN = 0x7FC00000
 
@@ -319,7 +319,7 @@ class Asked:
         return found
 
     def _inbox_bytes(self) -> int:
-        return sum(inbox_bytes([self.buckets[b] for b in self.summed]))
+        return sum(landing_buffer_bytes([self.buckets[b] for b in self.summed]))
 
     def _changed(self, changes: Sequence[str]) -> Asked:
         stepped, gradients, weights = (change in changes for change in _CHANGES)

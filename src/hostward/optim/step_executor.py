@@ -40,14 +40,14 @@ from hostward.schedule.optimizer import (
     GRADIENTS_IN_FLIGHT,
     STEP,
     StepShape,
-    gradient_point,
-    kept_apart,
-    later_uploads,
-    release_point,
-    stage_point,
-    unstage_point,
-    upload_point,
-    use_point,
+    acquire_staging_trigger,
+    deferred_uploads,
+    grad_ready_trigger,
+    grads_to_copy_out,
+    pre_forward_trigger,
+    release_grad_trigger,
+    release_staging_trigger,
+    upload_trigger,
 )
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class StepIssuer:
         """By parameter: bucket, range, and which elements; None: all."""
         self._of_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
         memories = [{b for name in names for b, *_ in self._parts[name]} for names in together]
-        self._apart = kept_apart([s.placement for s in states], memories) if overlap else frozenset()
+        self._apart = grads_to_copy_out([s.placement for s in states], memories) if overlap else frozenset()
         # Those whose new values come from elsewhere: what the compute lane steps is there for whatever it does next.
         self._layers_of = {
             name: {layers[index[s]] for s, _, _ in held if s.placement is not Placement.DEVICE}
@@ -231,12 +231,12 @@ class StepIssuer:
         shape = StepShape(
             placements,
             self._layers,
-            slots=slots.count,
-            ahead=slots.ahead,
+            staging_buffers=slots.count,
+            prefetch_depth=slots.ahead,
             transient=slots.transient,
             overlap=self._overlap,
-            summed=self._totals.summed,
-            fetched=frozenset(b for b, names in enumerate(self._of_bucket) if set(names) <= self.fetched),
+            accumulated_on_host=self._totals.summed,
+            prefetched=frozenset(b for b, names in enumerate(self._of_bucket) if set(names) <= self.fetched),
         )
         schedules = Schedules(shape)
         self._plan_uploads(shape)
@@ -246,7 +246,7 @@ class StepIssuer:
 
     def _follow_slots(self) -> None:
         """An interrupt may have come between the settling of slots and the schedule for them."""
-        if (self._shape.slots, self._shape.ahead) != (self._slots.count, self._slots.ahead):
+        if (self._shape.staging_buffers, self._shape.prefetch_depth) != (self._slots.count, self._slots.ahead):
             self._lower()
 
     @property
@@ -317,16 +317,16 @@ class StepIssuer:
         filled = min(slots, self._slots.ahead)
         while self._staged < filled:
             self._slots.pace.begins()
-            self._issue_point(stage_point(self._staged))
+            self._issue_point(acquire_staging_trigger(self._staged))
             self._slots.pace.issued()
             self._staged += 1
         if self._staged < slots:
-            self._issue_point(*map(stage_point, range(self._staged, slots)))
+            self._issue_point(*map(acquire_staging_trigger, range(self._staged, slots)))
             self._staged = slots
 
     def _unstage(self, slots: Sequence[int]) -> None:
         if slots:
-            self._issue_point(*map(unstage_point, slots))
+            self._issue_point(*map(release_staging_trigger, slots))
             self._slots.give_back(slots)
 
     # ---------------------------------------------------------------- the step
@@ -473,7 +473,7 @@ class StepIssuer:
         for layer in layers:
             self._slots.sample_use(layer)
         self._upload(layers)
-        self._issue_point(*map(use_point, layers))
+        self._issue_point(*map(pre_forward_trigger, layers))
         key = self._backend.compute_key()
         for layer in layers:
             self._waited[layer] = {key}
@@ -671,7 +671,7 @@ class StepIssuer:
             self._require_one_dtype(b)
         self._reported.add(b)
         self._last = last
-        self._issue_point(gradient_point(b))
+        self._issue_point(grad_ready_trigger(b))
         if b in self._totals.summed:
             self._totals.added(b, self._fresh[b], last=last)
         if self._shape.overlap:
@@ -686,7 +686,7 @@ class StepIssuer:
     def _gradient_points(self, buckets: Sequence[int]) -> None:
         """As `_gradient_point` for each; none is summed."""
         self._last = True
-        self._issue_point(*map(gradient_point, buckets))
+        self._issue_point(*map(grad_ready_trigger, buckets))
         self._reported.update(buckets)
         if self._shape.overlap:
             for b in buckets:
@@ -710,12 +710,12 @@ class StepIssuer:
         # Gradients of a bucket that was given one back have not left.
         released = [b for b in dict.fromkeys(oldest) if b in self._reported]
         for first in range(0, len(released), TOGETHER):
-            self._issue_point(*map(release_point, released[first : first + TOGETHER]))
+            self._issue_point(*map(release_grad_trigger, released[first : first + TOGETHER]))
         self._drop(released)
 
     def _release(self, b: int) -> None:
         if b in self._reported:
-            self._issue_point(release_point(b))
+            self._issue_point(release_grad_trigger(b))
             self._drop([b])
 
     def _drop(self, buckets: Iterable[int]) -> None:
@@ -816,14 +816,14 @@ class StepIssuer:
             self._residency.after_step()
 
     def _plan_uploads(self, shape: StepShape) -> None:
-        self._uploads = later_uploads(shape)
+        self._uploads = deferred_uploads(shape)
 
     def _upload(self, layers: Iterable[str]) -> None:
         """The upload points of these layers have come, unless they had."""
         for layer in layers:
             if self._uploads and layer not in self._uploaded:
                 self._uploaded.add(layer)
-                self._issue_point(upload_point(layer))
+                self._issue_point(upload_trigger(layer))
 
     def _upload_behind(self, layer: str) -> None:
         """A layer is used: what stands behind it and is not fetched comes now."""
