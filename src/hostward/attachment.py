@@ -542,7 +542,7 @@ class _Checkpointing:
 
     Older transformers' layers put it around the module and its hooks: what the checkpoint saves itself, the layer's
     inputs, is saved before the hooks run, so the visit begins here. Whoever calls: a checkpoint saves the tensors that
-    it is given by position. What else it is given it holds, and no hook sees that (H43).
+    it is given by position. What else it is given it holds, and no hook sees that.
 
     A copy or pickle of the layer has the plain call.
     """

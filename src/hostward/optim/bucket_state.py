@@ -354,7 +354,7 @@ def take_states(backend: Backend, asked: Asked) -> list[BucketState]:
     try:
         with explained(backend, asked):
             states = allocate_states(backend, asked.buckets, asked.placements, taken, pin_weights=asked.pin_weights)
-            # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
+            # Landing places are made now rather than in the first step, where locking pages would stall it.
             pairs = zip(states, asked.gradients, strict=True)
             landing = [(s, dtype) for s, dtype in pairs if s.placement is Placement.HOST]
             allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=asked.pin_gradients)

@@ -58,10 +58,10 @@ _UPLOAD_BYTES = 2 * 1024 * 1024
 
 
 class CudaBackend(Backend):
-    """Streams of one device. Side streams are made once (H4, H15).
+    """Streams of one device. Side streams are made once.
 
     The compute lane is whatever stream is current when an operation is issued; when that changes, the new one waits
-    for the old one, so that the lane stays one queue (H2).
+    for the old one, so that the lane stays one queue.
     """
 
     _meter: Meter | None = None
@@ -96,7 +96,7 @@ class CudaBackend(Backend):
         self._host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
         current = functools.partial(self.current, Lane.COMPUTE)
         self._kernels = KernelTables(self.device, self._upload_arena, current)
-        # Pending host functions write to memory of this process: they end before it, and before this object (H22).
+        # Pending host functions write to memory of this process: they end before it, and before this object.
         weakref.finalize(self, self._events.drain, self._lanes.all())
 
     # ---------------------------------------------------------------- memory
