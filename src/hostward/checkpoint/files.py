@@ -320,7 +320,11 @@ def file_names(path: Path) -> list[str]:
 
 
 def verify_ranges(path: Path, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
-    """Check the size of every file of a checkpoint, and the chunks that hold these bytes [start, stop) by file name.
+    """Check the size of every file of a checkpoint, and the chunks that hold the given bytes.
+
+    Args:
+        path: the folder of the checkpoint.
+        ranges: bytes [start, stop) by file name.
 
     Raises:
         CheckpointError: as `verify_files`.

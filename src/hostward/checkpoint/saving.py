@@ -1,4 +1,4 @@
-"""Carry out one save, by one process or all ranks of a group, in the caller's thread or concurrently with training.
+"""Carry out one save, by one process or all ranks, in the caller's thread or concurrently with training.
 
 1. Rank 0 takes the folder's lock and makes a hidden folder.
 2. Every rank plans its tensors; all plans together assign each piece to one rank, also of replicated tensors.

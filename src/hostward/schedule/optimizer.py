@@ -341,7 +341,7 @@ def _upload(b: int, trigger: str) -> Op:
 
 
 def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[Op]:
-    """Return the step of a streamed bucket and the write of its state, which also waits for the steps of `paced_by`.
+    """Return the step of a streamed bucket and the write of its state, which also waits for `paced_by`.
 
     `paced_by` is an earlier host bucket. Its step has no bearing on this state, but paces the writes so that gaps stay
     between them. A copy engine serves one stream until that stream has to wait, and models read flags back in forward

@@ -164,7 +164,7 @@ def bind(cpus: Set[int]) -> None:
 
 
 def _near(told: RankCpus, root: Path) -> frozenset[int]:
-    """Return the CPUs of the mask on the GPU's NUMA node, or all where there are none or the node is unknown."""
+    """Return the CPUs of the mask on the GPU's NUMA node, or all if there are none or it is unknown."""
     return (told.numa_node is not None and told.allowed & _node_cpus(told.numa_node, root)) or told.allowed
 
 

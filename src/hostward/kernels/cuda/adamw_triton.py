@@ -1,4 +1,4 @@
-"""Define the device code of the AdamW step; it is imported at the first step, since Triton is slow to import.
+"""Define the device code of the AdamW step, imported at the first step since Triton is slow to import.
 
 Every operation is one correctly rounded IEEE fp32 operation; the launch option of `hostward.kernels.cuda.adamw` keeps
 the compiler from fusing two into one. Moments, weights and remainders are loaded and stored as integers: the bits of a
@@ -241,7 +241,7 @@ def step_kernel(
 
 @triton.jit(do_not_specialize=["n_ranges", "table_length"])
 def advance_kernel(table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error, BLOCK: tl.constexpr):
-    """Add one to the count of every range that has been stepped, and report ranges that the tables do not reach."""
+    """Add one to the count of every range that was stepped, and report ranges beyond the tables."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     running = (index < n_ranges) & (tl.load(skip) == 0)
     counter = tl.load(table + index * 5 + 4, mask=running, other=0).to(tl.pointer_type(tl.int64))
