@@ -33,9 +33,9 @@ enum hostward_error {
 enum hostward_dtype { HOSTWARD_FP32 = 0, HOSTWARD_BF16 = 1, HOSTWARD_FP16 = 2 };
 
 enum hostward_master_kind {
-  HOSTWARD_MASTER_WEIGHT = 0, /* the fp32 weight is the master */
-  HOSTWARD_MASTER_SPLIT = 1,  /* bf16 weight and int16 remainder together are the fp32 master */
-  HOSTWARD_MASTER_PLAIN = 2   /* fp32 master beside a 16-bit weight */
+  HOSTWARD_MASTER_WEIGHT = 0, /* the weight is fp32 itself */
+  HOSTWARD_MASTER_SPLIT = 1,  /* bf16 weight and int16 remainder (low 16 bits) together are the fp32 main weight */
+  HOSTWARD_MASTER_PLAIN = 2   /* fp32 main weight besides a 16-bit weight */
 };
 
 enum hostward_isa {
@@ -58,7 +58,7 @@ typedef struct {
   double lr, weight_decay, beta1, beta2, eps;
 } hostward_hyper;
 
-/* One AdamW step over disjoint ranges. Everything behind a pointer is read when the task runs. */
+/* One AdamW step over disjoint ranges. The memory at every pointer is read when the task runs. */
 typedef struct {
   int32_t grad_dtype, weight_dtype; /* hostward_dtype */
   int32_t master_kind;              /* hostward_master_kind */
@@ -96,7 +96,7 @@ typedef struct {
 HOSTWARD_API int hostward_norm_partials(const hostward_norm_item* items, int64_t n_items, int32_t grad_dtype,
                                         int64_t* sums, int32_t* exponents, int32_t threads, int32_t isa);
 
-/* The arguments of hostward_norm_partials. Everything behind a pointer is read when the task runs. */
+/* The arguments of hostward_norm_partials. The memory at every pointer is read when the task runs. */
 typedef struct {
   int32_t grad_dtype, threads, isa, reserved;
   const hostward_norm_item* items;
@@ -141,16 +141,16 @@ HOSTWARD_API void hostward_accumulate_host_function(void* task);
 typedef struct {
   void* into;         /* first byte written; the ranges of a call overlap nowhere in what they write and read */
   const void* from;   /* first byte read */
-  const int16_t* low; /* null: bytes are copied. Else these are the remainders of the bf16 weights in `from`, and their
-                       * fp32 masters are written (HOSTWARD_MASTER_SPLIT) */
+  const int16_t* low; /* null: bytes are copied. Else the low 16 bits of fp32 main weights whose upper halves are in
+                       * `from`; the fp32 main weights are written (HOSTWARD_MASTER_SPLIT) */
   int64_t bytes;      /* written; with `low` a multiple of 4 */
 } hostward_copy_range;
 
 /* Copies host memory on up to `threads` threads, the calling one included. On an error nothing has been written. */
 HOSTWARD_API int hostward_copy(const hostward_copy_range* ranges, int64_t n_ranges, int32_t threads, int32_t isa);
 
-/* A host function that is clocked: CUDA's own timed events beside one keep the caller of cuLaunchHostFunc until the
- * stream has come that far. */
+/* A host function whose start and end are timed. CUDA's timed events around a host function block the caller of
+ * cuLaunchHostFunc until the stream has reached it. */
 typedef struct {
   void* function; /* a C function like hostward_adamw_host_function */
   void* argument;
@@ -207,7 +207,7 @@ typedef struct {
   int32_t reserved;
 } hostward_issue_failure;
 
-/* What hostward_issue takes: made once for lists that are enqueued again and again. */
+/* The argument of hostward_issue, made once for lists that are enqueued again and again. */
 typedef struct {
   const hostward_driver* driver;
   void* context; /* current on this thread while commands are enqueued; 0: whatever is */
@@ -217,22 +217,23 @@ typedef struct {
   hostward_issue_failure failure; /* written if the call fails */
 } hostward_issue_call;
 
-/* Enqueues the commands of all lists in order, each on streams[lane]. Returns 0, or 1 with call->failure telling the
- * first that failed; those behind it are not enqueued. No pointer but `context` may be null. An unknown kind fails with
- * CUDA_ERROR_INVALID_VALUE (1). Parameters of kernels are copied before this returns; what they and the other commands
- * point to belongs to the caller until the streams have come by. */
+/* Enqueues the commands of all lists in order, each on streams[lane]. Returns 0, or 1 with the first failed command in
+ * call->failure; commands after it are not enqueued. No pointer but `context` may be null. An unknown kind fails with
+ * CUDA_ERROR_INVALID_VALUE (1). Parameters of kernels are copied before this returns; the caller must keep the memory
+ * that they and the other commands point to until the streams have run the commands. */
 HOSTWARD_API int hostward_issue(hostward_issue_call* call);
 
 /* Asks for the pages of [memory, memory + bytes), which is page-aligned and not touched yet, to come from NUMA node
- * `node` while that has some; -1 leaves it to the system. Returns 0 or the errno of the refusal, which changes nothing.
+ * `node` while that has free pages; -1 means any. Returns 0 or the errno of a failure, which changes nothing.
  */
 HOSTWARD_API int32_t hostward_bind_memory(void* memory, int64_t bytes, int32_t node);
 
 /* Writes a zero byte into every 4,096-byte page, so that each thread's share is placed near it. */
 HOSTWARD_API int hostward_first_touch(void* memory, int64_t bytes, int32_t threads);
 
-/* Roof for benchmarks: reads and writes the streams of a split bf16 AdamW step (26 bytes per element) with trivial
- * integer arithmetic. streams: exp_avg, exp_avg_sq (4 bytes), weight, remainder, grad (2 bytes); grad is only read.
+/* Memory bandwidth limit for benchmarks: reads and writes the arrays of a split bf16 AdamW step (26 bytes per element)
+ * with trivial integer arithmetic. streams: exp_avg, exp_avg_sq (4 bytes), weight, remainder, grad (2 bytes); grad is
+ * only read.
  * prefetch: 0 none, 1 as the AdamW kernel does. */
 HOSTWARD_API int hostward_bench_rmw(void* const* streams, int64_t elements, int32_t threads, int32_t isa,
                                     int32_t prefetch);

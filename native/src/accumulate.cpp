@@ -1,4 +1,4 @@
-// Gradients of microbatches added up in fp32, and the norm partials of the totals while they are in the cache.
+// Accumulates gradients of microbatches in fp32, and makes the norm partials of the totals while they are in the cache.
 #include "chunks.h"
 #include "hostward.h"
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// One AdamW step over the ranges of a task: checks, constants, sharing out.
+// Makes one AdamW step over the ranges of a task: checks, constants, distribution over threads.
 #include "hostward.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -23,7 +23,7 @@ int find_layout(const hostward_adamw_task& task, Layout* layout) {
   return HOSTWARD_OK;
 }
 
-// The table entry for the step that a range is about to take, or -1 where the tables are too short for it.
+// Returns the table entry for the next step of a range, or -1 where the tables are too short for it.
 int64_t table_entry(const hostward_adamw_task& task, const hostward_range& range) {
   const int64_t last = task.table_length - 1;
   const int64_t step = *range.count + 1;
@@ -124,7 +124,7 @@ int hostward_adamw_step(const hostward_adamw_task* task) {
   if (task == nullptr) return HOSTWARD_ERROR_NULL;
   int code = HOSTWARD_OK;
   {
-    // The constants are formed on this thread too, before the work is shared out.
+    // The constants are formed on this thread too, before the work is distributed.
     const hostward::DefaultFloatEnvironment environment;
     code = hostward::run_task(*task);
   }

@@ -1,4 +1,4 @@
-// Shares the norm's chunks of flat arrays out over threads.
+// Distributes the norm's chunks of flat arrays over threads.
 #pragma once
 
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// Clocks a host function on the thread that runs it.
+// Times a host function on the thread that runs it.
 #include <chrono>
 
 #include "hostward.h"

@@ -1,5 +1,5 @@
-// Host memory copied by several threads, and fp32 masters put together from their halves on the way. What is copied is
-// not soon looked at: it goes past the caches, and memory does not read a line that is written whole.
+// Copies host memory by several threads, and joins fp32 main weights from their halves. Copies are not read again soon,
+// so stores bypass the caches, and a cache line that is written in full is not read from memory first.
 #include <algorithm>
 
 #if defined(__x86_64__)
@@ -13,10 +13,10 @@
 namespace hostward {
 namespace {
 
-constexpr int64_t kPieceBytes = 1024 * 1024;  // work worth a thread, and little enough to be shared out evenly
+constexpr int64_t kPieceBytes = 1024 * 1024;  // enough work for a thread, and small enough to balance threads
 
 void join(const Kernels& kernels, const char* high, const int16_t* low, char* into, int64_t elements) {
-  constexpr int64_t kJoinedElements = 1024;  // they are still in the nearest cache when copied
+  constexpr int64_t kJoinedElements = 1024;  // still in the L1 cache when copied
   alignas(64) float masters[kJoinedElements];
   for (int64_t i = 0; i < elements; i += kJoinedElements) {
     const int64_t count = std::min(kJoinedElements, elements - i);
@@ -25,7 +25,7 @@ void join(const Kernels& kernels, const char* high, const int16_t* low, char* in
   }
 }
 
-// What was written past the caches is seen by other threads only in this order.
+// Other threads see stores that bypass the caches only after this fence.
 void finish_copies() {
 #if defined(__x86_64__)
   _mm_sfence();

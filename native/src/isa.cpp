@@ -1,4 +1,4 @@
-// Which kernels this processor can run, and what this library is.
+// Selects the kernels that this processor can run, and reports the version of this library.
 #include "hostward.h"
 #include "kernels.h"
 

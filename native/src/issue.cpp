@@ -1,5 +1,5 @@
-// Enqueues lists of driver commands in one call: what a step costs is a few calls from Python, not one per wait, copy,
-// kernel and record.
+// Enqueues lists of driver commands in one call: a step costs a few calls from Python, not one per wait, copy, kernel
+// and record.
 #include <stdint.h>
 
 #include "hostward.h"
@@ -49,7 +49,7 @@ int issue_one(const hostward_driver& driver, void* stream, const hostward_comman
   }
 }
 
-// Issues everything; on a failure says where and with which result.
+// Issues all commands; on a failure reports the command and the driver's result.
 bool issue_all(hostward_issue_call& call) {
   for (int64_t k = 0; k < call.n_lists; ++k) {
     const hostward_command_list& list = call.lists[k];
@@ -70,7 +70,7 @@ bool issue_all(hostward_issue_call& call) {
 
 int hostward_issue(hostward_issue_call* call) {
   const hostward_driver& driver = *call->driver;
-  // The thread may be one that has used another device last, or none.
+  // This thread may have used another device last, or none.
   void* before = call->context;
   if (call->context != nullptr) {
     int result = reinterpret_cast<hostward::ContextGetCurrent>(driver.context_get_current)(&before);

@@ -10,8 +10,8 @@ struct Constants {
   float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_sqrt_bc2, scale;
 };
 
-// First elements of one contiguous piece. `master` is the remainder, the fp32 master, or null when the weight is the
-// master.
+// First elements of one contiguous piece. `master` is the low 16 bits (remainder), the fp32 main weight, or null for
+// fp32 weights.
 struct Piece {
   const void* grad;
   void* weight;
@@ -21,7 +21,7 @@ struct Piece {
 };
 
 constexpr int kDtypes = 3;
-constexpr int kLayouts = 4;  // how weight and master are stored
+constexpr int kLayouts = 4;  // how weight and fp32 main weight are stored
 enum Layout { kFp32Weight = 0, kSplitBf16 = 1, kPlainBf16 = 2, kPlainFp16 = 3 };
 
 constexpr int64_t kNormChunk = 4096;
@@ -38,8 +38,8 @@ struct Kernels {
   AdamwFunction adamw[kDtypes][kLayouts];
   NormFunction norm_chunk[kDtypes];
   AccumulateFunction accumulate[kDtypes][2];  // total = total + grad, total = grad
-  JoinFunction join;                          // fp32 masters of bf16 weights and their remainders
-  StreamFunction stream;                      // memcpy past the caches; other threads see it behind a fence
+  JoinFunction join;                          // fp32 main weights of bf16 weights and low 16 bits
+  StreamFunction stream;                      // memcpy that bypasses the caches; other threads see it after a fence
   RmwFunction rmw[2];                         // without and with prefetch
 };
 

@@ -1,4 +1,4 @@
-// Placement of fresh memory, and the roof that the benchmark compares the AdamW kernel with.
+// Places fresh memory, and measures the memory bandwidth limit that the benchmark compares the AdamW kernel with.
 #include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// Partial squared norms of fixed chunks, shared out over threads.
+// Computes partial squared norms of fixed chunks on several threads.
 #include "chunks.h"
 #include "hostward.h"
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// Shares work out over short-lived threads. None is left behind: a pool would have to survive fork and library
+// Distributes work over short-lived threads. No thread outlives the call: a pool would have to survive fork and library
 // unloading.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace hostward {
 
-// Default rounding and denormals for the life of the object: a caller may have set flush-to-zero for its own sake.
+// Sets default rounding and denormals for the life of the object: the caller may have set flush-to-zero.
 class DefaultFloatEnvironment {
  public:
 #if defined(__x86_64__)
@@ -41,7 +41,7 @@ class DefaultFloatEnvironment {
 
 constexpr int kMaxThreads = 256;
 
-// Takes the numbers of pieces, each once, in rising order within a thread.
+// Hands out the numbers of pieces, each once, in rising order within a thread.
 class PieceQueue {
  public:
   explicit PieceQueue(int64_t pieces) : pieces_(pieces) {}

@@ -1,4 +1,4 @@
-// What all tasks share: how a result reaches the task's error word.
+// Stores a task's result in its error word.
 #pragma once
 
 #include <stdint.h>

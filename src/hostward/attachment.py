@@ -37,7 +37,7 @@ from hostward.plan.plan_file import PlanFile
 from hostward.runtime.backend import Backend
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.pinned_arena import HostArena
-from hostward.schedule.activations import VisitsShape, lower_visits
+from hostward.schedule.activations import LayerCallsShape, lower_layer_calls
 from hostward.schedule.ops import Schedule
 from hostward.weights.offload import OffloadedWeights, WeightReport, Weights, weights_of
 
@@ -430,8 +430,8 @@ class Attachment:
         self.layers = [name for name, _ in layers[:offloaded]]
         """Paths of the layers whose activations leave."""
         self._which = f" in {', '.join(how.modules)}" if how.modules else ""
-        self._shape = VisitsShape(len(layers), offloaded, window, ahead, in_flight=how.max_in_flight)
-        self.schedule: Schedule = lower_visits(self._shape)
+        self._shape = LayerCallsShape(len(layers), offloaded, window, ahead, in_flight=how.max_in_flight)
+        self.schedule: Schedule = lower_layer_calls(self._shape)
         """One forward and backward, as data."""
         self.weight_schedule: Schedule | None = None if weights is None else weights.schedule
         """The same of offloaded weights."""
@@ -459,9 +459,9 @@ class Attachment:
         Raises:
             ConfigError: these are not all layers.
         """
-        if sum(lengths) != self._shape.visits or min(lengths) < 1:
+        if sum(lengths) != self._shape.layer_calls or min(lengths) < 1:
             raise ConfigError(
-                f"runs of {list(lengths)} layers, of {self._shape.visits} in all",
+                f"runs of {list(lengths)} layers, of {self._shape.layer_calls} in all",
                 fix="give the number of layers of each run, in order; together they are all that are attached",
             )
         if self._weights is not None:
@@ -500,7 +500,7 @@ class Attachment:
     def __repr__(self) -> str:
         report, what = self.report(), []
         if self.layers:
-            where = f"{_first_and_last(self.layers)} of {self._shape.visits}"
+            where = f"{_first_and_last(self.layers)} of {self._shape.layer_calls}"
             moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
             what.append(f"{where}: what they save for backward leaves{self._which}; so far {moved}")
         if self._weights is not None:
@@ -542,7 +542,7 @@ class _Checkpointing:
 
     Older transformers' layers put it around the module and its hooks: what the checkpoint saves itself, the layer's
     inputs, is saved before the hooks run, so the visit begins here. Whoever calls: a checkpoint saves the tensors that
-    it is given by position. What else it is given it holds, and no hook sees that (H43).
+    it is given by position. What else it is given it holds, and no hook sees that.
 
     A copy or pickle of the layer has the plain call.
     """

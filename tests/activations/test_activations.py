@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ from hostward.errors import ConfigError, ModelError, OrderingError
 from hostward.model.layers import find_layers
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
-from hostward.schedule.activations import VISIT
+from hostward.schedule.activations import LAYER_CALL_OPS
 from hostward.schedule.ops import Lane
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
@@ -228,12 +228,9 @@ def test_h5_h12_h14_each_wait_left_out_is_reported(op: str, monkeypatch: pytest.
     """`made` and `room` are marks that others wait for: those waits are left out."""
     victims = {"made": "offload", "room": "reload"}
     victim = victims.get(op, op)
-    waits = tuple(w for w in VISIT[victim].waits if op not in victims or w != op)
-    broken = VISIT[victim].__class__(
-        victim, VISIT[victim].kind, VISIT[victim].lane, VISIT[victim].point, None, VISIT[victim].reads,
-        VISIT[victim].writes, waits if op in victims else (), VISIT[victim].prior,
-    )  # fmt: skip
-    monkeypatch.setitem(transfers.VISIT, victim, broken)  # type: ignore[arg-type]
+    waits = tuple(w for w in LAYER_CALL_OPS[victim].waits if op not in victims or w != op)
+    broken = replace(LAYER_CALL_OPS[victim], waits=waits if op in victims else ())
+    monkeypatch.setitem(transfers.LAYER_CALL_OPS, victim, broken)  # type: ignore[arg-type]
     expected = trained_alone("Llama")
     seen = False
     for order in (Order(late=frozenset(LANES[:2])), Order(late=frozenset({LANES[0]})), Order()):

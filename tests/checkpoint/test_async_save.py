@@ -429,7 +429,7 @@ def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch
     groups: list[list[range]] = []
     at_once: list[tuple[list[range], list[range]]] = []
     ahead = threading.Semaphore(0)
-    fetch: Callable[..., list[Copy]] = staging._fetched
+    fetch: Callable[..., list[Copy]] = staging._to_host
 
     def noted(group: Sequence[Any]) -> list[Copy]:
         fetched = fetch(group)
@@ -452,7 +452,7 @@ def test_a_group_is_copied_while_the_next_is_fetched(tmp_path: Path, monkeypatch
         patched.setattr("hostward.checkpoint.async_saver._threads", lambda _: 2)
         patched.setattr(staging, "_TOGETHER_BYTES", 4096)
         patched.setattr(staging, "on_host", lambda t: t.data_ptr() not in there)
-        patched.setattr(staging, "_fetched", noted)
+        patched.setattr(staging, "_to_host", noted)
         patched.setattr(staging, "copy", meets)
         begin(saver, model, optimizer)
         path = saver.finish()
@@ -535,7 +535,7 @@ def test_state_that_cannot_be_read_is_what_is_told(
     """Threads that write, and wait for what is not copied any more, end as well. Seen red: no end of it."""
     model, optimizer = make("host")
     saver = api.Saver(tmp_path, mode=mode)
-    where, name = (staging, "_fetched") if mode == "snapshot" else (PiecePlanner, "read")
+    where, name = (staging, "_to_host") if mode == "snapshot" else (PiecePlanner, "read")
     read: Callable[..., Any] = getattr(where, name)
     calls = itertools.count(1)
 

@@ -210,7 +210,7 @@ def test_requests_that_cannot_be_met_are_refused_before_writing(tmp_path: Path) 
         with pytest.raises(CheckpointError, match=text):
             request()
     unknown: Any = "async"
-    with pytest.raises(CheckpointError, match=r"no way of saving 'async'\n  why: .*\n  fix: mode=None, 'snapshot' or"):
+    with pytest.raises(CheckpointError, match=r"no mode of saving 'async'\n  why: .*\n  fix: mode=None, 'snapshot' or"):
         api.Saver(tmp_path, mode=unknown)
     assert list(tmp_path.iterdir()) == []
 
@@ -311,7 +311,7 @@ def test_the_way_out_of_a_damaged_checkpoint_leads_back_not_on(tmp_path: Path) -
     shutil.rmtree(tmp_path / "iter_0000001")
     with pytest.raises(CheckpointError) as caught:
         api.latest(tmp_path)
-    later = "to go on from a later one, as no complete one lies before it"
+    later = "to go on from a later one, as there is no complete one before it"
     assert caught.value.fix == f"{later}, write iter_0000006 into {latest}"
     latest.write_text("nonsense")
     with pytest.raises(CheckpointError) as caught:

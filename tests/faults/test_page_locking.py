@@ -227,7 +227,7 @@ def test_t10_a_save_gets_by_without_locked_pages(mode: Any, tmp_path: Path, capl
     path = api.latest(tmp_path)
     assert path is not None
     assert "buffers of a save: " in caplog.text
-    assert "plain memory" in caplog.text
+    assert "pageable memory" in caplog.text
     assert host_bytes(backend) == sum(n for _, n in backend.ledger.by_owner(Tier.HOST).items())
     for mix, switches in ((HOST, NOTHING_LOCKED), (STREAMED, {}), ({"offload_fraction": 0.0}, {})):
         other = network(torch.bfloat16)

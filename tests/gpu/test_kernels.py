@@ -233,8 +233,8 @@ def test_h54_operands_are_checked_before_the_launch() -> None:
     case = Case(1, "bf16-split", [100])
     n = case.device["exp_avg"].numel()
     wrong = {
-        "exp_avg lies on cpu": {"exp_avg": case.device["exp_avg"].cpu()},
-        "skip lies on cpu": {"skip": case.skip.cpu()},
+        "exp_avg is on cpu": {"exp_avg": case.device["exp_avg"].cpu()},
+        "skip is on cpu": {"skip": case.skip.cpu()},
         "exp_avg_sq has dtype torch.float64": {"exp_avg_sq": case.device["exp_avg_sq"].double()},
         "exp_avg is not contiguous": {"exp_avg": torch.zeros(n, 2, device=DEVICE)[:, 0]},
         f"remainder has {n - 1} elements": {"remainder": case.device["remainder"][1:]},

@@ -215,7 +215,7 @@ def test_norm_operands_are_checked_before_the_launch() -> None:
     good |= {"skip_out": one[torch.int32], "norm_out": one[torch.float32]}
     with pytest.raises(PlacementError, match=r"skip_out has dtype torch\.float32"):
         norm.finish(one[torch.int64], one[torch.int32], **{**good, "skip_out": one[torch.float32]})
-    with pytest.raises(PlacementError, match="scale_out lies on cpu"):
+    with pytest.raises(PlacementError, match="scale_out is on cpu"):
         norm.finish(one[torch.int64], one[torch.int32], **{**good, "scale_out": torch.zeros(1)})
     with pytest.raises(ConfigError, match="max_norm is NaN"):
         norm.finish(one[torch.int64], one[torch.int32], **{**good, "max_norm": float("nan")})

@@ -41,7 +41,7 @@ def test_scale_skip_and_hyper_are_read_when_the_task_runs() -> None:
     case = make_case()
     scale, skip = np.array([1.0], dtype=np.float32), np.array([1], dtype=np.int32)
     run = native_run(case, isa=Isa.BEST, scale=scale, skip=skip)
-    hyper = next(kept.memory for kept in run.task._kept.values() if kept.dtype == "fp64" and kept.elements == 5)
+    hyper = next(kept.memory for kept in run.task._operands.values() if kept.dtype == "fp64" and kept.elements == 5)
     scale[0], skip[0] = 0.25, 0
     hyper[0] = 0.5
     adamw_step(run.task)
@@ -225,9 +225,9 @@ def test_h54_replaced_operands_are_checked_and_kept_alive_and_old_ones_let_go() 
     task = build()
     hyper = hyper_array(1.0, 0.0, 0.9, 0.95, 1e-8)
     twin = task.with_hyper(hyper).with_hyper(hyper)
-    assert twin._kept["hyper"].memory is hyper
-    assert task._kept["hyper"].memory is not hyper  # the first task still holds its own
-    assert len(twin._kept) == len(task._kept)
+    assert twin._operands["hyper"].memory is hyper
+    assert task._operands["hyper"].memory is not hyper  # the first task still holds its own
+    assert len(twin._operands) == len(task._operands)
     with pytest.raises(PlacementError, match="hyper has 4 elements, the task needs 5"):
         task.with_hyper(np.zeros(4))
     with pytest.raises(PlacementError, match="error has dtype int64"):
@@ -259,7 +259,7 @@ def build(**changes: Any) -> AdamWTask:
     [
         ({"grad": torch.zeros(8, dtype=torch.float64)}, PlacementError, r"ranges\[0\]\.grad has dtype fp64"),
         ({"grad": torch.zeros(8, dtype=torch.int16)}, PlacementError, r"ranges\[0\]\.grad has dtype int16"),
-        ({"grad": torch.zeros(8, device="meta", dtype=torch.bfloat16)}, PlacementError, r"lies on meta"),
+        ({"grad": torch.zeros(8, device="meta", dtype=torch.bfloat16)}, PlacementError, r"is on meta"),
         ({"grad": torch.zeros(4, dtype=torch.bfloat16)}, PlacementError, r"has 4 elements, the task needs 8"),
         ({"weight": torch.zeros(16, dtype=torch.bfloat16)[::2]}, PlacementError, r"weight is not contiguous"),
         ({"weight": torch.zeros(4, 4, dtype=torch.bfloat16).t()}, PlacementError, r"weight is not contiguous"),
@@ -310,7 +310,7 @@ def test_h54_mixed_gradient_dtypes_need_two_tasks() -> None:
 
 def test_operands_stay_alive_as_long_as_the_task() -> None:
     task = build()
-    assert len({id(kept.memory) for kept in task._kept.values()}) == len(task._kept) == 10
+    assert len({id(kept.memory) for kept in task._operands.values()}) == len(task._operands) == 10
 
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])

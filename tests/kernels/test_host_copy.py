@@ -110,7 +110,7 @@ FLOATS = torch.zeros(4)
         ((FLOATS, FLOATS.bfloat16(), torch.zeros(4, dtype=torch.int32)), PlacementError, "low has dtype int32"),
         ((FLOATS, FLOATS.bfloat16(), torch.zeros(2, dtype=torch.int16)), ConfigError, "2, 4 elements"),
         ((torch.zeros(8)[::2], FLOATS), PlacementError, "not contiguous"),
-        ((FLOATS.to("meta"), FLOATS), PlacementError, "lies on meta"),
+        ((FLOATS.to("meta"), FLOATS), PlacementError, "is on meta"),
         ((np.frombuffer(b"\0" * 16, np.float32), FLOATS), PlacementError, "read-only"),
     ],
 )

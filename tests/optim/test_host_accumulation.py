@@ -25,7 +25,7 @@ from hostward.errors import ConfigError, ModelError
 from hostward.optim.offloaded_grad import MovedGradient, Where
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
-from hostward.schedule.optimizer import INBOXES
+from hostward.schedule.optimizer import LANDING_BUFFERS
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 ORDERS = (None, Order(seed=1, late=LATE[0]), Order(seed=2, late=LATE[1]), LATEST)
@@ -243,7 +243,7 @@ def test_totals_and_what_lands_before_them_are_all_that_is_held() -> None:
     held = optimizer.backend.ledger.by_owner(Tier.HOST)["gradients"]
     largest = max(b.offsets[-1] for b in optimizer.inventory.buckets)
     padded = sum(b.offsets[-1] for b in optimizer.inventory.buckets)
-    assert held == 4 * padded + INBOXES * 4 * largest
+    assert held == 4 * padded + LANDING_BUFFERS * 4 * largest
     assert optimizer.backend.ledger.by_owner(Tier.HOST)["norm partials"] > 0
 
 

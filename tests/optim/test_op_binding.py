@@ -23,7 +23,13 @@ from hostward.optim.step_executor import TOGETHER, StepExecutor
 from hostward.runtime.backend import Batch, Event, Work
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.schedule.ops import Kind, Lane, Op
-from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, STEP, gradient_point, release_point, use_point
+from hostward.schedule.optimizer import (
+    GRADIENTS_IN_FLIGHT,
+    STEP,
+    grad_ready_trigger,
+    pre_forward_trigger,
+    release_grad_trigger,
+)
 
 
 class Batches(SimulatedBackend):
@@ -91,7 +97,7 @@ def test_works_are_put_together_in_the_order_of_the_schedule() -> None:
     optimizer = adamw(model, backend=lanes, **MIXED)
     set_gradients(model, 0)
     optimizer.step()
-    ops = [op for op in optimizer.schedule.points[STEP] if op.kind is not Kind.MODEL]
+    ops = [op for op in optimizer.schedule.triggers[STEP] if op.kind is not Kind.MODEL]
     first = next(i for i, op in enumerate(ops) if op.kind is Kind.ADAMW)
     events = optimizer._executor._bindings.events
     expected = [[events[op.name] for op in part] for part in (ops[:first], ops[first:])]
@@ -103,7 +109,7 @@ def test_works_are_put_together_in_the_order_of_the_schedule() -> None:
 
 def done_of(optimizer: hostward.AdamW, points: Sequence[str]) -> list[Event]:
     """What is recorded at these points, in the order of the schedule."""
-    ops = [op for point in points for op in optimizer.schedule.points.get(point, ()) if op.kind is not Kind.MODEL]
+    ops = [op for point in points for op in optimizer.schedule.triggers.get(point, ()) if op.kind is not Kind.MODEL]
     return [optimizer._executor._bindings.events[op.name] for op in ops]
 
 
@@ -115,15 +121,17 @@ def test_points_that_come_together_are_put_together_in_order() -> None:
     asked = [[work.done for work in works] for works in lanes.works]
     placements = [b.placement for b in optimizer.plan.buckets]
     run = range(min(TOGETHER, len(placements)))
-    assert asked[0] == done_of(optimizer, [gradient_point(b) for b in run])
+    assert asked[0] == done_of(optimizer, [grad_ready_trigger(b) for b in run])
     host = [b for b in run if placements[b] is Placement.HOST][:-GRADIENTS_IN_FLIGHT]
     assert len(host) > 1
-    assert asked[1] == done_of(optimizer, [release_point(b) for b in host])
+    assert asked[1] == done_of(optimizer, [release_grad_trigger(b) for b in host])
     lanes.works.clear()
     layers = sorted(optimizer._executor.pending, key=list(optimizer._executor._layers).index)
     optimizer.arrive()
     assert len(layers) > 1
-    assert [work.done for work in lanes.works[-1]] == done_of(optimizer, [use_point(layer) for layer in layers])
+    assert [work.done for work in lanes.works[-1]] == done_of(
+        optimizer, [pre_forward_trigger(layer) for layer in layers]
+    )
 
 
 @pytest.mark.parametrize("skip", [[], ["layers.2.weight", NEVER]])

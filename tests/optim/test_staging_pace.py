@@ -6,7 +6,7 @@ import pytest
 
 from hostward.optim.staging_slots import Pace
 from hostward.schedule.ops import Lane
-from hostward.schedule.staging import FEWEST
+from hostward.schedule.staging import MIN_STAGING_BUFFERS
 
 
 class Watch:
@@ -42,8 +42,8 @@ def timed(watch: Watch, reads: int = 4) -> Pace:
         (3.0, 3),
         (5.0, 4),
         (9.0, 4),
-        (1.5, FEWEST),
-        (0.5, FEWEST),
+        (1.5, MIN_STAGING_BUFFERS),
+        (0.5, MIN_STAGING_BUFFERS),
     ],
 )
 def test_those_that_had_begun_when_backward_was_over(over: float, ahead: int) -> None:

@@ -17,8 +17,8 @@ from hostward.optim.staging_slots import Slots
 from hostward.runtime.backend import Buffer, Tier
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.schedule.ops import Lane
-from hostward.schedule.optimizer import StepShape, lower_step, slots_by_last_use, slots_of
-from hostward.schedule.staging import FEWEST, Span, late_bucket, settle
+from hostward.schedule.optimizer import StepShape, lower_step, staging_buffer_by_bucket, staging_buffers_by_last_use
+from hostward.schedule.staging import MIN_STAGING_BUFFERS, TriggerInterval, decide_staging, late_trigger_bucket
 
 SLOT = 1024
 
@@ -89,7 +89,7 @@ def test_what_a_layer_allocates_between_its_points_is_not_taken(inner: int) -> N
     backward = [10, 8, 6, 3, 2, 1]
     backward[3] += inner
     slots = profiled([1, 2, 4, 6, 8, 9], [n * SLOT for n in backward])
-    assert slots.count == min(6, FEWEST + 10 - max(backward[3:]))
+    assert slots.count == min(6, MIN_STAGING_BUFFERS + 10 - max(backward[3:]))
 
 
 FORWARD, BACKWARD = [1, 2, 4, 6, 8, 9], [10, 8, 6, 6, 6, 5]
@@ -101,8 +101,8 @@ FORWARD, BACKWARD = [1, 2, 4, 6, 8, 9], [10, 8, 6, 6, 6, 5]
         ([10, 8, 6, 6, 6, 5], 3, 6),  # from bucket 3 on nothing takes more than from bucket 2 on
         ([10, 8, 7, 6, 6, 5], 2, 6),  # bucket 3 takes one more: five slots would fit
         ([10, 1, 1, 1, 1, 1], 4, 6),
-        ([1, 1, 1, 10, 1, 1], 5, FEWEST),  # no more fit later
-        ([1, 1, 1, 1, 1, 10], 5, FEWEST),
+        ([1, 1, 1, 10, 1, 1], 5, MIN_STAGING_BUFFERS),  # no more fit later
+        ([1, 1, 1, 1, 1, 10], 5, MIN_STAGING_BUFFERS),
     ],
 )
 def test_state_is_read_as_soon_as_all_slots_fit(backward: list[int], first: int, count: int) -> None:
@@ -151,15 +151,15 @@ def test_slots_go_back_before_the_layer_that_needs_the_memory() -> None:
 def test_slots_go_back_in_the_order_in_which_they_are_written(streamed: int, slots: int, order: list[int]) -> None:
     """Of six buckets in four slots the last but three has slot 2."""
     placements = (Placement.STREAMED,) * streamed
-    assert slots_by_last_use(slots_of(placements, slots), slots) == order
-    schedule = lower_step(StepShape(placements, ("a",) * streamed, slots=slots, transient=True))
+    assert staging_buffers_by_last_use(staging_buffer_by_bucket(placements, slots), slots) == order
+    schedule = lower_step(StepShape(placements, ("a",) * streamed, staging_buffers=slots, transient=True))
     assert [op.name for op in schedule.ops if op.name.startswith("unstage/")] == [f"unstage/{slot}" for slot in order]
 
 
 def test_buckets_of_a_slot_share_its_views() -> None:
     slots = made([0] * 6, [0] * 6)
-    assert slots.count == FEWEST
-    assert all(slots.of(b) is slots.of(b % FEWEST) for b in range(6))
+    assert slots.count == MIN_STAGING_BUFFERS
+    assert all(slots.of(b) is slots.of(b % MIN_STAGING_BUFFERS) for b in range(6))
     slots.acquire(slots.count)
     first, second = slots.of(0)[0], slots.of(1)[0]
     assert first.nbytes == second.nbytes == SLOT
@@ -216,21 +216,21 @@ def test_slots_are_taken_one_by_one_as_memory_is_freed() -> None:
     st.integers(1, 12),
 )
 def test_slots_that_come_earlier_raise_no_peak(early: bool, forward: list[int], backward: list[int], most: int) -> None:
-    spans = [Span(f"l{i}", None, 0, n) for i, n in enumerate(forward)]
-    spans += [Span(None, b, 0, n) for b, n in zip(reversed(range(len(backward))), backward, strict=True)]
-    late = late_bucket([1] * len(backward))
-    found = settle(spans, slot_size_bytes=3, most=most, stage_at=late, early=early)
+    spans = [TriggerInterval(f"l{i}", None, 0, n) for i, n in enumerate(forward)]
+    spans += [TriggerInterval(None, b, 0, n) for b, n in zip(reversed(range(len(backward))), backward, strict=True)]
+    late = late_trigger_bucket([1] * len(backward))
+    found = decide_staging(spans, slot_size_bytes=3, most=most, acquire_at=late, early=early)
     assert found is not None
-    assert list(found.stage_at) == sorted(found.stage_at, reverse=True)
-    assert len(found.stage_at) == found.count
-    limit = max([*forward, *backward]) + FEWEST * 3
+    assert list(found.acquire_at) == sorted(found.acquire_at, reverse=True)
+    assert len(found.acquire_at) == found.count
+    limit = max([*forward, *backward]) + MIN_STAGING_BUFFERS * 3
     for span in spans[len(forward) :]:
-        held = sum(span.bucket <= at for at in found.stage_at) * 3
+        held = sum(span.bucket <= at for at in found.acquire_at) * 3
         assert span.peak_bytes + held <= limit
     if not early:
-        assert set(found.stage_at) <= {late}
+        assert set(found.acquire_at) <= {late}
     names = [span.layer for span in spans[: len(forward)]]
-    back = [len(names) - 1 if layer is None else names.index(layer) for layer in found.unstage_at]
+    back = [len(names) - 1 if layer is None else names.index(layer) for layer in found.release_at]
     assert len(back) == found.count
     assert back == sorted(back)
     for i, span in enumerate(spans[: len(forward)]):

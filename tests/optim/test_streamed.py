@@ -121,7 +121,7 @@ def with_profile(monkeypatch: pytest.MonkeyPatch, slots: int) -> list[Profile]:
     return made
 
 
-def slots_of(optimizer: hostward.AdamW) -> int:
+def staging_buffer_by_bucket(optimizer: hostward.AdamW) -> int:
     return len({name for op in optimizer.schedule.ops for name in op.writes if name.startswith("slot/")})
 
 
@@ -132,7 +132,7 @@ def test_an_interrupt_between_new_slots_and_the_schedule_for_them(monkeypatch: p
     lower, interrupts = issuing.Schedules, [1]
 
     def interrupted(shape: StepShape) -> issuing.Schedules:
-        if shape.slots == 4 and interrupts:
+        if shape.staging_buffers == 4 and interrupts:
             interrupts.pop()
             raise KeyboardInterrupt
         return lower(shape)
@@ -154,7 +154,7 @@ def test_an_interrupt_between_new_slots_and_the_schedule_for_them(monkeypatch: p
             gradients(model, step)
         optimizer.step()
     assert not interrupts
-    assert slots_of(optimizer) == 4
+    assert staging_buffer_by_bucket(optimizer) == 4
     assert_equal(snapshot(model, optimizer), expected.snapshot())
 
 
@@ -174,7 +174,7 @@ def test_h21_any_number_of_slots_and_a_change_of_it_give_the_same_bits(
             gradients(model, step)
             expected.step({n: p.grad for n, p in model.named_parameters()}, max_norm=0.5)
             optimizer.step()
-            counts.append(slots_of(optimizer))
+            counts.append(staging_buffer_by_bucket(optimizer))
             restarts.append(profiles[-1].restarted)
         streamed = optimizer.plan.count(Placement.STREAMED)
         assert counts[:2] == [min(2, streamed)] * 2
@@ -188,7 +188,7 @@ def test_staging_bytes_bound_the_slots_and_one_is_always_there(mix: str) -> None
     sizes = []
     for staging_bytes in (1, 1_500_000, None):
         model, optimizer = trained(MIXES[mix], torch.bfloat16, backend(seed=1), staging_bytes=staging_bytes)
-        sizes.append(slots_of(optimizer))
+        sizes.append(staging_buffer_by_bucket(optimizer))
         assert_equal(snapshot(model, optimizer), in_numpy(Model(torch.bfloat16), None))
     assert sizes[0] == 1
     assert sizes[2] == 2

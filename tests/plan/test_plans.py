@@ -170,7 +170,9 @@ def test_a_plans_bytes_are_those_of_the_schedules_slots_and_state(several: bool)
     assert streaming
     for candidate in streaming[:8]:
         placements, buckets = candidate.choice.placements, workload.inventory.buckets
-        shape = StepShape(placements, tuple(b.layer for b in buckets), slots=candidate.needs.slots, transient=True)
+        shape = StepShape(
+            placements, tuple(b.layer for b in buckets), staging_buffers=candidate.needs.slots, transient=True
+        )
         named = operands(lower_step(shape).ops)
         streamed = [b for b, p in zip(buckets, placements, strict=True) if p is Placement.STREAMED]
         slots = {name for name in named if name.startswith("slot/")}

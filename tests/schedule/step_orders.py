@@ -48,7 +48,7 @@ def as_reached(whole: Schedule, schedule: Schedule, random: Random) -> list[Op]:
     `whole` is the schedule of a turn in which every bucket has a gradient: until the step nobody knows which will not,
     so what is issued before it comes from there.
     """
-    points, before = dict(schedule.points), whole.points
+    points, before = dict(schedule.triggers), whole.triggers
     # A point that only the model reaches, or none: with overlap off everything of ours is in the step.
     order: list[str] = []
     every = sorted(p for p in points if p.startswith("gradient/"))

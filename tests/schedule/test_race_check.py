@@ -20,7 +20,7 @@ from hostward.errors import OrderingError
 from hostward.optim.op_binding import Schedules
 from hostward.schedule import optimizer as lowering
 from hostward.schedule.ops import Kind, Lane, Op, Schedule
-from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, StepShape, lower, lower_step, slots_of
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, StepShape, lower, lower_step, staging_buffer_by_bucket
 from hostward.schedule.race_check import races, repeated, require_ordered, same_order, stamps
 
 SEEDS = st.integers(0, 2**32)
@@ -44,7 +44,9 @@ def test_every_mix_of_up_to_four_placements_is_ordered(slots: int, transient: bo
             count = slots if S in placements else 0
             layers = tuple(str(b // 2) for b in range(n))
             for ahead in {None, min(1, count)}:
-                lower_step(StepShape(placements, layers, slots=count, ahead=ahead, transient=transient))
+                lower_step(
+                    StepShape(placements, layers, staging_buffers=count, prefetch_depth=ahead, transient=transient)
+                )
 
 
 @settings(max_examples=300)
@@ -58,7 +60,7 @@ def test_any_order_of_points_and_any_absent_buckets_are_ordered(
 
 def test_writes_of_state_are_paced_by_host_steps() -> None:
     """Each waits for the last host bucket but one before it; none waits where there is no such bucket."""
-    shape = StepShape((S, H, S, H, S, D, H, S, S), ("a",) * 9, slots=2)
+    shape = StepShape((S, H, S, H, S, D, H, S, S), ("a",) * 9, staging_buffers=2)
     paces = {op.name: op.waits[1:] for op in lower(shape).ops if op.name.startswith("write/")}
     expected = {0: (), 2: (), 4: ("step/1",), 7: ("step/3",), 8: ("step/3",)}
     assert paces == {f"write/{b}": waits for b, waits in expected.items()}
@@ -66,21 +68,25 @@ def test_writes_of_state_are_paced_by_host_steps() -> None:
     assert next(op.waits for op in absent.ops if op.name == "write/7") == ("step/7", "step/1")
 
 
-MIX = StepShape((D, H, S, H, S, S), tuple("aabbcc"), slots=2, transient=True)
+MIX = StepShape((D, H, S, H, S, S), tuple("aabbcc"), staging_buffers=2, transient=True)
 SHAPES = {
     "mix": MIX,
     "kept slots": replace(MIX, transient=False),
-    "one slot": replace(MIX, slots=1),
-    "one ahead": StepShape((S, H, S, S, H, S), tuple("aabbcc"), slots=3, ahead=1, transient=True),
+    "one slot": replace(MIX, staging_buffers=1),
+    "one ahead": StepShape((S, H, S, S, H, S), tuple("aabbcc"), staging_buffers=3, prefetch_depth=1, transient=True),
     "serial": replace(MIX, overlap=False),
     "host": StepShape((H,) * 3, tuple("aab")),
-    "summed": StepShape((H, D, H, H, S, H, H), tuple("aabbcdd"), slots=1, summed=frozenset((0, 2, 5, 6))),
-    "all summed": StepShape((H,) * 5, tuple("aabbc"), summed=frozenset(range(5))),
-    "streamed": StepShape((S,) * 4, tuple("aabc"), slots=3, transient=True),
+    "summed": StepShape(
+        (H, D, H, H, S, H, H), tuple("aabbcdd"), staging_buffers=1, accumulated_on_host=frozenset((0, 2, 5, 6))
+    ),
+    "all summed": StepShape((H,) * 5, tuple("aabbc"), accumulated_on_host=frozenset(range(5))),
+    "streamed": StepShape((S,) * 4, tuple("aabc"), staging_buffers=3, transient=True),
     "device": StepShape((D,) * 3, tuple("abb")),
-    "fetched": StepShape((H,) * 5, tuple("abccd"), fetched=frozenset((1, 2))),
-    "fetched, summed": StepShape((H,) * 4, tuple("abcd"), summed=frozenset(range(4)), fetched=frozenset((0, 2))),
-    "fetched, mixed": StepShape((H, H, D, S), tuple("abcd"), slots=1, fetched=frozenset((0,))),
+    "fetched": StepShape((H,) * 5, tuple("abccd"), prefetched=frozenset((1, 2))),
+    "fetched, summed": StepShape(
+        (H,) * 4, tuple("abcd"), accumulated_on_host=frozenset(range(4)), prefetched=frozenset((0, 2))
+    ),
+    "fetched, mixed": StepShape((H, H, D, S), tuple("abcd"), staging_buffers=1, prefetched=frozenset((0,))),
 }
 IMPLIED = {
     ("release", "step"): "the device stepped on this lane, or the arrival before it waited for the step",
@@ -165,7 +171,7 @@ def test_a_race_is_told_with_its_cure() -> None:
 
 
 def test_lowering_runs_the_rule_on_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = StepShape((S,), ("a",), slots=1)
+    shape = StepShape((S,), ("a",), staging_buffers=1)
     for name, wait in (("step/0", "read/0"), ("read/0", "~written")):
         broken = lower(shape).without_wait(name, wait)
         monkeypatch.setattr(lowering, "lower", lambda _, broken=broken: broken)
@@ -199,7 +205,7 @@ def test_order_is_kept_through_lanes_and_through_chains_of_waits() -> None:
 
 
 def test_schedules_without_some_buckets_are_checked_when_they_are_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedules = Schedules(StepShape((H, S, H, S), tuple("abcd"), slots=2, transient=True))
+    schedules = Schedules(StepShape((H, S, H, S), tuple("abcd"), staging_buffers=2, transient=True))
     schedules.points(frozenset({0}))
     download = lowering._download
     monkeypatch.setattr(lowering, "_download", lambda b: replace(download(b), waits=()))
@@ -210,9 +216,9 @@ def test_schedules_without_some_buckets_are_checked_when_they_are_lowered(monkey
 
 def test_streamed_buckets_take_the_slots_in_turn_and_the_first_are_read_before_the_norm() -> None:
     placements = (D, S, H, S, S, S)
-    assert slots_of(placements, 2) == {1: 0, 3: 1, 4: 0, 5: 1}
-    schedule = lower_step(StepShape(placements, tuple("abcdef"), slots=2, transient=True))
-    at = {op.name: op.point for op in schedule.ops}
+    assert staging_buffer_by_bucket(placements, 2) == {1: 0, 3: 1, 4: 0, 5: 1}
+    schedule = lower_step(StepShape(placements, tuple("abcdef"), staging_buffers=2, transient=True))
+    at = {op.name: op.trigger for op in schedule.ops}
     assert [at[f"read/{b}"] for b in (1, 3, 4, 5)] == ["stage/0", "stage/1", "step", "step"]
     assert schedule.by_name["read/4"].waits == ("acquire/0", "write/1")
     assert [at[f"acquire/{k}"] for k in (0, 1)] == ["stage/0", "stage/1"]
@@ -226,16 +232,16 @@ def test_streamed_buckets_take_the_slots_in_turn_and_the_first_are_read_before_t
 
 def test_state_that_backward_does_not_hide_comes_in_order_of_use_with_the_weights() -> None:
     """Each read stands where the streamed bucket `ahead` before it is stepped, or later, where its slot is written."""
-    shape = StepShape((S, H, S, S, H, S, S), ("a",) * 7, slots=3, ahead=1, transient=True)
+    shape = StepShape((S, H, S, S, H, S, S), ("a",) * 7, staging_buffers=3, prefetch_depth=1, transient=True)
     schedule = lower_step(shape)
-    at = {op.name: op.point for op in schedule.ops}
+    at = {op.name: op.trigger for op in schedule.ops}
     assert [b for b in (0, 2, 3, 5, 6) if at[f"read/{b}"].startswith("stage/")] == [0]
     link = [op.name for op in schedule.ops if op.lane is Lane.H2D]
     assert link == ["read/0", "read/2", "upload/1", "read/3", "read/5", "upload/4", "read/6"]
     waits = [schedule.by_name[f"read/{b}"].waits for b in (2, 3, 5)]
     assert waits == [("acquire/1",), ("acquire/2",), ("acquire/0", "write/0")]
     assert [at[f"acquire/{k}"] for k in range(3)] == ["stage/0", "stage/1", "stage/2"]
-    whole = lower_step(replace(shape, ahead=None))
+    whole = lower_step(replace(shape, prefetch_depth=None))
     assert [op.name for op in whole.ops if op.lane is Lane.H2D][:4] == ["read/0", "read/2", "read/3", "read/5"]
 
 
@@ -251,4 +257,4 @@ def test_at_most_two_gradients_are_on_their_way_out() -> None:
 
 def test_a_serial_step_has_everything_in_the_step() -> None:
     for op in lower_step(replace(MIX, overlap=False)).ops:
-        assert op.point == "step" or op.kind is Kind.MODEL
+        assert op.trigger == "step" or op.kind is Kind.MODEL

@@ -46,10 +46,10 @@ def test_the_text_parses_back(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_points_hold_every_operation_once_in_order_of_issue(schedule: Schedule) -> None:
-    points = schedule.points
+    points = schedule.triggers
     assert sorted(op.name for ops in points.values() for op in ops) == sorted(schedule.by_name)
     for point, ops in points.items():
-        assert ops == tuple(op for op in schedule.ops if op.point == point)
+        assert ops == tuple(op for op in schedule.ops if op.trigger == point)
     firsts = [schedule.ops.index(ops[0]) for ops in points.values()]
     assert firsts == sorted(firsts)
 
@@ -79,7 +79,7 @@ def test_comments_and_blank_lines() -> None:
     assert [op.name for op in schedule.ops] == ["a", "b"]
     assert operands(schedule.ops) == {"x"}
     assert schedule.by_name["b"] == Op("b", Kind.COPY, Lane.D2H, "use/a", None, ("x",), (), ("a",), ("b",))
-    assert schedule.by_name["a"].point == "step"
+    assert schedule.by_name["a"].trigger == "step"
     assert schedule.without_wait("b", "a").by_name["b"].waits == ()
 
 
@@ -94,12 +94,12 @@ def test_comments_and_blank_lines() -> None:
         ("op a kind=norm lane=compute colour=red", "cannot read 'colour=red'"),
         ("op a kind=norm lane=compute reads=", "cannot read 'reads='"),
         ("op a kind=norm kind=copy lane=compute", "cannot read 'kind=copy'"),
-        ("op a kind=norm lane=compute reads=x,,y", "'' is no name"),
+        ("op a kind=norm lane=compute reads=x,,y", "'' is not a valid name"),
         ("op a kind=norm lane=compute waits=b", "'a' waits for 'b', which is not issued before it"),
         ("op a kind=norm lane=compute waits=a", "'a' waits for 'a', which is not issued before it"),
         ("op a kind=norm lane=compute prior=b", "'a' waits for 'b', which is not issued before it"),
         ("op a kind=norm lane=compute prior=", "cannot read 'prior='"),
-        ("op a kind=norm lane=compute point=a,b", "'a,b' is no name"),
+        ("op a kind=norm lane=compute point=a,b", "'a,b' is not a valid name"),
         ("op a point=b point=c kind=norm lane=compute", "cannot read 'point=c'"),
         ("op a kind=norm lane=compute\nop a kind=norm lane=compute", "two operations are named 'a'"),
     ],

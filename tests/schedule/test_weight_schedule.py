@@ -16,9 +16,16 @@ from hostward.core.placement import Placement
 from hostward.errors import OrderingError
 from hostward.schedule import optimizer as steps, weights as lowering
 from hostward.schedule.ops import Lane, Op, Schedule
-from hostward.schedule.optimizer import StepShape, later_uploads, lower, lower_step, upload_point, use_point
+from hostward.schedule.optimizer import (
+    StepShape,
+    deferred_uploads,
+    lower,
+    lower_step,
+    pre_forward_trigger,
+    upload_trigger,
+)
 from hostward.schedule.race_check import races, repeated, same_order
-from hostward.schedule.weights import WEIGHT, WeightsShape, lower_weights
+from hostward.schedule.weights import WEIGHT_OPS, WeightsShape, lower_weights
 
 
 @st.composite
@@ -89,7 +96,7 @@ def test_each_wait_deleted_is_a_race_or_changes_no_order(
 
 @pytest.mark.parametrize("op", ["fetch", "arrive", "empty"])
 def test_lowering_runs_the_rule(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "WEIGHT", {**WEIGHT, op: replace(WEIGHT[op], waits=())})
+    monkeypatch.setattr(lowering, "WEIGHT_OPS", {**WEIGHT_OPS, op: replace(WEIGHT_OPS[op], waits=())})
     with pytest.raises(OrderingError, match="nothing orders them"):
         lower_weights(WeightsShape(3, 2, unused=frozenset({0, 1})))
 
@@ -98,12 +105,12 @@ def test_lowering_runs_the_rule(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 HOST, DEVICE, STREAMED = Placement.HOST, Placement.DEVICE, Placement.STREAMED
 SHAPES = [
-    StepShape((HOST,) * 5, ("a", "b", "c", "d", "e"), fetched=frozenset({1, 2})),
-    StepShape((HOST,) * 5, ("a", "b", "b", "c", "c"), fetched=frozenset({1})),
-    StepShape((HOST,) * 4, ("a", "b", "c", "d"), fetched=frozenset({0, 2})),
-    StepShape((HOST, HOST, DEVICE, STREAMED), ("a", "b", "c", "d"), fetched=frozenset({0}), slots=1),
-    StepShape((HOST,) * 4, ("a", "b", "c", "d"), fetched=frozenset({0, 1}), overlap=False),
-    StepShape((HOST,) * 4, ("a", "b", "c", "d"), fetched=frozenset({1, 2}), summed=frozenset(range(4))),
+    StepShape((HOST,) * 5, ("a", "b", "c", "d", "e"), prefetched=frozenset({1, 2})),
+    StepShape((HOST,) * 5, ("a", "b", "b", "c", "c"), prefetched=frozenset({1})),
+    StepShape((HOST,) * 4, ("a", "b", "c", "d"), prefetched=frozenset({0, 2})),
+    StepShape((HOST, HOST, DEVICE, STREAMED), ("a", "b", "c", "d"), prefetched=frozenset({0}), staging_buffers=1),
+    StepShape((HOST,) * 4, ("a", "b", "c", "d"), prefetched=frozenset({0, 1}), overlap=False),
+    StepShape((HOST,) * 4, ("a", "b", "c", "d"), prefetched=frozenset({1, 2}), accumulated_on_host=frozenset(range(4))),
 ]
 
 
@@ -112,40 +119,40 @@ def test_what_stands_behind_fetched_weights_is_uploaded_later(shape: StepShape) 
     ops = {op.name: op for op in lower_step(shape).ops}
     for b, placement in enumerate(shape.placements):
         if placement is HOST:
-            assert (f"upload/{b}" in ops) is (b not in shape.fetched)
-            if b not in shape.fetched and shape.overlap:
-                late = b > min(shape.fetched)
-                assert ops[f"upload/{b}"].point == (upload_point(shape.layers[b]) if late else steps.STEP)
+            assert (f"upload/{b}" in ops) is (b not in shape.prefetched)
+            if b not in shape.prefetched and shape.overlap:
+                late = b > min(shape.prefetched)
+                assert ops[f"upload/{b}"].trigger == (upload_trigger(shape.layers[b]) if late else steps.STEP)
 
 
 def test_behind_which_layer() -> None:
-    assert later_uploads(SHAPES[0]) == {"b": [], "c": ["d", "e"]}
-    assert later_uploads(SHAPES[2]) == {"a": ["b"], "c": ["d"]}
-    assert later_uploads(StepShape((HOST,), ("a",))) == {}
+    assert deferred_uploads(SHAPES[0]) == {"b": [], "c": ["d", "e"]}
+    assert deferred_uploads(SHAPES[2]) == {"a": ["b"], "c": ["d"]}
+    assert deferred_uploads(StepShape((HOST,), ("a",))) == {}
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.overlap], ids=str)
 def test_no_race_in_whatever_order_layers_are_used(shape: StepShape) -> None:
     """Uploads come when a fetched layer before them is used, or their own."""
     schedule = lower(shape)
-    layers, behind = list(dict.fromkeys(shape.layers)), later_uploads(shape)
-    rest = [op for op in schedule.ops if not op.point.startswith(("use/", "upload/"))]
+    layers, behind = list(dict.fromkeys(shape.layers)), deferred_uploads(shape)
+    rest = [op for op in schedule.ops if not op.trigger.startswith(("use/", "upload/"))]
     for order in itertools.permutations(layers):
         ops: list[Op] = []
         uploaded: set[str] = set()
         for layer in order:
             for wanted in (layer, None, *behind.get(layer, ())):
                 if wanted is None:
-                    ops += schedule.points[use_point(layer)]
+                    ops += schedule.triggers[pre_forward_trigger(layer)]
                 elif wanted not in uploaded:
                     uploaded.add(wanted)
-                    ops += schedule.points.get(upload_point(wanted), ())
+                    ops += schedule.triggers.get(upload_trigger(wanted), ())
         assert len(rest) + len(ops) == len(schedule.ops)
         assert races(repeated(Schedule((*rest, *ops)), 2)) == []
 
 
 def test_fetches_do_not_stand_behind_the_last_upload() -> None:
     """The link's lane is a queue: an upload that waits for the last host step must not be in it before them."""
-    points = lower_step(SHAPES[0]).points
+    points = lower_step(SHAPES[0]).triggers
     at_step = [op.name for op in points[steps.STEP] if op.lane is Lane.H2D]
     assert at_step == ["upload/0"]

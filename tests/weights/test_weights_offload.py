@@ -33,7 +33,7 @@ from hostward.errors import ConfigError, ModelError, OrderingError
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane
-from hostward.schedule.weights import WEIGHT
+from hostward.schedule.weights import WEIGHT_OPS
 from hostward.weights import residency as weight_residency
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -167,8 +167,8 @@ def test_refilled_weights_do_not_count_as_changed(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("op", ["fetch", "arrive", "empty"])
 def test_each_wait_is_needed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = {**WEIGHT, op: replace(WEIGHT[op], waits=())}
-    monkeypatch.setattr(weight_residency, "WEIGHT", broken)
+    broken = {**WEIGHT_OPS, op: replace(WEIGHT_OPS[op], waits=())}
+    monkeypatch.setattr(weight_residency, "WEIGHT_OPS", broken)
     model = frozen()
     backend = SimulatedBackend(threads=1, order=Order(late=frozenset({Lane.H2D})))
     run = hostward.attach(model, weights=ALL, backend=backend)

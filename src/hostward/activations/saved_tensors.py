@@ -130,7 +130,7 @@ class Handle:
         self.dtype, self.sizes, self.strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
         self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - span.start
         self.version = tensor._version
-        # It shares the version counter and nothing else: autograd's own check is off for tensors with hooks (H29).
+        # It shares the version counter and nothing else: autograd's own check is off for tensors with hooks.
         self.witness = tensor.detach()
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.arrival: Arrival | None = None

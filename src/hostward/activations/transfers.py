@@ -15,7 +15,7 @@ from hostward.core.inventory import align
 from hostward.errors import ModelError
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 from hostward.runtime.pinned_arena import ALIGNMENT_BYTES, HostArena
-from hostward.schedule.activations import VISIT
+from hostward.schedule.activations import LAYER_CALL_OPS
 from hostward.schedule.ops import Lane
 
 _OWNER = "saved activations"
@@ -138,7 +138,7 @@ class Movement:
                     gone.append(Buffer(Tier.DEVICE, data, _OWNER))
                 else:
                     self.held += span.nbytes
-        self._backend.retire(gone, VISIT["release"].lane, waits=waits).issue()
+        self._backend.retire(gone, LAYER_CALL_OPS["release"].lane, waits=waits).issue()
         self._backend.let_overwrite("activations", [g.stream for g in groups if not g.capture])
         for buffer in gone:
             buffer.data = buffer.data.new_empty(0)
@@ -241,7 +241,7 @@ class Movement:
     # ---------------------------------------------------------------- operations
 
     def _mark(self, op: str, events: Mapping[str, Event], **operands: Any) -> Event:
-        template = VISIT[op]
+        template = LAYER_CALL_OPS[op]
         waits = [events[w] for w in template.waits]
         return self._backend.mark(f"offload/wait/activation/{op}", template.lane, waits=waits, **operands).issue()
 
@@ -254,7 +254,7 @@ class Movement:
         prior: Sequence[Event],
         capture: int,
     ) -> Event:
-        template = VISIT[op]
+        template = LAYER_CALL_OPS[op]
         waits = [*(events[w] for w in template.waits), *prior]
         event = self._backend.copy(template.lane, pairs, name=name, waits=waits).issue()
         if capture:

@@ -1,20 +1,21 @@
 """Save and load checkpoints: tensors through torch.distributed.checkpoint (DCP), made atomic and checked.
 
-DCP is neither. It writes into the final folder, so a killed save can leave one that loads, and it checks nothing. Here
-each save goes to a hidden folder, which gets a manifest with a checksum per chunk, is made durable, is renamed, and is
-then named by `DIR/latest`. Plans, file format and table of contents are DCP's: it reads these folders too.
+DCP writes into the final folder, so a killed save can leave a partial checkpoint that loads, and DCP checks nothing.
+Here each save goes to a hidden folder, which gets a manifest with a checksum per chunk, is made durable, is renamed,
+and is then named by `DIR/latest`. Plans, file format and table of contents are DCP's, which can read these folders.
 
-    checkpoint_files, checkpoint_manifest   the folder and its manifest (no torch)
-    checkpoint_request                      what may be saved
-    checkpoint_plan, checkpoint_writer      pieces of tensors, and the files that they are written to
-    checkpoint_ranks                        processes that save together
-    checkpoint_save, checkpoint_saver       one save; the saves of a run, waited for or beside training
-    checkpoint_snapshot                     the copy that is written while training goes on
-    checkpoint_state                        the state of a model and its optimizer, by name
+    files, manifest              the folder and its manifest (no torch)
+    validate                     checks of what is to be saved
+    save_plan, writer            pieces of tensors, and the files that they are written to
+    collective                   processes that save together
+    saving, async_saver          one save; the saves of a run, synchronous or concurrent with training
+    staging                      the copy that is written while training continues
+    state_dict                   the state of a model and its optimizer, by name
 
-Trust: DCP keeps its table of contents as a pickle. It is read only after its checksum agreed, with an unpickler that
-knows nothing but DCP's own data classes, and tensors are read with torch's `weights_only`. So loading runs no code from
-a checkpoint. The checksums find damage, not forgery: whoever can write the files can change the numbers.
+Trust: DCP stores its table of contents as a pickle. The pickle is read only after its checksum agreed, with an
+unpickler that knows nothing but DCP's own data classes, and tensors are read with torch's `weights_only`. So loading
+runs no code from a checkpoint. The checksums find damage, not forgery: anybody who can write the files can change the
+numbers.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def save(
     most_recent_k: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save one checkpoint and wait for it: `Saver(directory, ...).save(...)`, which says all about it.
+    """Save one checkpoint and wait for it, as `Saver(directory, ...).save(...)` does.
 
-    The tensors must not change until this returns. Besides them, host memory holds copies of a few pieces at a time (of
-    device tensors and views that are not contiguous), never of all.
+    The tensors must not change until this returns. Besides the tensors, host memory holds copies of a few pieces at a
+    time (of device tensors and views that are not contiguous), never of all.
 
     Returns:
         The folder of the checkpoint.
@@ -122,7 +123,7 @@ def verify(path: Path) -> None:
 
 
 def read_plain(path: Path) -> dict[str, JSON]:
-    """Return what was saved as `plain`, after checking its file.
+    """Return the values that were saved as `plain`, after checking their file.
 
     Raises:
         CheckpointError: as `verify`.
@@ -140,7 +141,7 @@ def tensor_index(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def read_own(path: Path) -> list[Any]:
-    """Return what each rank saved as its `own`, by rank; empty where none did. The file is checked.
+    """Return the values that each rank saved as `own`, by rank, after checking their file; empty if none did.
 
     Raises:
         CheckpointError: as `verify`.
@@ -158,18 +159,19 @@ def load(
     ignore: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load a checkpoint into existing tensors, in place, whatever their device and however they are divided.
+    """Load a checkpoint into existing tensors, in place, on any device and with any sharding.
 
-    Every name, shape and dtype is checked first, and every chunk: of all files, or with `group` of what this rank
-    reads. `into` is not touched unless all agree, on all ranks. Host memory holds a few pieces besides `into` (a whole
-    tensor of a checkpoint that an earlier version saved).
+    Every name, shape and dtype is checked first, and every chunk: of all files, or with `group` of the bytes that this
+    rank reads. `into` is not written unless all checks pass on all ranks. Host memory holds a few pieces besides `into`
+    (a whole tensor of a checkpoint that an earlier version saved).
 
     Args:
         path: the folder of the checkpoint, as `latest` returns it.
         into: the tensors by name: all that the checkpoint holds besides `ignore`, no others. A name means the same
-            with and without what torch.compile (`_orig_mod.`) and data parallelism (`module.`) put into it.
+            with and without the parts that torch.compile (`_orig_mod.`) and data parallelism (`module.`) add to it.
         ignore: names that the checkpoint may hold and that are not loaded, such as optimizer state.
-        group: of the processes that load together, all of which call this; any number, whoever saved it. None: one.
+        group: process group of the ranks that load together, all of which call this; their number need not be that of
+            the ranks that saved. None: one process.
 
     Raises:
         CheckpointError: as `verify`; or the checkpoint is of another model (names, shapes or dtypes differ); or another
@@ -186,7 +188,7 @@ def load(
 
 
 def load_some(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Load these tensors of a checkpoint and no others, in place. What is read of it is checked first.
+    """Load these tensors of a checkpoint and no others, in place, after checking the chunks that hold them.
 
     Raises:
         CheckpointError: as `load`.
@@ -198,7 +200,7 @@ def load_some(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Reading:
-    """One load by this process."""
+    """Carry out one load by this process."""
 
     def __init__(self, path: Path, into: Mapping[str, torch.Tensor], ignore: Collection[str]) -> None:
         self._path, self._into, self._ignore = path, into, ignore
@@ -207,7 +209,11 @@ class _Reading:
         self._plan: LoadPlan
 
     def check(self, *, whole: bool) -> None:
-        """Everything, before anything is loaded. `whole`: all files, else what will be read."""
+        """Check names, shapes, dtypes and checksums before anything is loaded.
+
+        Args:
+            whole: check all files, else the chunks that will be read.
+        """
         path = self._path
         if whole:
             verify(path)
@@ -245,21 +251,23 @@ def restore(
     with_state: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load what `parts_of` told, saved with `plain={"optimizer": parts.optimizer, ...}`, at any placement and any
-    number of ranks. Call it before weights are offloaded (`attach(weights=)`).
+    """Restore a model and its optimizer from a checkpoint of `parts_of`, at any placement and number of ranks.
+
+    The checkpoint must have been saved with `plain={"optimizer": parts.optimizer, ...}`. Call this before weights are
+    offloaded (`attach(weights=)`).
 
     Args:
         with_state: False: weights only; moments and step counts stay as they are.
 
     Raises:
-        CheckpointError: as `load`; None, which `latest` returns where there is none. MemoryLimitError: no room for the
-            state on its way.
+        CheckpointError: as `load`; or `path` is None, which `latest` returns where there is no checkpoint.
+        MemoryLimitError: no memory for the copy of the state that is loaded.
     """
     if path is None:
         raise CheckpointError(
             "there is no checkpoint to restore",
             why="the path is None, which checkpoint.latest returns for a folder without one",
-            fix="go on without it where it is None, as in the first run",
+            fix="train from the start where the path is None, as in the first run",
         )
     plain = read_plain(path)
     index = tensor_index(path)
@@ -275,7 +283,7 @@ def restore(
 
 
 class _CheckedReader(FileSystemReader):
-    """DCP's file reader with a table of contents that was checked and read without running code."""
+    """Read files as DCP does, with a table of contents that was checked and read without running code."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Metadata) -> None:
         super().__init__(path)
@@ -285,7 +293,7 @@ class _CheckedReader(FileSystemReader):
         return self._checked_metadata
 
     def ranges(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:
-        """Bytes [start, stop) that a plan reads, by file."""
+        """Return the bytes [start, stop) that a plan reads, by file."""
         found: dict[str, list[tuple[int, int]]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
@@ -293,7 +301,7 @@ class _CheckedReader(FileSystemReader):
         return found
 
     def by_file(self, plan: LoadPlan, most: int) -> list[LoadPlan]:
-        """The plan in at most so many parts, of different files."""
+        """Split the plan into at most `most` parts of different files."""
         names = {name: i % most for i, name in enumerate(self.ranges(plan))}
         shares: list[list[Any]] = [[] for _ in range(max(1, min(most, len(names))))]
         for item in plan.items:
@@ -302,7 +310,7 @@ class _CheckedReader(FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows DCP's data classes and torch's dtypes; anything else in the pickle is refused."""
+    """Unpickle DCP's data classes and torch's dtypes only; anything else in the pickle raises."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) in _METADATA_CLASSES:

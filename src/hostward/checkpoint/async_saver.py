@@ -1,4 +1,4 @@
-"""Saves of one run, one after the other: each waited for, or made beside training in one of two ways."""
+"""Make the saves of one run, one after the other: synchronously, or concurrently with training in two modes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("hostward")
 Mode = Literal["snapshot", "stream"]
 MODES: tuple[Mode, ...] = ("snapshot", "stream")
 OWNER = "buffers of a save"
-"""Kept from one save to the next where they are made beside training."""
+"""Memory category of the buffers, which stay allocated from one save to the next if saves run during training."""
 
 
 class Saver:
@@ -38,11 +38,12 @@ class Saver:
 
     Args:
         directory: created if missing; one run at a time saves into it.
-        mode: None: `save` returns when all is on the disk. "snapshot" and "stream": it returns at once, and the disk is
-            written beside training. With "snapshot" the state is copied on the host first, into memory that is kept
-            from the first save on; the next optimizer step waits for that copy. With "stream" it is written from where
-            it lies; the next step waits until all of it is.
-        group: of the processes that save together; all of them make a Saver and call `save` alike. None: one process.
+        mode: None: `save` returns when all data is on the disk. "snapshot" and "stream": `save` returns at once, and
+            the disk is written concurrently with training. With "snapshot" the state is copied on the host first, into
+            memory that stays allocated from the first save on; the next optimizer step waits for that copy. With
+            "stream" the state is written from where it is stored; the next step waits until all of it is written.
+        group: process group of the ranks that save together; all of them make a Saver and call `save` alike. None: one
+            process.
         most_recent_k: after a save keep the newest k checkpoints up to its iteration (at least 1); None keeps all.
 
     Raises:
@@ -59,8 +60,8 @@ class Saver:
     ) -> None:
         if mode not in (None, *MODES):
             raise CheckpointError(
-                f"there is no way of saving {mode!r}",
-                why="a save is waited for (None), or made beside training, from a copy ('snapshot') or not ('stream')",
+                f"there is no mode of saving {mode!r}",
+                why="a save is synchronous (None), or runs during training, from a copy ('snapshot') or not ('stream')",
                 fix="mode=None, 'snapshot' or 'stream'",
             )
         if most_recent_k is not None and most_recent_k < 1:
@@ -76,7 +77,7 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._rooms: list[Buffer] = []
         self._backend: Backend | None = None
-        self._under_way: _UnderWay | None = None
+        self._running: _RunningSave | None = None
 
     def save(
         self,
@@ -88,25 +89,26 @@ class Saver:
     ) -> Path | None:
         """Save a checkpoint as `directory/iter_NNNNNNN` and point `directory/latest` at it.
 
-        A save that fails, is interrupted or is killed leaves the earlier checkpoints and the pointer as they were, and
-        nothing that loads; what a killed save left on disk, the next save removes. An existing checkpoint of the same
-        iteration is replaced, with one complete at every instant. A save that is still under way is waited for first.
+        A save is atomic: if it fails, is interrupted or is killed, the earlier checkpoints and the pointer stay as they
+        were, and no partial checkpoint loads; the next save removes the files that a killed save has left. An existing
+        checkpoint of the same iteration is replaced, with one complete at every instant. A save that is still running
+        is waited for first.
 
         Args:
             iteration: number of finished training steps, at least 0.
-            tensors: by unique name: tensors of any shape, dtype and device, plain or divided by FSDP2, and sources (of
+            tensors: by unique name: tensors of any shape, dtype and device, plain or sharded by FSDP2, and sources (of
                 `AdamW.sources`). With a mode, plain tensors are copied before this returns. A view is saved without the
-                rest of its storage. What torch.compile puts into names (`_orig_mod.`) is left out.
-            plain: numbers, strings, lists and mappings; of the first rank. Tuples come back as lists.
-            own: the same, of each rank by itself.
+                rest of its storage. The part of a name that torch.compile adds (`_orig_mod.`) is left out.
+            plain: numbers, strings, lists and mappings, of rank 0. Tuples load as lists.
+            own: the same, of each rank.
 
         Returns:
             The folder of the checkpoint; with a mode None, and `finish` or `poll` return it.
 
         Raises:
             CheckpointError: a value that cannot be saved, names that become equal, no permission, disk full, another
-                run saving there, another rank that failed; the same on all ranks. MemoryLimitError: no room for the
-                snapshot or the buffers.
+                run saving there, another rank that failed; the same on all ranks.
+            MemoryLimitError: no memory for the snapshot or the buffers.
         """
         self.finish()
         problem: HostwardError | None = None
@@ -119,11 +121,11 @@ class Saver:
             _finish_kernels(values)
             if self.mode is not None:
                 values = {n: v if isinstance(v, Source) else _copy(v) for n, v in values.items()}
-            self._take_memory(values)
+            self._allocate(values)
         except HostwardError as error:
             if self._ranks.size == 1:
                 raise
-            problem = error  # told to the others, and raised on all of them
+            problem = error  # reported to the other ranks, and raised on all of them
         request = Request(self.directory, iteration, values, text, own, self._most_recent_k)
         rooms: list[torch.Tensor | None] = [buffer.data for buffer in self._rooms]
         rooms = rooms or [None] * _threads(values)
@@ -132,41 +134,41 @@ class Saver:
             try:
                 return save.run()
             finally:
-                self._give_back()
+                self._free_buffers()
         for readers in {id(s.readers): s.readers for s in sources_of(values)}.values():
             readers.add(save.wait_until_read)
-        self._under_way = _UnderWay(save)
+        self._running = _RunningSave(save)
         return None
 
     @property
     def saving(self) -> bool:
-        """Whether a save is under way, or is over and has not been asked for."""
-        return self._under_way is not None
+        """Return whether a save is running, or has ended and neither `poll` nor `finish` has returned it."""
+        return self._running is not None
 
     def poll(self) -> Path | None:
-        """The folder of a save that is over; None while it is under way, or without one. Raises as `save`."""
-        return self.finish() if self._under_way is not None and self._under_way.over() else None
+        """Return the folder of a save that has ended; None while it runs, or without a save. Raises as `save`."""
+        return self.finish() if self._running is not None and self._running.done() else None
 
     def finish(self) -> Path | None:
-        """Wait for the save that is under way; returns its folder. Raises as `save`."""
-        if self._under_way is None:
+        """Wait for the running save and return its folder, or None without a save. Raises as `save`."""
+        if self._running is None:
             return None
-        self._under_way.wait()  # interrupted, it stays under way
-        under_way, self._under_way = self._under_way, None
-        return under_way.result()
+        self._running.wait()  # if this is interrupted, the save keeps running
+        running, self._running = self._running, None
+        return running.result()
 
     def close(self) -> None:
-        """Give up a save that is under way, and give all memory back."""
-        if self._under_way is not None:
-            self._under_way.give_up()
-        self._under_way = None
-        self._give_back()
+        """Cancel a running save, and free all memory."""
+        if self._running is not None:
+            self._running.cancel()
+        self._running = None
+        self._free_buffers()
         if self._snapshot is not None:
             self._snapshot.free()
             self._snapshot = None
         self._ranks.close()
 
-    def _take_memory(self, values: Mapping[str, Value]) -> None:
+    def _allocate(self, values: Mapping[str, Value]) -> None:
         sources = sources_of(values)
         if not sources:
             return
@@ -175,7 +177,7 @@ class Saver:
             room_bytes = align(2 * max(min(PIECE_BYTES, s.nbytes) for s in sources), BLOCK_BYTES)
             count = _threads(values)
             if len(self._rooms) < count or self._rooms[0].nbytes < room_bytes:
-                self._give_back()
+                self._free_buffers()
                 self._rooms = _rooms(backend, [room_bytes] * count)
         if self.mode == "snapshot":
             wanted_bytes = snapshot_bytes(sources)
@@ -185,14 +187,14 @@ class Saver:
             if self._snapshot is None:
                 self._snapshot = Snapshot(backend, wanted_bytes)
 
-    def _give_back(self) -> None:
+    def _free_buffers(self) -> None:
         if self._backend is not None and self._rooms:
             self._backend.free(self._rooms)
         self._rooms = []
 
 
-class _UnderWay:
-    """A save on a thread of its own."""
+class _RunningSave:
+    """Run a save on its own thread."""
 
     def __init__(self, save: Save) -> None:
         self._save = save
@@ -200,7 +202,7 @@ class _UnderWay:
         self._future = pool.submit(save.run)
         pool.shutdown(wait=False)
 
-    def over(self) -> bool:
+    def done(self) -> bool:
         return self._future.done()
 
     def wait(self) -> None:
@@ -209,7 +211,7 @@ class _UnderWay:
     def result(self) -> Path:
         return self._future.result()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         self._save.stop.ask()
         self.wait()
 
@@ -218,24 +220,24 @@ def _rooms(backend: Backend, sizes_bytes: list[int]) -> list[Buffer]:
     try:
         return backend.allocate(Tier.HOST, sizes_bytes, torch.uint8, OWNER, pinned=True)
     except PageLockError as error:
-        # A run that has no page to lock left must not lose its checkpoint for it: they are copied through all the same.
-        log.warning("%s: the device is read through plain memory, which takes longer", error.what)
+        # A run that cannot pin more memory must not lose its checkpoint: pageable memory works too.
+        log.warning("%s: the device is read through pageable memory, which takes longer", error.what)
         return backend.allocate(Tier.HOST, sizes_bytes, torch.uint8, OWNER)
 
 
 def _threads(values: Mapping[str, Value]) -> int:
-    """Threads worth starting."""
+    """Return the number of threads that these values are worth."""
     size_bytes = sum(v.nbytes if isinstance(v, Source) else local_of(v).nbytes for v in values.values())
     return max(1, min(writer_count(local_ranks(os.environ)), size_bytes // PIECE_BYTES))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, of a tensor that may change while it is saved; divided as it is."""
+    """Copy a tensor that may change while it is saved to the host; a sharded tensor stays sharded."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _finish_kernels(values: Mapping[str, Value]) -> None:
-    """Threads read tensors on streams of their own: what makes them is over before that."""
+    """Wait for the kernels that make these tensors, since the threads that read them use other streams."""
     devices = {local_of(v).device for v in values.values() if isinstance(v, torch.Tensor)}
     for device in devices:
         if device.type == "cuda":

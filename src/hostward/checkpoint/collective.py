@@ -1,10 +1,10 @@
-"""Processes that save or load together: each learns within a minute when another one fails, dies or stops answering.
+"""Run a save or load on several ranks; each detects within a minute that another one failed, died or hangs.
 
-What they do is cut into steps. Every rank carries out a step on a thread of its own and meanwhile tells the others,
-several times a second, whether it is at work, done or failed. A rank that ends closes its connections, which its
-neighbours see at once; one whose machine is gone is missed after `ANSWER_S`. Nobody goes on to the next step alone.
+The work is cut into steps. Every rank runs a step on its own thread and meanwhile reports to the others, several times
+a second, whether it is busy, done or failed. A rank that ends closes its connections, which its neighbours see at once;
+a rank whose machine is lost is detected after `ANSWER_S`. No rank starts the next step alone.
 
-Ranks talk over Gloo, in a group of their own: collectives of training go on beside it, and no GPU takes part.
+Ranks communicate over Gloo, in their own process group: collectives of training run concurrently, and no GPU is used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hostward.errors import CheckpointError, HostwardError
 T = TypeVar("T")
 
 ARRIVE_S = 600.0
-"""Ranks come to a save or a load within so long of each other, or within what their process group waits, if that is
-less.
+"""Ranks must start a save or a load within this time of each other, or within their process group's timeout, if that
+is less.
 """
 ANSWER_S = 30.0
-"""From then on each tells how it is doing within so long, or that."""
+"""From then on each rank must report within this time, or within the timeout."""
 ROUND_S = 0.2
 _FAREWELL_S = 5.0
 _INTACT = "the last complete checkpoint is as it was"
@@ -42,11 +42,11 @@ _BUSY, _DONE, _FAILED = 0, 1, 2
 
 
 class StoppedError(CheckpointError):
-    """The save has been given up, by whoever made it or because something else has failed."""
+    """Report that the save was cancelled, by its caller or because another part of it failed."""
 
 
 class Stop:
-    """Asks what is under way to end early."""
+    """Ask a running save or load to end early."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -58,16 +58,16 @@ class Stop:
         return self._event.is_set()
 
     def check(self) -> None:
-        """Raises StoppedError if it was asked."""
+        """Raise StoppedError if the end was asked for."""
         if self._event.is_set():
-            raise StoppedError("stopped half way", why="the save was given up, here or on another rank")
+            raise StoppedError("stopped half way", why="the save was cancelled, here or on another rank")
 
 
 class _Step(Generic[T]):
-    """A step on a thread of its own.
+    """Run a step on its own thread, never on the main one.
 
-    Never on the main one, which alone Python interrupts: between a file's last piece and its end, torch's zip writer
-    takes an interrupt for nothing else than a reason to abort the process.
+    Python interrupts the main thread alone, and torch's zip writer aborts the process if it is interrupted between a
+    file's last piece and its end.
     """
 
     def __init__(self, body: Callable[[], T]) -> None:
@@ -86,7 +86,10 @@ class _Step(Generic[T]):
             self._future.set_exception(error)
 
     def end(self) -> None:
-        """Return when it is over; what has not begun does not. `start` may have been interrupted anywhere."""
+        """Wait until the step has ended; a step that has not begun is cancelled.
+
+        `start` may have been interrupted anywhere.
+        """
         if not self._future.cancel():
             wait([self._future])
 
@@ -96,7 +99,7 @@ class _Step(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with. It is over."""
+        """Return the error of a step that failed, else None."""
         return self._future.exception() if self._future.done() else None
 
     @property
@@ -105,13 +108,13 @@ class _Step(Generic[T]):
 
 
 def patience_s(group: dist.ProcessGroup) -> float:
-    """How long processes of the group wait for one another."""
+    """Return the timeout of a process group, in seconds."""
     backends = [group._get_backend(device) for device in group._device_types]
     return min(float(backend.options._timeout.total_seconds()) for backend in backends)
 
 
 class Ranks:
-    """The processes of a group, or this one alone.
+    """Represent the processes of a group, or this process alone.
 
     Args:
         group: a process group of any kind; all of its processes make this object. None: one process.
@@ -136,24 +139,24 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that does what is done once."""
+        """Return whether this is rank 0, which does the work that is done once."""
         return self.rank == 0
 
     def close(self) -> None:
-        """End the connections. Nobody talks any more."""
+        """Close the connections between the ranks."""
         self._gloo = None
 
     def together(self, what: str, body: Callable[[], T], stop: Stop, *, arriving: bool = False) -> list[T]:
-        """Carry out `body` on every rank; returns what it returned on each, which is pickled on the way.
+        """Run `body` on every rank and return its results by rank, which are pickled in between.
 
         Args:
-            what: for errors: what cannot be done if this fails.
-            stop: asked if another rank fails; `body` looks at it if it takes long.
-            arriving: ranks may come to this step at different times.
+            what: the fact for error texts if this fails.
+            stop: is asked for the end if another rank fails; a long `body` checks it.
+            arriving: ranks may start this step at different times.
 
         Raises:
-            CheckpointError, MemoryLimitError: a rank failed; the same on all of them. On a rank that was interrupted:
-                what interrupted it.
+            CheckpointError, MemoryLimitError: a rank failed; the same on all of them. A rank that was interrupted
+                raises the interrupt.
         """
         step = _Step(body)
         try:
@@ -182,13 +185,13 @@ class Ranks:
                     raise step.error
                 told = [(f"rank {rank}", cause) for rank, cause in enumerate(causes)]
                 error = raised_by_all(told, what=what, fix=_INTACT, kind=CheckpointError)
-                error.everywhere = False  # each rank says so: the first may be ended while it clears up
+                error.everywhere = False  # each rank prints it: the first may be killed while it cleans up
                 raise error from step.error
             if _BUSY not in states:
                 return
 
     def _say_failed(self, error: BaseException) -> None:
-        """To ranks that are in the middle of this step. They may not hear it, and miss this rank then."""
+        """Report an error to ranks that are still in this step; if this fails, they run into their timeout."""
         try:
             self._gather("", torch.tensor([_FAILED]), _FAREWELL_S)
             self._exchange("", Failure.of(error), _FAREWELL_S)
@@ -208,7 +211,11 @@ class Ranks:
         return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
 
     def _gather(self, what: str, own: torch.Tensor, limit_s: float) -> Sequence[torch.Tensor]:
-        """Raises CheckpointError if a rank is gone."""
+        """Gather one tensor from each rank.
+
+        Raises:
+            CheckpointError: a rank has ended or did not answer.
+        """
         found = [torch.empty_like(own) for _ in range(self.size)]
         start_s = time.monotonic()
         try:
@@ -216,7 +223,7 @@ class Ranks:
         except RuntimeError as error:
             waited_s = time.monotonic() - start_s
             raise CheckpointError(
-                what or "the other ranks were not told",
+                what or "the error was not reported to the other ranks",
                 why=f"another rank ended or did not answer for {waited_s:.0f} s ({str(error).splitlines()[0]})",
                 fix=f"see the output of the other ranks; {_INTACT}",
             ) from error

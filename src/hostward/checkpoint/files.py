@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: whole or absent, and every chunk of every file checked. No torch in here.
+"""Write and read the folder of a checkpoint atomically, with every chunk of every file checked. No torch.
 
 DIR/latest                        text: the name of the folder to resume from; replacing it commits a save
 DIR/iter_0000050/                 a complete checkpoint
@@ -53,8 +53,12 @@ _FIXES = {
 
 
 def system_error(what: str, error: OSError, choose: str = _CHOOSE) -> CheckpointError:
-    """Return the typed error of a failed system call, with the cure that fits its errno; `choose`: how to have another
-    folder.
+    """Return the typed error of a failed system call, with the fix that fits its errno.
+
+    Args:
+        what: the fact.
+        error: the error of the system call.
+        choose: words for choosing another folder, such as "save into".
     """
     fix = _FIXES.get(error.errno or 0, "check that the disk and the folder are sound, and try again").format(choose)
     where = f" ({error.filename})" if error.filename else ""
@@ -92,11 +96,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def seal(folder: Path, iteration: int, durable: Mapping[str, FileRecord] | None = None) -> None:
-    """Write the manifest of a folder, last of all files, when all of them are durable. Those that are so already come
-    with their records; the others, which are small, are read back.
+    """Write the manifest of a folder, last of all files, when all of them are durable.
+
+    Args:
+        folder: the hidden folder of the save.
+        iteration: of the checkpoint.
+        durable: records of the files that are durable already; the other files, which are small, are read back.
 
     Raises:
-        CheckpointError: a file that was written is not to be seen here, or has another size.
+        CheckpointError: a file that was written is missing here, or has another size.
     """
     files = dict(durable or {})
     for path in sorted(folder.iterdir()):
@@ -115,7 +123,7 @@ def seal(folder: Path, iteration: int, durable: Mapping[str, FileRecord] | None 
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that one process saves at a time; it goes with the process.
+    """Hold the folder's lock, so that one process saves at a time; the lock ends with the process.
 
     Raises:
         CheckpointError: another process (or thread) holds it.
@@ -145,7 +153,7 @@ def hidden_path(directory: Path, name: str, word: str) -> Path:
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Remove what a failed or killed save left; bring a replaced checkpoint back if its successor never arrived.
+    """Remove the files of failed or killed saves; restore a replaced checkpoint if its successor is missing.
 
     Call with the lock held. Only names of this module's own pattern are touched.
     """
@@ -161,7 +169,7 @@ def clear_leftovers(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # What cannot be removed now is tried again by the next save; it never loads, so the failure harms nobody.
+    # The next save tries again to remove the rest, which never loads, so that a failure does no harm.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -170,10 +178,10 @@ def _remove(path: Path) -> None:
 
 
 def publish(directory: Path, partial: Path, iteration: int) -> Path:
-    """Give a sealed folder its name, then point `latest` at it. An older checkpoint of this iteration is replaced.
+    """Rename a sealed folder to its final name, then point `latest` at it.
 
-    Between the two renames of a replacement the old checkpoint stands under its `replaced` name, where `read_latest`
-    finds it; so a complete one exists at every instant.
+    An older checkpoint of this iteration is replaced. Between the two renames of a replacement the old checkpoint has
+    its `replaced` name, by which `read_latest` finds it; so a complete one exists at every instant.
     """
     final = directory / folder_name(iteration)
     if os.path.lexists(final):
@@ -188,7 +196,7 @@ def publish(directory: Path, partial: Path, iteration: int) -> Path:
 
 
 def discard_older(directory: Path, iteration: int, keep: int) -> None:
-    """Put aside all complete checkpoints up to `iteration` but the newest `keep`; `clear_leftovers` removes them."""
+    """Mark all complete checkpoints up to `iteration` but the newest `keep` for removal by `clear_leftovers`."""
     older = [path for path in complete_checkpoints(directory) if _iteration_of(path) <= iteration]
     for path in older[: max(0, len(older) - keep)]:
         os.rename(path, hidden_path(directory, path.name, "discarded"))
@@ -198,8 +206,10 @@ def discard_older(directory: Path, iteration: int, keep: int) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, sound or not, rather than one that holds some, or a manifest of something else.
-    What cannot be looked into is none: whoever reads or writes there is told why.
+    """Return whether a folder is a checkpoint, damaged or not.
+
+    A folder of checkpoints, a folder with another manifest, and a folder that cannot be read are not checkpoints;
+    reading or writing there raises the reason.
     """
     try:
         return (path / MANIFEST).exists() and (path / METADATA).exists()
@@ -213,24 +223,24 @@ def _iteration_of(path: Path) -> int:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, by iteration: manifest sound and all files of the right size."""
+    """Return the complete checkpoints in a folder, by iteration: intact manifest, all files of the right size."""
     named = [path for path in directory.iterdir() if _COMPLETE_NAME.fullmatch(path.name)]
     return [path for path in sorted(named, key=_iteration_of) if _is_complete(path)]
 
 
 def complete_after(directory: Path, iteration: int) -> list[Path]:
-    """Of the complete checkpoints in a folder, those of later iterations."""
+    """Return the complete checkpoints of later iterations in a folder."""
     return [path for path in complete_checkpoints(directory) if _iteration_of(path) > iteration]
 
 
 def complete_bytes(directory: Path, until: int) -> int:
-    """Of the complete checkpoints up to an iteration in a folder, which need not exist."""
+    """Return the bytes of the complete checkpoints up to an iteration in a folder, which need not exist."""
     complete = complete_checkpoints(directory) if directory.is_dir() else ()
     return sum(_size_bytes(path) for path in complete if _iteration_of(path) <= until)
 
 
 def leftover_bytes(directory: Path) -> int:
-    """What `clear_leftovers` gives back of a folder, at most."""
+    """Return the most bytes that `clear_leftovers` can free in a folder."""
     names = directory.iterdir() if directory.is_dir() else ()
     return sum(_size_bytes(path) for path in names if _HIDDEN_NAME.fullmatch(path.name))
 
@@ -238,7 +248,7 @@ def leftover_bytes(directory: Path) -> int:
 def _size_bytes(path: Path) -> int:
     total = 0
     for file in (path, *path.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # who is tidying there may have removed it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it meanwhile
             total += file.stat().st_size if file.is_file() else 0
     return total
 
@@ -264,7 +274,7 @@ def read_latest(directory: Path) -> Path | None:
     except FileNotFoundError:
         return None
     if _COMPLETE_NAME.fullmatch(name) is None:
-        raise CheckpointError(f"{pointer} holds {name[:80]!r}, which names no checkpoint", fix=_way_out(directory))
+        raise CheckpointError(f"{pointer} holds {name[:80]!r}, which names no checkpoint", fix=_recovery(directory))
     path = directory / name
     if path.exists():
         try:
@@ -272,28 +282,33 @@ def read_latest(directory: Path) -> Path | None:
         except CheckpointError as error:
             why = "; ".join(filter(None, (error.what, error.why)))
             raise CheckpointError(
-                f"{pointer} names {name}, which is not complete", why=why, fix=error.fix or _way_out(directory, name)
+                f"{pointer} names {name}, which is not complete", why=why, fix=error.fix or _recovery(directory, name)
             ) from error
         return path
     for aside in sorted(directory.glob(f".{name}.replaced-*")):
         if _HIDDEN_NAME.fullmatch(aside.name) and _is_complete(aside):
             return aside
-    raise CheckpointError(f"{pointer} names {name}, which does not exist", fix=_way_out(directory, name))
+    raise CheckpointError(f"{pointer} names {name}, which does not exist", fix=_recovery(directory, name))
 
 
-def _way_out(directory: Path, damaged: str = "") -> str:
-    """The cure that names the newest complete checkpoint before a damaged one, else a later one, which may be of a line
-    that was given up: a run may have gone on from an older checkpoint. `damaged` is empty where no name is known.
+def _recovery(directory: Path, damaged: str = "") -> str:
+    """Return the fix that names the newest complete checkpoint before a damaged one, else a later one.
+
+    A later one may be of an abandoned run, if training resumed from an older checkpoint.
+
+    Args:
+        directory: the folder of the checkpoints.
+        damaged: name of the damaged checkpoint; empty if not known.
     """
     complete = complete_checkpoints(directory) if directory.is_dir() else []
     others = [path for path in complete if path.name != damaged]
     iteration = _iteration_of(directory / damaged)
     before = [path for path in others if _iteration_of(path) < iteration or iteration < 0]
     if not others:
-        return "restore the checkpoint from a copy; no other complete one lies beside it"
+        return "restore the checkpoint from a copy; there is no other complete one in the folder"
     one = "the newest complete one" if iteration < 0 else "the newest complete one before it"
     if not before:
-        one = "a later one, as no complete one lies before it"
+        one = "a later one, as there is no complete one before it"
     return f"to go on from {one}, write {(before or others)[-1].name} into {directory / LATEST}"
 
 
@@ -305,7 +320,11 @@ def file_names(path: Path) -> list[str]:
 
 
 def verify_ranges(path: Path, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
-    """Check the size of every file of a checkpoint, and the chunks that hold these bytes [start, stop) by file name.
+    """Check the size of every file of a checkpoint, and the chunks that hold the given bytes.
+
+    Args:
+        path: the folder of the checkpoint.
+        ranges: bytes [start, stop) by file name.
 
     Raises:
         CheckpointError: as `verify_files`.
@@ -343,7 +362,7 @@ def _verified(path: Path, check: Callable[[Manifest], None]) -> None:
             _check_sizes(path, manifest)
             check(manifest)
     except CheckpointError as error:
-        fix = error.fix or _way_out(path.parent, path.name)
+        fix = error.fix or _recovery(path.parent, path.name)
         raise CheckpointError(error.what, why=error.why, fix=fix) from error
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and CRC-32 per chunk of each file, and a checksum of itself.
+"""Read and write the manifest of a checkpoint: size and CRC-32 per chunk of each file, and its own checksum.
 
 CRC-32 finds truncation and flipped bits at several GB/s per thread; it does not defend against forgery.
 """
@@ -20,14 +20,14 @@ from hostward.errors import CheckpointError
 FORMAT = 1
 CHUNK_BYTES = 16 * 2**20
 NEAR_BYTES = 4 * 2**20
-"""Read or written, and checked, at once: still in a core's cache when it is looked at for the second time."""
+"""Bytes that are read or written and checked at once: small enough to stay in a core's cache in between."""
 MANIFEST = "manifest.json"
 MAX_CHECKSUM_THREADS = 8
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size of one file and the CRC-32 of each of its chunks, in order."""
+    """Hold the size of one file and the CRC-32 of each of its chunks, in order."""
 
     size_bytes: int
     crc32: tuple[int, ...]
@@ -35,7 +35,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint holds: `files` maps each file name to its record."""
+    """List the files of a complete checkpoint: `files` maps each file name to its record."""
 
     iteration: int
     chunk_bytes: int

@@ -1,4 +1,4 @@
-"""What is written of each tensor: DCP's plan, with every tensor cut into pieces of bounded size."""
+"""Plan the pieces that are written: DCP's plan, with every tensor cut into pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Value: TypeAlias = "torch.Tensor | Source"
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """DCP's planner over tensors and sources. A tensor above `piece_bytes` becomes several chunks, as DCP has them of
-    sharded tensors: each a run of its elements, of at most so many bytes.
+    """Plan as DCP does over tensors and sources, with large tensors cut into several chunks.
+
+    A tensor above `piece_bytes` becomes several chunks, as DCP has them for sharded tensors: each is a run of its
+    elements, of at most `piece_bytes` bytes.
     """
 
     def __init__(self, values: Mapping[str, Value], *, piece_bytes: int = PIECE_BYTES) -> None:
@@ -56,8 +58,12 @@ class PiecePlanner(DefaultSavePlanner):
             yield replace(item, index=index, type=WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk))
 
     def read(self, item: WriteItem, room: torch.Tensor | None, where: Where = as_it_lies) -> torch.Tensor:
-        """The elements of an item, on the host: in place where they lie there in one piece, else copied, to `room` if
-        they come from a source (`Source.read`).
+        """Return the elements of an item on the host: in place if they are stored there contiguously, else copied.
+
+        Args:
+            item: of this planner's plan.
+            room: buffer for the copy of an item of a source (`Source.read`).
+            where: maps the memory of a source to the memory to read.
         """
         offsets, sizes = self.box(item)
         value = self._values[item.index.fqn]
@@ -74,15 +80,15 @@ class PiecePlanner(DefaultSavePlanner):
         return sources_of(self._values)
 
     def source_of(self, item: WriteItem) -> Source | None:
-        """What an item is read from, if that is where training goes on."""
+        """Return the source that an item is read from; None for a plain tensor."""
         value = self._values[item.index.fqn]
         return value if isinstance(value, Source) else None
 
     def box(self, item: WriteItem) -> tuple[Sequence[int], Sequence[int]]:
-        """Where an item lies in what this process has of its tensor."""
+        """Return offsets and sizes of an item within this process's shard of its tensor."""
         data = item.tensor_data
         if data is None:
-            raise ValueError(f"{item.index.fqn} is no tensor")
+            raise ValueError(f"{item.index.fqn} is not a tensor")
         begin = self._begins[item.index.fqn]
         return [o - b for o, b in zip(data.chunk.offsets, begin, strict=True)], data.chunk.sizes
 
@@ -92,15 +98,16 @@ def sources_of(values: Mapping[str, Value]) -> list[Source]:
 
 
 def item_bytes(item: WriteItem) -> int:
-    """Bytes of its elements."""
+    """Return the bytes of an item's elements."""
     data = item.tensor_data
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def boxes_of(sizes: Sequence[int], most_elements: int, block: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-    """(offsets, sizes) of boxes that cover a tensor, in order; each is one run of its elements and has at most so many.
-    They begin at multiples of `block` elements where so many rows are no more than that. A tensor without elements is
-    one box.
+    """Yield (offsets, sizes) of boxes that cover a tensor, in order; each is one run of at most `most_elements`.
+
+    Boxes begin at multiples of `block` elements if the rows that this needs fit into `most_elements`. A tensor without
+    elements is one box.
     """
     numel = math.prod(sizes)
     if numel <= most_elements:

@@ -1,9 +1,9 @@
-"""One save, by one process or by all ranks of a group, in the caller's thread or beside training.
+"""Carry out one save, by one process or all ranks, in the caller's thread or concurrently with training.
 
-1. The first rank takes the folder's lock and makes a hidden folder.
-2. Every rank plans what it has; all plans together say who writes what: of copies on several ranks, one does.
-3. Every rank writes its pieces, and makes them durable. With a snapshot it copies what training goes on with before.
-4. The first rank writes the table of contents and the manifest, and gives the folder its name.
+1. Rank 0 takes the folder's lock and makes a hidden folder.
+2. Every rank plans its tensors; all plans together assign each piece to one rank, also of replicated tensors.
+3. Every rank writes its pieces, and makes them durable. With a snapshot it first copies the state in use by training.
+4. Rank 0 writes the table of contents and the manifest, and renames the folder.
 
 A rank that fails in any step ends the save on all of them; then the hidden folder is removed.
 """
@@ -36,7 +36,7 @@ RANKS = "ranks.json"
 
 @dataclass(frozen=True)
 class Request:
-    """What is saved and where: values by name, `plain` of the first rank, `own` of each rank."""
+    """Hold the data and the folder of a save: values by name, `plain` of rank 0, `own` of each rank."""
 
     directory: Path
     iteration: int
@@ -51,11 +51,14 @@ class Request:
 
 
 class Save:
-    """One save, made by `run`.
+    """Make one save by `run`.
 
     Args:
-        rooms: for each thread that reads and writes, memory that `Source.read` may use; None: none is needed.
-        problem: this rank cannot take part; all are told.
+        request: the data and the folder.
+        ranks: the processes that save together.
+        rooms: for each thread that reads and writes, a buffer that `Source.read` may use; None: none is needed.
+        snapshot: memory that the state is copied to first; None: the state is written from where it is stored.
+        problem: error of this rank, which is raised on all ranks.
     """
 
     def __init__(
@@ -73,10 +76,14 @@ class Save:
         self._problem = problem
         self.stop = Stop()
         self.has_read = threading.Event()
-        """Set when nothing is read any more that training goes on with."""
+        """Set when the save no longer reads memory that training updates."""
 
     def run(self) -> Path:
-        """Save; returns the folder of the checkpoint. Raises CheckpointError, MemoryLimitError."""
+        """Save and return the folder of the checkpoint.
+
+        Raises:
+            CheckpointError, MemoryLimitError: as `Saver.save`.
+        """
         try:
             with ExitStack() as held:
                 return self._run(held)
@@ -84,7 +91,7 @@ class Save:
             self.has_read.set()
 
     def wait_until_read(self) -> None:
-        """Return when nothing is read any more that training goes on with; it does not raise."""
+        """Wait until the save no longer reads memory that training updates; never raises."""
         self.has_read.wait()
 
     def _run(self, held: ExitStack) -> Path:
@@ -102,7 +109,7 @@ class Save:
 
         final = ranks.together(request.what, publish, stop)[0]
         if ranks.first:
-            self._tidy(final)
+            self._clean_up(final)
         return final or folder
 
     def _open(self, held: ExitStack) -> Path:
@@ -113,16 +120,17 @@ class Save:
             if self._ranks.first:
                 directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(files.locked(directory))
-                held.push(self._give_up)  # before there is anything: an interrupt may come right behind it
+                held.push(self._discard)  # before the folder is made: an interrupt may come right after it
                 files.clear_leftovers(directory)
             folder = files.hidden_path(directory, files.folder_name(self._request.iteration), "partial")
             if self._ranks.first:
                 folder.mkdir()
         return folder
 
-    def _give_up(self, error: type[BaseException] | None, *_: object) -> None:
-        """The save ends, with an error or without, and the lock is still held. What cannot be removed now is removed by
-        the next save: the error that ended this one is the one to be told.
+    def _discard(self, error: type[BaseException] | None, *_: object) -> None:
+        """Remove the hidden folder of a failed save, while the lock is still held.
+
+        The next save removes files that cannot be removed now, so that the error of this save is raised.
         """
         if error is not None:
             with suppress(OSError):
@@ -132,7 +140,7 @@ class Save:
         if not Path(writer.path).is_dir():
             raise CheckpointError(
                 self._request.what,
-                why=f"the folder that rank 0 has made there is not to be seen from rank {self._ranks.rank}",
+                why=f"the folder that rank 0 has made there is not visible to rank {self._ranks.rank}",
                 fix="save to a file system that all ranks share",
             )
         with typed_failures(self._request.what):
@@ -141,7 +149,7 @@ class Save:
             return writer.prepare_local_plan(planner.create_local_plan()), self._request.own
 
     def _agree(self, planner: PiecePlanner, writer: PieceWriter, plans: list[SavePlan]) -> tuple[SavePlan, Metadata]:
-        """This rank's part of the plan that every rank makes of the same plans."""
+        """Return this rank's part of the global plan, which every rank makes from the same local plans."""
         with typed_failures(self._request.what):
             whole, metadata = planner.create_global_plan(plans)
             return planner.finish_plan(writer.prepare_global_plan(whole)[self._ranks.rank]), metadata
@@ -179,7 +187,7 @@ class Save:
             self.stop.check()
             return files.publish(request.directory, folder, request.iteration)
 
-    def _tidy(self, final: Path | None) -> None:
+    def _clean_up(self, final: Path | None) -> None:
         directory, keep = self._request.directory, self._request.most_recent_k
         with files.system_errors(f"checkpoint {final} is saved, but older ones cannot be removed"):
             if keep is not None:
@@ -189,16 +197,16 @@ class Save:
 
 @contextmanager
 def typed_failures(what: str) -> Iterator[None]:
-    """Bring out what torch's zip writer wraps, as a full disk."""
+    """Raise the error that torch's zip writer wraps, such as a full disk."""
     try:
         yield
     except (RuntimeError, OSError, ValueError, AssertionError) as failure:
         if isinstance(failure, HostwardError):
             raise
-        raise _brought_out(what, _chain(failure)) from failure
+        raise _unwrapped(what, _chain(failure)) from failure
 
 
-def _brought_out(what: str, causes: Sequence[BaseException]) -> BaseException:
+def _unwrapped(what: str, causes: Sequence[BaseException]) -> BaseException:
     # A thread that was stopped because another one failed explains nothing.
     causes = [cause for cause in causes if not isinstance(cause, StoppedError)]
     for cause in causes:
@@ -211,7 +219,7 @@ def _brought_out(what: str, causes: Sequence[BaseException]) -> BaseException:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error and those it replaced: a failed write shows as `unexpected pos` with the real one behind it."""
+    """Return an error and its causes: a failed write shows as `unexpected pos`, with the real error as cause."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)

@@ -1,8 +1,8 @@
-"""A copy of what training goes on with, on the host, which is written once it is whole.
+"""Copy the state that training updates on the host; the copy is written to the disk when it is complete.
 
-Memory is copied as it lies, every byte once: of a master that is kept in two halves the upper one is the weight. What
-is to be written is put together when it is read from the copy. Training waits for the copy and not for the disk:
-threads that write would only take cores and memory from those that copy.
+Memory is copied as it is stored, every byte once: of an fp32 main weight that is stored in two halves, the upper half
+is the weight. Tensors are joined when they are read from the copy. Training waits for the copy and not for the disk, so
+nothing is written during the copy: writing threads would take cores and memory bandwidth from it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hostward.plan.memory_model import BLOCK_BYTES, PIECE_BYTES
 from hostward.runtime.backend import Backend, Tier
 
 ALIGNED = 64
-"""Bytes; places and rooms begin at multiples of it, whatever dtype they are read as."""
+"""Bytes; places and buffers begin at multiples of it, for any dtype that they are read as."""
 _TOGETHER_BYTES = 1024 * 1024 * 1024
-"""Copied at once, so that starting the threads that do it takes little of the time."""
+"""Bytes that are copied at once, so that starting the copying threads takes little of the time."""
 Memory: TypeAlias = tuple[int, int]
 """Memory of the state: its address and its bytes."""
 _Part: TypeAlias = tuple[Memory, int]
-"""Of it: one of its parts, by number."""
+"""A memory of the state, and the number of one of its parts."""
 
 
 def _memory(tensor: torch.Tensor) -> Memory:
@@ -39,10 +39,14 @@ def _memory(tensor: torch.Tensor) -> Memory:
 
 
 class Snapshot:
-    """Host memory that holds what one process saves, from the first save on."""
+    """Hold host memory for the state that one process saves, from the first save on."""
 
     def __init__(self, backend: Backend, size_bytes: int) -> None:
-        """Raises MemoryLimitError."""
+        """Allocate the memory.
+
+        Raises:
+            MemoryLimitError: the allocation failed.
+        """
         (self._buffer,) = backend.allocate(Tier.HOST, [size_bytes], torch.uint8, "snapshot of a save")
         self._backend = backend
 
@@ -53,7 +57,7 @@ class Snapshot:
     def of(
         self, planner: PiecePlanner, items: Sequence[WriteItem], rooms: Sequence[torch.Tensor | None], stop: Stop
     ) -> Copies:
-        """Of these items, as they are to be copied and read: the arguments of `Copies`."""
+        """Return the copies of these items in this memory; the arguments are those of `Copies`."""
         begins, _ = _layout(planner.sources)
         room = self._buffer.data[-self._buffer.data.data_ptr() % BLOCK_BYTES :]
         places = {memory: room[at : at + memory[1]] for memory, at in begins.items()}
@@ -65,7 +69,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is copied from `data` to `place`, both uint8; what lies on the device by way of `room`."""
+    """Describe one copy from `data` to `place`, both uint8; device memory is copied through the buffer `room`."""
 
     data: torch.Tensor
     place: torch.Tensor
@@ -74,15 +78,19 @@ class _Piece:
 
 
 class Copies:
-    """The memory that items of one save lie in, as it is copied, and as they are read from the copy.
+    """Copy the memory of one save's items, and read the items from the copy.
 
-    It is copied group by group, by as many threads as the host's step has, which waits for the copies. Beside that a
-    thread fetches what the next group has on the device: the device reads and the cores copy at the same time.
+    Memory is copied group by group, by as many threads as the CPU optimizer step has, which waits for the copies.
+    Concurrently one thread copies the next group's device memory to the host, so that D2H copies overlap with host
+    copies.
 
     Args:
+        planner: the plan of the items.
         items: of this process.
-        places: for all memory of the sources.
-        rooms: one for each thread that writes; None: nothing lies on the device, or is put together to be read.
+        places: the place in the snapshot for all memory of the sources.
+        rooms: a buffer for each thread that writes; None: no memory is on the device, or joined when it is read.
+        stop: asks the copies to end early.
+        backend: gives the number of threads.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class Copies:
         self._divide(items, _Rooms(rooms))
 
     def _divide(self, items: Sequence[WriteItem], rooms: _Rooms) -> None:
-        """Into groups, each of as much as is worth it, or has room."""
+        """Divide the memory into groups of at least `_TOGETHER_BYTES`, or as large as the buffers allow."""
         seen: set[_Part] = set()
         held_bytes = 0
         for item in items:
@@ -113,19 +121,19 @@ class Copies:
                 if part in seen:
                     continue
                 seen.add(part)
-                fetched = not on_host(data)
-                if not self._groups or held_bytes >= _TOGETHER_BYTES or (fetched and not rooms.has(len(data))):
+                on_device = not on_host(data)
+                if not self._groups or held_bytes >= _TOGETHER_BYTES or (on_device and not rooms.has(len(data))):
                     self._groups.append([])
                     held_bytes = 0
-                    rooms.turn()
-                room = rooms.take(len(data)) if fetched else None
+                    rooms.next_group()
+                room = rooms.take(len(data)) if on_device else None
                 self._groups[-1].append(_Piece(data, place, room, source.backend))
                 held_bytes += len(data)
 
     def _parts(
         self, source: Source, item: WriteItem, part_bytes: int
     ) -> Iterator[tuple[_Part, torch.Tensor, torch.Tensor]]:
-        """What an item lies in, in parts of so many bytes of its memory, each with its place."""
+        """Yield the memory of an item in parts of `part_bytes` bytes, each with its place in the snapshot."""
         for tensor, start, stop in source.memory_of(*self._planner.box(item)):
             memory = _memory(tensor)
             data, place = tensor.view(torch.uint8), self._places[memory]
@@ -134,17 +142,17 @@ class Copies:
                 yield (memory, i), data[part], place[part]
 
     def make(self) -> None:
-        """Copy all of them."""
+        """Copy all groups."""
         with ThreadPoolExecutor(1, thread_name_prefix="hostward checkpoint fetches") as pool:
-            ahead = pool.submit(_fetched, self._groups[0] if self._groups else [])
+            ahead = pool.submit(_to_host, self._groups[0] if self._groups else [])
             for following in [*self._groups[1:], []]:
                 copies = ahead.result()
                 self._stop.check()
-                ahead = pool.submit(_fetched, following)
+                ahead = pool.submit(_to_host, following)
                 copy(copies, threads=self._backend.threads)
 
     def read(self, item: WriteItem, room: torch.Tensor | None) -> torch.Tensor:
-        """The elements of an item, on the host, once all are copied. What is no source is read where it lies."""
+        """Return the elements of an item on the host, after `make`; plain tensors are read from where they are."""
         return self._planner.read(item, room, self._copy_of)
 
     def _copy_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -152,22 +160,22 @@ class Copies:
 
 
 class _Rooms:
-    """Where groups have room for what they fetch: that of the threads which write, once all is copied."""
+    """Manage the buffers for D2H copies of groups; the writing threads use the same buffers after all copies."""
 
     def __init__(self, rooms: Sequence[torch.Tensor | None]) -> None:
         halves = [room.chunk(2) for room in rooms if room is not None]
         self._free = [[half[i] for half in halves] for i in range(2)]
         self.part_bytes = len(halves[0][0]) if halves else PIECE_BYTES
-        """Most bytes of a piece."""
+        """Largest size of a piece, in bytes."""
         self._left: list[torch.Tensor] = []
 
-    def turn(self) -> None:
-        """For the next group: into the other half of each, while what is in this one is copied."""
+    def next_group(self) -> None:
+        """Switch to the other half of each buffer, while the data in this half is copied."""
         self._free.reverse()
         self._left = list(self._free[0])
 
     def has(self, size_bytes: int) -> bool:
-        """Whether there is room for so many bytes together."""
+        """Return whether there is a free contiguous range of so many bytes."""
         while self._left and len(self._left[0]) < size_bytes:
             self._left.pop(0)
         return bool(self._left)
@@ -177,8 +185,8 @@ class _Rooms:
         return room
 
 
-def _fetched(group: Sequence[_Piece]) -> list[Copy]:
-    """What is left to be copied on the host once this returns."""
+def _to_host(group: Sequence[_Piece]) -> list[Copy]:
+    """Copy a group's device memory to the buffers, and return the host copies that are left to make."""
     fetches: dict[Backend, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for piece in group:
         if piece.room is not None:
@@ -189,17 +197,17 @@ def _fetched(group: Sequence[_Piece]) -> list[Copy]:
 
 
 def snapshot_bytes(sources: Sequence[Source]) -> int:
-    """Bytes that a snapshot of these needs, wherever it comes to lie."""
+    """Return the bytes that a snapshot of these sources needs, at any address."""
     return _layout(sources)[1] + BLOCK_BYTES
 
 
 def _layout(sources: Sequence[Source]) -> tuple[dict[Memory, int], int]:
-    """Where in a snapshot each memory begins, which several sources may have in common, and the bytes of all."""
+    """Return the offset of each memory in a snapshot, and the bytes of all; sources may share memory."""
     begins: dict[Memory, int] = {}
     end = 0
     for memory in (_memory(m) for source in sources for m in source.memory):
         if memory not in begins:
-            # Much of it at once goes to the disk from where it lies.
+            # Large memory is written to the disk from its place directly.
             begins[memory] = align(end, BLOCK_BYTES if memory[1] >= STAGED_BYTES else ALIGNED)
             end = begins[memory] + memory[1]
     return begins, end

@@ -1,4 +1,4 @@
-"""The state of a run by name: what a checkpoint holds of a model and its optimizer, and back."""
+"""Name the state of a model and its optimizer for a checkpoint, and convert it back."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ MODEL, OPTIMIZER = "model/", "optimizer/"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What `Saver.save` takes of a model and its optimizer.
+    """Hold the arguments of `Saver.save` for a model and its optimizer.
 
-    tensors: `model/NAME` and `optimizer/NAME/ROLE`. optimizer: format and parameter groups, plain values.
+    Attributes:
+        tensors: `model/NAME` and `optimizer/NAME/ROLE`.
+        optimizer: format and parameter groups, plain values.
     """
 
     tensors: dict[str, Value]
@@ -32,7 +34,7 @@ class Parts:
 
 
 def parts_of(model: torch.nn.Module, optimizer: AdamW) -> Parts:
-    """The state as it lies, nothing of it copied but buffers and offloaded weights that are not trained.
+    """Return the state of a model and its optimizer; only buffers and offloaded frozen weights are copied.
 
     Raises:
         ModelError: as `AdamW.sources`.
@@ -47,11 +49,11 @@ def parts_of(model: torch.nn.Module, optimizer: AdamW) -> Parts:
 
 
 def _model_values(model: torch.nn.Module, optimizer: AdamW, sources: StateSources) -> Iterator[tuple[str, Value]]:
-    """Parameters and saved buffers by plain name, tied ones once."""
+    """Yield parameters and saved buffers by plain name, tied ones once."""
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     trained = {plain: sources.names.get(id(p)) for plain, p in parameters.items()}
     saved: Mapping[str, torch.Tensor] = {}
-    if None in trained.values():  # of weights that are not trained only the module knows whether they are here
+    if None in trained.values():  # only the module knows whether a frozen weight is on the device
         saved = {plain_name(name): t for name, t in model.state_dict().items()}
     readers = next(iter(sources.weights.values())).readers if sources.weights else None
     for plain, parameter in parameters.items():
@@ -81,13 +83,17 @@ def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def empty_optimizer_tensors(optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """Host tensors by the names of `parts_of`, to load the optimizer's state into. Raises MemoryLimitError."""
+    """Return host tensors by the names of `parts_of`, to load the optimizer's state into.
+
+    Raises:
+        MemoryLimitError: no memory for them.
+    """
     state = optimizer.empty_state()
     return {f"{OPTIMIZER}{n}/{role}": t for n, entry in state.items() for role, t in entry.items()}
 
 
 def optimizer_state(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What `AdamW.load_state_dict` takes, of plain values and tensors as `parts_of` names them."""
+    """Return the state dict for `AdamW.load_state_dict` from plain values and tensors as `parts_of` names them."""
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(OPTIMIZER):

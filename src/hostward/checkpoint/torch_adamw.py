@@ -1,16 +1,16 @@
-"""hostward's optimizer state dict to and from that of `torch.optim.AdamW`.
+"""Convert hostward's optimizer state dict to and from that of `torch.optim.AdamW`.
 
-hostward keys state by parameter name, counts steps as int64 and keeps the fp32 master of a 16-bit weight beside the
-moments:
+hostward keys state by parameter name, counts steps as int64 and stores the fp32 main weight of a 16-bit weight, as
+`master`, with the moments:
 
     {"format": 1,
      "state": {name: {"step": int64 [], "exp_avg": fp32 [shape], "exp_avg_sq": fp32 [shape], "master": fp32 [shape]}},
      "param_groups": [{"params": [name, ...], "lr": ..., "betas": [b1, b2], "eps": ..., "weight_decay": ..., ...}]}
 
-torch numbers parameters in the order of its groups, counts steps as fp32 and has no master: its fp32 weights are the
-master. So a 16-bit model goes over to torch as an fp32 model that is given the masters as its weights. Nothing is
-rounded on the way; what torch cannot hold (2**24 steps and more) or hostward does not compute (amsgrad, maximize, L2
-decay) is an error.
+torch numbers parameters in the order of its groups, counts steps as fp32 and has no fp32 main weights besides fp32
+weights. So a 16-bit model is converted to an fp32 model in torch with the main weights as its weights. Nothing is
+rounded; steps that torch cannot count (2**24 and more) and options that hostward does not support (amsgrad, maximize,
+L2 decay) are errors.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def _fp32_count(name: str, step: torch.Tensor | int) -> torch.Tensor:
     if count > _LARGEST_FP32_COUNT:
         raise CheckpointError(
             f"{name!r} has made {count} steps",
-            why=f"torch counts in float32, which stands still after {_LARGEST_FP32_COUNT + 1}",
-            fix="go on with hostward, or set the count yourself",
+            why=f"torch counts in float32, which does not increase after {_LARGEST_FP32_COUNT + 1}",
+            fix="continue with hostward, or set the count yourself",
         )
     return torch.tensor(float(count), dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""What may be saved, checked before anything is written."""
+"""Check the values to save before anything is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 
 
 def values_of(iteration: int, tensors: Mapping[str, Value], *, ranks: int) -> dict[str, Value]:
-    """The values to save, by plain name. Raises CheckpointError for what cannot be saved."""
+    """Return the values to save, by plain name.
+
+    Raises:
+        CheckpointError: a value cannot be saved, or the iteration is negative.
+    """
     if iteration < 0:
         raise CheckpointError(f"cannot save iteration {iteration}", why="iterations count from 0")
     for name, value in tensors.items():
@@ -46,7 +50,7 @@ def _check_value(name: str, value: object, ranks: int) -> None:
         return
     if local.is_meta or local.layout != torch.strided:
         raise CheckpointError(f"cannot save {name!r}", why="only dense tensors that hold data can be saved")
-    # Offloaded weights keep their tensor while the storage is empty; reading one would end the process.
+    # Offloaded weights keep their tensor while the storage is empty; reading it would crash the process.
     plain_kind = plain_type(local) in (torch.Tensor, torch.nn.Parameter)
     if plain_kind and local.numel() and not local.untyped_storage().nbytes():
         raise CheckpointError(
@@ -55,13 +59,20 @@ def _check_value(name: str, value: object, ranks: int) -> None:
 
 
 def plain_bytes(plain: Mapping[str, JSON]) -> bytes:
-    """The text of plain values. Raises CheckpointError for what JSON would lose."""
+    """Return plain values as JSON text.
+
+    Raises:
+        CheckpointError: JSON would change a value.
+    """
     check_plain(plain, "plain")
     return json.dumps(plain, separators=(",", ":")).encode()
 
 
 def check_plain(value: object, where: str) -> None:
-    """Refuse what JSON would change in silence or not take: other types, and keys that are not strings."""
+    """Raise CheckpointError for values that JSON would change or does not support.
+
+    These are other types than JSON's, and mappings with keys that are not strings.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Files of a checkpoint as they are written: DCP's file format, with a checksum of every chunk on the way."""
+"""Write the files of a checkpoint in DCP's file format, with a checksum of every chunk."""
 
 from __future__ import annotations
 
@@ -29,26 +29,29 @@ from hostward.checkpoint.manifest import CHUNK_BYTES, NEAR_BYTES, FileRecord
 from hostward.checkpoint.save_plan import item_bytes
 from hostward.plan.memory_model import BLOCK_BYTES
 
-BEHIND_BYTES = 8 * CHUNK_BYTES
-"""Of a file, looked at again for what the disk has written meanwhile."""
+WRITE_BACK_BYTES = 8 * CHUNK_BYTES
+"""Bytes of a file that are advised for dropping again, since the disk may have written them meanwhile."""
 
 STAGED_BYTES = 1024 * 1024
-"""Past the page cache less than so much goes by way of a buffer."""
+"""Writes below this size go through a buffer if the file bypasses the page cache."""
 
 T = TypeVar("T")
 Read = Callable[[WriteItem, "torch.Tensor | None"], torch.Tensor]
-"""read(item, room): the elements of an item on the host."""
+"""read(item, room): return the elements of an item on the host."""
 
 
 class PieceWriter(FileSystemWriter):
-    """DCP's file writer and file format. Each thread writes a file of its own, one piece at a time.
+    """Write files as DCP does and in its format; each thread writes its own file, one piece at a time.
 
     The inherited `write_data` keeps every staged copy until its file ends, which doubles host memory when the tensors
-    are views of slabs or lie on the device; and with several threads it loses what a thread raised.
+    are views of slabs or on the device; and with several threads it loses the error of a thread.
 
     Args:
-        rooms: one for each thread; None: none is needed.
-        direct: files pass the page cache by, where their file system can do that.
+        path: the hidden folder of the save.
+        read: returns the elements of an item.
+        rooms: a buffer for each thread; None: none is needed.
+        stop: asks the writers to end early.
+        direct: files bypass the page cache, where their file system supports that.
     """
 
     def __init__(
@@ -60,11 +63,11 @@ class PieceWriter(FileSystemWriter):
         self._rooms = rooms
         self._stop = stop
         self.records: dict[str, FileRecord] = {}
-        """Of the files that this process has written."""
+        """Records of the files that this process has written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         names = [f"{plan.storage_data.prefix}{i}.distcp" for i in range(len(self._rooms))]
-        shares = shared_out(plan.items, len(names))
+        shares = split_by_bytes(plan.items, len(names))
         places = zip(names, shares, self._rooms, strict=True)
         bodies = [partial(self._write, *place) for place in places if place[1] or place[0] == names[0]]
         results = in_threads(bodies, self._stop)
@@ -77,7 +80,7 @@ class PieceWriter(FileSystemWriter):
         with new_file(Path(self.path) / name, direct=self._direct) as stream:
             for item in items:
                 self._stop.check()
-                tensor = alone(self.read(item, room))
+                tensor = own_storage(self.read(item, room))
                 start = stream.begin(tensor.nbytes)
                 save_tensor(tensor, stream)
                 length = stream.size_bytes - start
@@ -92,8 +95,8 @@ class PieceWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-def shared_out(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Items for each of so many threads, of about equal bytes, in their order."""
+def split_by_bytes(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Split the items into `count` shares of about equal bytes, in their order."""
     shares: list[list[WriteItem]] = [[] for _ in range(count)]
     limit = sum(map(item_bytes, items)) / count
     at, held = 0, 0.0
@@ -106,7 +109,7 @@ def shared_out(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
 
 
 def in_threads(bodies: Sequence[Callable[[], T]], stop: Stop) -> list[T]:
-    """What they return, each run on a thread of its own; raises what the first that failed raised."""
+    """Run each function on its own thread and return the results, or raise the error of the first that failed."""
     if len(bodies) <= 1:
         return [body() for body in bodies]
     errors: list[BaseException] = []
@@ -115,7 +118,7 @@ def in_threads(bodies: Sequence[Callable[[], T]], stop: Stop) -> list[T]:
         error = future.exception()
         if error is not None:
             errors.append(error)
-            stop.ask()  # the others need not go on
+            stop.ask()  # the other threads end early
 
     with futures.ThreadPoolExecutor(len(bodies), thread_name_prefix="hostward checkpoint") as pool:
         started = [pool.submit(body) for body in bodies]
@@ -127,11 +130,11 @@ def in_threads(bodies: Sequence[Callable[[], T]], stop: Stop) -> list[T]:
 
 
 def save_tensor(tensor: torch.Tensor, file: CheckedFile) -> None:
-    """What `torch.save` writes, but for the checksum in its archive: nothing that reads it compares that one, and
-    to make it takes a core as long as to write. Chunks of the file have their own.
+    """Write what `torch.save` writes, without the checksum in its archive.
 
-    `torch.serialization.set_crc32_options` would leave it out too; in torch 2.11 it does so for all threads, and what
-    others save is theirs. Tested with torch 2.11 and 2.13.
+    No reader compares that checksum, and computing it takes a core as long as writing. Chunks of the file have their
+    own checksums. `torch.serialization.set_crc32_options` would leave it out too, but in torch 2.11 for all threads,
+    and so for saves by other code. Tested with torch 2.11 and 2.13.
     """
     aligned = max(file.aligned_bytes(tensor.nbytes), serialization._get_storage_alignment())
     archive = torch._C.PyTorchFileWriter(cast("IO[bytes]", file), False, aligned)
@@ -141,8 +144,8 @@ def save_tensor(tensor: torch.Tensor, file: CheckedFile) -> None:
         archive.write_end_of_file()
 
 
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements in a storage that holds nothing else: torch.save writes storages as a whole."""
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same elements in a storage that holds nothing else, since torch.save writes whole storages."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.nbytes:
         return tensor
@@ -152,16 +155,16 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CheckedFile:
-    """A new file, written from beginning to end without a buffer, with the CRC-32 of each chunk."""
+    """Write a new file from beginning to end without a buffer, with the CRC-32 of each chunk."""
 
     near_bytes = NEAR_BYTES
-    """Written at once: still in a near cache behind its checksum."""
+    """Bytes that are written at once: small enough to stay in a cache after the checksum."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.size_bytes = 0
         self._begun_bytes = 0
-        """What the disk has been asked to write."""
+        """Bytes that the disk has been asked to write."""
         self._crc32: list[int] = []
 
     def __enter__(self) -> Self:
@@ -174,14 +177,14 @@ class CheckedFile:
         return self._descriptor
 
     def flush(self) -> None:
-        """Nothing is held back that is asked for before the end."""
+        """Do nothing, as torch's writer needs no data on the disk before the end."""
 
     def aligned_bytes(self, size_bytes: int) -> int:
-        """What data of so many bytes begin at a multiple of, from where their archive begins."""
+        """Return the alignment of data of so many bytes, relative to the start of their archive."""
         return 1
 
     def begin(self, size_bytes: int) -> int:
-        """Where an archive begins that holds so many bytes: at a multiple of what they are aligned to."""
+        """Pad the file to the alignment of so many bytes, and return the offset where their archive begins."""
         self.write(bytes(-self.size_bytes % self.aligned_bytes(size_bytes)))
         return self.size_bytes
 
@@ -194,11 +197,11 @@ class CheckedFile:
             for first in range(0, len(part), self.near_bytes):
                 self._write_checked(part[first : first + self.near_bytes])
             done += len(part)
-            self._look_behind()
+            self._write_back()
         return done
 
     def _write_checked(self, part: memoryview) -> None:
-        """At most `near_bytes`, within one chunk."""
+        """Write at most `near_bytes` bytes, within one chunk, and update its checksum."""
         if self.size_bytes % CHUNK_BYTES:
             self._crc32[-1] = crc32(part, self._crc32[-1])
         else:
@@ -209,35 +212,38 @@ class CheckedFile:
     def _put(self, part: memoryview) -> None:
         write_all(self._descriptor, part)
 
-    def _look_behind(self) -> None:
-        """Let the disk write these bytes now, beside checksums and reading, instead of all of them in `fsync`; and let
-        go of what it has written before. Else files fill the memory that is left, and a machine without free memory
-        looks for some at every page, on the cores that the host's step needs.
+    def _write_back(self) -> None:
+        """Start writing these bytes to the disk now, and drop bytes that are already written from the page cache.
 
-        What is asked for is that they be dropped from memory. Linux begins to write those that are dirty, without
-        waiting, and drops the others. A file system that takes no advice goes on as it would.
+        So writing overlaps with checksums and reading, instead of all of it waiting for `fsync`. Otherwise files fill
+        the free memory, and a machine without free memory reclaims some at every page, on the cores that the CPU
+        optimizer step needs.
+
+        The advice is to drop the bytes from memory. Linux starts to write those that are dirty, without waiting, and
+        drops the others. A file system that does not support the advice ignores it.
         """
         if self.size_bytes - self._begun_bytes >= CHUNK_BYTES:
-            self._advise(max(0, self._begun_bytes - BEHIND_BYTES))
+            self._advise(max(0, self._begun_bytes - WRITE_BACK_BYTES))
             self._begun_bytes = self.size_bytes
 
-    def _advise(self, behind: int) -> None:
+    def _advise(self, start: int) -> None:
         with contextlib.suppress(OSError):
-            os.posix_fadvise(self._descriptor, behind, self.size_bytes - behind, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._descriptor, start, self.size_bytes - start, os.POSIX_FADV_DONTNEED)
 
     def settle(self) -> None:
-        """All that was written is on the disk, and memory has let go of it."""
+        """Wait until all written bytes are on the disk, and drop them from the page cache."""
         os.fsync(self._descriptor)
         self._advise(0)
 
     def record(self) -> FileRecord:
-        """Size and checksums of all that was written."""
+        """Return the size and the checksums of the written bytes."""
         return FileRecord(self.size_bytes, tuple(self._crc32))
 
 
 class DirectFile(CheckedFile):
-    """The same past the page cache: the disk reads memory where it lies, in whole blocks at aligned places, and no core
-    copies. What lies otherwise, headers among it, goes through a buffer.
+    """Write a file that bypasses the page cache: the disk reads aligned whole blocks from memory, without a copy.
+
+    Other bytes, such as headers, go through a buffer.
     """
 
     near_bytes = CHUNK_BYTES  # it is not read again
@@ -247,7 +253,7 @@ class DirectFile(CheckedFile):
         self._staged = memoryview(mmap.mmap(-1, STAGED_BYTES))
         self._into = np.frombuffer(self._staged, dtype=np.uint8)
         self._held = 0
-        """Bytes in it, which the file lacks."""
+        """Bytes in the buffer that are not written to the file yet."""
 
     def aligned_bytes(self, size_bytes: int) -> int:
         return BLOCK_BYTES if size_bytes >= STAGED_BYTES else 1
@@ -261,7 +267,7 @@ class DirectFile(CheckedFile):
                 part = part[whole:]
                 continue
             taken = min(len(part), STAGED_BYTES - self._held)
-            # As arrays: a copy that lets go of Python's lock.
+            # As arrays, so that the copy releases the GIL.
             np.copyto(self._into[self._held : self._held + taken], np.frombuffer(part[:taken], dtype=np.uint8))
             self._held += taken
             part = part[taken:]
@@ -272,18 +278,18 @@ class DirectFile(CheckedFile):
         write_all(self._descriptor, self._staged[:size_bytes])
         self._held = 0
 
-    def _look_behind(self) -> None:
-        if not passes_cache(self._descriptor):  # any more
-            super()._look_behind()
+    def _write_back(self) -> None:
+        if not bypasses_page_cache(self._descriptor):  # a write may have changed this
+            super()._write_back()
 
     def settle(self) -> None:
-        through_the_cache(self._descriptor)  # the last block may not be whole
+        use_page_cache(self._descriptor)  # the last block may not be whole
         self._write_staged(self._held)
         super().settle()
 
 
 def new_file(path: Path, *, direct: bool) -> CheckedFile:
-    """A file that is not there yet; with `direct` past the page cache, if its file system can (tmpfs may not)."""
+    """Create a file; with `direct` it bypasses the page cache, if its file system supports that (tmpfs may not)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if direct:
         try:
@@ -291,27 +297,27 @@ def new_file(path: Path, *, direct: bool) -> CheckedFile:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            path.unlink(missing_ok=True)  # made all the same
+            path.unlink(missing_ok=True)  # the failed open may have made it
     return CheckedFile(os.open(path, flags, 0o666))
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """Write all of it. A file system whose blocks are larger than ours gets it, and what follows, through its cache."""
+    """Write all bytes; a file system with larger blocks gets them, and all later ones, through the page cache."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
         except OSError as error:
-            if error.errno != errno.EINVAL or not through_the_cache(descriptor):
+            if error.errno != errno.EINVAL or not use_page_cache(descriptor):
                 raise
 
 
-def passes_cache(descriptor: int) -> bool:
-    """Whether an open file passes the page cache by."""
+def bypasses_page_cache(descriptor: int) -> bool:
+    """Return whether an open file bypasses the page cache."""
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def through_the_cache(descriptor: int) -> bool:
-    """Have a file pass the page cache by no more; returns whether it did."""
+def use_page_cache(descriptor: int) -> bool:
+    """Let a file use the page cache from now on, and return whether it bypassed the cache before."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
     return bool(flags & os.O_DIRECT)

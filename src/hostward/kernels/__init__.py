@@ -1,7 +1,7 @@
-"""Device kernels: the exact AdamW step and the exact gradient norm on a CUDA device, written in Triton.
+"""Provide the AdamW step and the gradient norm as numpy definition, native host kernels and Triton kernels.
 
-Importing this package needs neither Triton nor a device; calling a kernel without them raises a typed error. The
-kernels give the same bits as `hostward.kernels.reference`, the numpy definition, and as the native host kernels.
+Importing this package needs neither Triton nor a device; calling a device kernel without them raises a typed error.
+Host and device kernels are bitwise identical with `hostward.kernels.reference`, the numpy definition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The definition of the step and of the norm, in numpy: slow, plain, and what every kernel must equal bit for bit.
+"""Define the step and the norm in numpy; every kernel must be bitwise identical with them.
 
 Each numpy operation on float32 arrays is one correctly rounded IEEE operation; nothing is fused. bf16 is held as its
 bits, in uint16, since numpy has no such type.
@@ -24,7 +24,7 @@ _QUIET_NAN = np.uint32(0x7FC00000)
 
 @dataclass(frozen=True)
 class Hyper:
-    """Hyper-parameters of one group, in float64 as Python holds them."""
+    """Hold the hyper-parameters of one group, in float64 as Python holds them."""
 
     lr: float
     weight_decay: float
@@ -34,7 +34,7 @@ class Hyper:
 
 
 def float_of(values: Array) -> Array:
-    """float32 of gradients or weights held as float32, float16, or bf16 bits in uint16. Exact."""
+    """Convert gradients or weights (float32, float16, or bf16 bits in uint16) to float32, exactly."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(invalid="ignore"):  # a signalling NaN
@@ -42,37 +42,37 @@ def float_of(values: Array) -> Array:
 
 
 def canonical(values: Array) -> Array:
-    """float32 with every NaN replaced by the one of bits 0x7fc00000."""
+    """Replace every NaN of float32 values by the one with bits 0x7fc00000."""
     bits = np.where(np.isnan(values), _QUIET_NAN, values.view(np.uint32))
     return bits.astype(np.uint32).view(np.float32)
 
 
 def bf16_bits(master: Array) -> Array:
-    """bf16 bits (uint16) of float32, to nearest with ties away from zero. NaNs must be canonical."""
+    """Round float32 to bf16 bits (uint16), to nearest with ties away from zero; NaNs must be canonical."""
     return ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
 
 
 def split_master(master: Array) -> tuple[Array, Array]:
-    """float32 master -> (bf16 bits uint16, int16 remainder). NaNs must be canonical."""
+    """Split a float32 main weight into bf16 bits (uint16) and its low 16 bits (int16); NaNs must be canonical."""
     return bf16_bits(master), (master.view(np.uint32) & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
 
 
 def join_master(weight: Array, remainder: Array) -> Array:
-    """The float32 master from bf16 bits (uint16) and int16 remainder; inverse of `split_master`."""
+    """Join bf16 bits (uint16) and low 16 bits (int16) to the float32 main weight, the inverse of `split_master`."""
     high = weight.astype(np.uint32) << np.uint32(16)
     low = remainder.astype(np.int32).view(np.uint32)
     return (high + low).view(np.float32)  # modulo 2**32, as unsigned integers add
 
 
 def fp16_weight(master: Array) -> Array:
-    """float16 of float32, to nearest even; NaNs become 0x7e00."""
+    """Round float32 to float16, to nearest even; NaNs become 0x7e00."""
     with np.errstate(over="ignore", invalid="ignore"):
         half = master.astype(np.float16)
     return np.where(np.isnan(master), np.uint16(0x7E00), half.view(np.uint16)).astype(np.uint16).view(np.float16)
 
 
 def table_entry(table: Array, other: Array, step: int) -> int:
-    """The index to use at `step`: the step itself, or the last entry where both tables have reached 1.
+    """Return the table index for `step`: the step itself, or the last entry where both tables have reached 1.
 
     Raises:
         IndexError: the tables end before `step` and have not reached 1.
@@ -95,7 +95,7 @@ def adamw(
     tables: tuple[Array, Array],
     scale: float = 1.0,
 ) -> tuple[Array, Array, Array]:
-    """One AdamW step over arrays of one shape.
+    """Make one AdamW step over arrays of one shape.
 
     Args:
         master, exp_avg, exp_avg_sq: float32.
@@ -126,10 +126,10 @@ def adamw(
 
 
 def accumulate(total: Array | None, grad: Array) -> Array:
-    """The gradient summed over one more microbatch.
+    """Accumulate the gradient of one more microbatch.
 
     Args:
-        total: float32, what came before; None for the first microbatch.
+        total: float32, the gradient accumulated so far; None for the first microbatch.
         grad: float32, float16, or bf16 bits in uint16, of the same shape.
 
     Returns:
@@ -140,7 +140,7 @@ def accumulate(total: Array | None, grad: Array) -> Array:
 
 
 def norm_partials(grad: Array) -> tuple[Array, Array]:
-    """Partial squared norms of a flat gradient, one per chunk of 4,096 elements.
+    """Return the partial squared norms of a flat gradient, one per chunk of 4,096 elements.
 
     Args:
         grad: float32, float16, or bf16 bits in uint16, 1-dimensional.
@@ -166,7 +166,7 @@ def norm_partials(grad: Array) -> tuple[Array, Array]:
 
 
 def norm_from_partials(sums: Array, exponents: Array) -> tuple[np.float32, bool]:
-    """The norm of everything that the partials cover, in any order.
+    """Return the norm of the gradients that the partials cover, in any order.
 
     Args:
         sums: int64 [chunks].
@@ -186,7 +186,7 @@ def norm_from_partials(sums: Array, exponents: Array) -> tuple[np.float32, bool]
 
 
 def norm_of_total(high: int, low: int, exponent: int) -> tuple[np.float32, bool]:
-    """As `norm_from_partials`, from the sum of all squares on the scale of the largest exponent: high * 2**31 + low."""
+    """Return the norm from the sum of all squares on the scale of the largest exponent: high * 2**31 + low."""
     if exponent == NOT_FINITE:
         return np.float32(np.inf), False
     if exponent == ALL_ZERO:
@@ -197,7 +197,9 @@ def norm_of_total(high: int, low: int, exponent: int) -> tuple[np.float32, bool]
 
 
 def clip_scale(norm: float, max_norm: float | None, inv_scale: float = 1.0) -> np.float32:
-    """The factor of every gradient: min(1, max_norm / (norm * inv_scale + 1e-6)) * inv_scale, in float32 operations.
+    """Return the factor of every gradient: min(1, max_norm / (norm * inv_scale + 1e-6)) * inv_scale.
+
+    Each operation is rounded to float32.
 
     Args:
         norm: norm of the gradients as they are, still multiplied by the loss scale.

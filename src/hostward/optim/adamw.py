@@ -360,7 +360,7 @@ class AdamW(torch.optim.Optimizer):
         states = take_states(backend, asked)
         self._tracked += new
         self._waiting += [t for t in new if is_away(t.parameter)]
-        # Tools that find no state make one by a step with zero gradients (H61); those that move state find no tensor.
+        # Tools that find no state make one by a step with zero gradients; those that move state find no tensor.
         self.state.update({t.parameter: {} for t in new})
         self._summed |= {len(self._states) + b for b in summed}
         self._states += states

@@ -24,7 +24,7 @@ from hostward.core.placement import Placement, summed_on_host
 from hostward.errors import HostwardError, ModelError, PageLockError
 from hostward.runtime.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
 from hostward.runtime.pinned_memory import require_host_memory
-from hostward.schedule.optimizer import inbox_bytes
+from hostward.schedule.optimizer import landing_buffer_bytes
 
 _MASTER_NAN = 0x7FC00000
 
@@ -319,7 +319,7 @@ class Asked:
         return found
 
     def _inbox_bytes(self) -> int:
-        return sum(inbox_bytes([self.buckets[b] for b in self.summed]))
+        return sum(landing_buffer_bytes([self.buckets[b] for b in self.summed]))
 
     def _changed(self, changes: Sequence[str]) -> Asked:
         stepped, gradients, weights = (change in changes for change in _CHANGES)
@@ -354,7 +354,7 @@ def take_states(backend: Backend, asked: Asked) -> list[BucketState]:
     try:
         with explained(backend, asked):
             states = allocate_states(backend, asked.buckets, asked.placements, taken, pin_weights=asked.pin_weights)
-            # Landing places are made now rather than in the first step, where locking pages would stall it (H27).
+            # Landing places are made now rather than in the first step, where locking pages would stall it.
             pairs = zip(states, asked.gradients, strict=True)
             landing = [(s, dtype) for s, dtype in pairs if s.placement is Placement.HOST]
             allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=asked.pin_gradients)

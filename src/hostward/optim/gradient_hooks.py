@@ -1,7 +1,7 @@
 """Gradients on their way from autograd to the optimizer: taken in backward as they become final, or at the step.
 
 A gradient that has been taken leaves a placeholder in `.grad`. Any use of it raises a typed error, so that a norm of
-0.0 is never reported for gradients that are elsewhere (H64).
+0.0 is never reported for gradients that are elsewhere.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Handover:
             self._taker.flush(t.name)
             t.parameter.grad = None
         elif moved.became is Where.TAKEN and t.name in self.taken:
-            # A second backward, or a weight that two reentrant checkpoints share: it was not final after all (H38).
+            # A second backward, or a weight that two reentrant checkpoints share: it was not final after all.
             self.taken.discard(t.name)
             t.parameter.grad = t.like(self._taker.reload_gradient(t.name).view(t.local.shape))
         else:

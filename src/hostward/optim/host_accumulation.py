@@ -8,7 +8,7 @@ import torch
 
 from hostward.optim.bucket_state import BucketState
 from hostward.runtime.backend import Backend, Buffer, Tier
-from hostward.schedule.optimizer import inbox_bytes, inboxes_of
+from hostward.schedule.optimizer import landing_buffer_by_bucket, landing_buffer_bytes
 
 
 class Totals:
@@ -24,8 +24,8 @@ class Totals:
     ) -> None:
         self._states = states
         self.summed = summed
-        self._inbox_of = inboxes_of(summed)
-        sizes = inbox_bytes([states[b].bucket for b in summed])
+        self._inbox_of = landing_buffer_by_bucket(summed)
+        sizes = landing_buffer_bytes([states[b].bucket for b in summed])
         self._inboxes: list[Buffer] = []
         if sizes:
             self._inboxes = backend.allocate(Tier.HOST, sizes, torch.uint8, "gradients", pinned=pinned)

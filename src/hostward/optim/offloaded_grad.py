@@ -1,4 +1,4 @@
-"""What stands in `.grad` for a gradient that is elsewhere. Any use of it raises a typed error (H64)."""
+"""What stands in `.grad` for a gradient that is elsewhere. Any use of it raises a typed error."""
 
 from __future__ import annotations
 

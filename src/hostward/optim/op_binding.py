@@ -390,7 +390,7 @@ class Schedules:
         found = self._kept.get(absent)
         if found is None:
             schedule: Schedule = lower_step(replace(self.shape, absent=absent)) if absent else self.whole
-            found = self._kept[absent] = schedule.points
+            found = self._kept[absent] = schedule.triggers
             if len(self._kept) > _KEPT_SCHEDULES:
                 del self._kept[next(iter(self._kept))]
         return found

@@ -22,7 +22,7 @@ from hostward.plan.rank_partition import cut_alike, first_parts
 from hostward.runtime.backend import Backend
 from hostward.runtime.calibrate import measure_rates
 from hostward.runtime.global_norm import Ranks
-from hostward.schedule.staging import FEWEST
+from hostward.schedule.staging import MIN_STAGING_BUFFERS
 
 log = logging.getLogger("hostward")
 
@@ -163,12 +163,12 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
     largest = max((b.state_bytes for b in buckets), default=0)
     if fixed + state <= budget_bytes:
         return 0.0
-    away = fixed + state + (FEWEST + 1) * largest - budget_bytes
-    if fixed + min(FEWEST, len(buckets)) * largest > budget_bytes:
+    away = fixed + state + (MIN_STAGING_BUFFERS + 1) * largest - budget_bytes
+    if fixed + min(MIN_STAGING_BUFFERS, len(buckets)) * largest > budget_bytes:
         raise MemoryLimitError(
             f"device_memory={budget_bytes:,} bytes are too few: weights and gradients alone take {fixed:,}",
             why=f"with all state off the device, two staging slots of {largest:,} bytes come on top",
-            fix=f"device_memory={fixed + FEWEST * largest:,} at least, or a plan that lets weights leave",
+            fix=f"device_memory={fixed + MIN_STAGING_BUFFERS * largest:,} at least, or a plan that lets weights leave",
         )
     return min(1.0, away / state)
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from hostward.optim.bucket_state import BucketState, pieces
 from hostward.runtime.backend import Batch
 from hostward.schedule.ops import Kind, Lane, Op
-from hostward.schedule.optimizer import kept_apart
+from hostward.schedule.optimizer import grads_to_copy_out
 
 
 class Which(Enum):
@@ -107,6 +107,6 @@ def bucket_map(
         for b, i, span in held:
             sources[b][i] = name, span
     memories = [{b for name in made for b, *_ in parts[name]} for made in together]
-    copied_out = kept_apart([s.placement for s in states], memories) if overlap else frozenset[int]()
+    copied_out = grads_to_copy_out([s.placement for s in states], memories) if overlap else frozenset[int]()
     in_bucket = [tuple(dict.fromkeys(r.name for r in s.bucket.ranges)) for s in states]
     return BucketMap(parts, in_bucket, sources, copied_out)

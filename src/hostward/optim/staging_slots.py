@@ -20,8 +20,16 @@ from hostward.errors import MemoryLimitError
 from hostward.optim.bucket_state import BucketState
 from hostward.runtime.backend import Backend, Buffer, Tier, empty_buffer
 from hostward.schedule.ops import Lane
-from hostward.schedule.optimizer import slots_by_last_use, slots_of
-from hostward.schedule.staging import FEWEST, SLOT_ALIGNMENT_BYTES, Span, late_bucket, most_slots, settle, slot_bytes
+from hostward.schedule.optimizer import staging_buffer_by_bucket, staging_buffers_by_last_use
+from hostward.schedule.staging import (
+    MIN_STAGING_BUFFERS,
+    STAGING_ALIGNMENT_BYTES,
+    TriggerInterval,
+    decide_staging,
+    late_trigger_bucket,
+    max_staging_buffers,
+    staging_buffer_bytes,
+)
 
 if TYPE_CHECKING:
     from hostward.runtime.cuda.backend import CudaBackend
@@ -76,8 +84,8 @@ class Pace:
             self._armed = False
 
     def ahead(self, reads: int) -> int | None:
-        """Of so many reads, those that had begun when backward was over, and FEWEST at least, so that one is read while
-        another is stepped. None: not measured, or told before.
+        """Of so many reads, those that had begun when backward was over, and MIN_STAGING_BUFFERS at least, so that one
+        is read while another is stepped. None: not measured, or told before.
         """
         if self._over is None or self._clock is None:
             return None
@@ -86,7 +94,7 @@ class Pace:
             return None
         self._began, self._read, self._over = None, [], None
         done = sum(at_s is not None and at_s <= over_s for at_s in read_s)
-        return min(reads, max(FEWEST, done + 1))
+        return min(reads, max(MIN_STAGING_BUFFERS, done + 1))
 
 
 _Layout = tuple[tuple[int, torch.dtype], ...]
@@ -148,10 +156,10 @@ class Slots:
         self._layouts: dict[int, _Layout] = {
             b: tuple((t.nbytes, t.data.dtype) for t in states[b].streamed()) for b in self._streamed
         }
-        self.slot_bytes = slot_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
-        self._most = most_slots(len(self._streamed), self.slot_bytes, staging_bytes)
-        self._late = late_bucket([s.bucket.numel for s in states])
-        self._set_count(min(FEWEST, self._most))
+        self.slot_bytes = staging_buffer_bytes([[n for n, _ in layout] for layout in self._layouts.values()])
+        self._most = max_staging_buffers(len(self._streamed), self.slot_bytes, staging_bytes)
+        self._late = late_trigger_bucket([s.bucket.numel for s in states])
+        self._set_count(min(MIN_STAGING_BUFFERS, self._most))
         self.pace = Pace(gauge)
         self.stream: torch.Stream | None = None
         """Whose memory they are; None: of the stream that is current when they are taken."""
@@ -161,7 +169,7 @@ class Slots:
         self._taken_from: dict[int, torch.Stream | None] = {}
         """Whose memory that is, by slot."""
         self._gauge = gauge
-        self._spans: list[Span] = []
+        self._spans: list[TriggerInterval] = []
         self._profiled = gauge is None or not self._streamed
         self._seen = 0
         self._uploaded: list[int] = []
@@ -170,12 +178,12 @@ class Slots:
 
     def _set_count(self, count: int) -> None:
         """Lay the slots out anew. Memory that is taken stays so."""
-        slots = slots_of(self._placements, count)
+        slots = staging_buffer_by_bucket(self._placements, count)
         views: dict[tuple[int, _Layout], list[Buffer]] = {}
         for b, slot in slots.items():
             layout = self._layouts[b]
             views.setdefault((slot, layout), [empty_buffer("slots") for _ in layout])
-        self._slot_of, self._by_last_use, self._views = slots, slots_by_last_use(slots, count), views
+        self._slot_of, self._by_last_use, self._views = slots, staging_buffers_by_last_use(slots, count), views
         self._stage_at: tuple[int, ...] = (self._late,) * count
         self._unstage_at: tuple[str | None, ...] = (None,) * count
         self.count = self.ahead = count  # last: by this the step knows that its schedule is of other slots
@@ -253,7 +261,7 @@ class Slots:
     def _begin_span(self, layer: str | None, bucket: int | None) -> None:
         if self._gauge is not None and self._profiling:
             self._end_span(self._gauge)
-            self._spans.append(Span(layer, bucket, len(self._held) * self.slot_bytes))
+            self._spans.append(TriggerInterval(layer, bucket, len(self._held) * self.slot_bytes))
 
     def _end_span(self, gauge: Gauge) -> None:
         if self._spans:
@@ -278,11 +286,11 @@ class Slots:
         self._end_span(self._gauge)
         self._profiled, self._profiling = True, False
         spans, self._spans = self._spans, []
-        settled = settle(
+        settled = decide_staging(
             spans,
             slot_size_bytes=self.slot_bytes,
             most=self._most,
-            stage_at=self._late,
+            acquire_at=self._late,
             early=self._uploaded[:1] == self._uploaded[-1:],  # activations and weights that come back would wait
         )
         if settled is None:
@@ -290,8 +298,8 @@ class Slots:
         before = self.count
         if settled.count != before:  # else operations stay bound to the views that there are
             self._set_count(settled.count)
-        self._stage_at, self._unstage_at = settled.stage_at, settled.unstage_at
-        if self.count > FEWEST:
+        self._stage_at, self._unstage_at = settled.acquire_at, settled.release_at
+        if self.count > MIN_STAGING_BUFFERS:
             self.pace.arm()
         return self.count != before
 
@@ -303,5 +311,5 @@ def _cut(slot: torch.Tensor, layout: _Layout) -> list[torch.Tensor]:
     found, start = [], 0
     for nbytes, dtype in layout:
         found.append(slot[start : start + nbytes].view(dtype))
-        start = align(start + nbytes, SLOT_ALIGNMENT_BYTES)
+        start = align(start + nbytes, STAGING_ALIGNMENT_BYTES)
     return found

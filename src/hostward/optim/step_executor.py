@@ -35,13 +35,13 @@ from hostward.schedule.optimizer import (
     GRADIENTS_IN_FLIGHT,
     STEP,
     StepShape,
-    gradient_point,
-    later_uploads,
-    release_point,
-    stage_point,
-    unstage_point,
-    upload_point,
-    use_point,
+    acquire_staging_trigger,
+    deferred_uploads,
+    grad_ready_trigger,
+    pre_forward_trigger,
+    release_grad_trigger,
+    release_staging_trigger,
+    upload_trigger,
 )
 
 TOGETHER = 8
@@ -124,11 +124,11 @@ class StepExecutor:
             for b, s in enumerate(states)
         ]
         self._accumulating = [bucket for bucket in self._buckets if bucket.accumulates]
-        self._grad_triggers = [gradient_point(b) for b in range(len(states))]
-        self._release_triggers = [release_point(b) for b in range(len(states))]
+        self._grad_triggers = [grad_ready_trigger(b) for b in range(len(states))]
+        self._release_triggers = [release_grad_trigger(b) for b in range(len(states))]
         self._layers = {name: LayerStep(name) for name in layers}
         """In order of use."""
-        self._wait_triggers = {name: use_point(name) for name in layers}
+        self._wait_triggers = {name: pre_forward_trigger(name) for name in layers}
         self._buckets_of: dict[str, list[BucketStep]] = {name: [] for name in layers}
         for name, bucket in zip(layers, self._buckets, strict=True):
             self._buckets_of[name].append(bucket)
@@ -180,22 +180,22 @@ class StepExecutor:
         shape = StepShape(
             tuple(s.placement for s in self._states),
             self._layer_of_bucket,
-            slots=slots.count,
-            ahead=slots.ahead,
+            staging_buffers=slots.count,
+            prefetch_depth=slots.ahead,
             transient=slots.transient,
             overlap=self._overlap,
-            summed=self._totals.summed,
-            fetched=frozenset(b for b, names in enumerate(self._map.names) if set(names) <= self.fetched),
+            accumulated_on_host=self._totals.summed,
+            prefetched=frozenset(b for b, names in enumerate(self._map.names) if set(names) <= self.fetched),
         )
         self._schedules = Schedules(shape)
-        self._uploads = later_uploads(shape)
+        self._uploads = deferred_uploads(shape)
         self._points: Mapping[str, tuple[Op, ...]] = self._schedules.points()
         self._bindings.forget()
         self._shape = shape  # last: an interrupt before this is noticed below
 
     def _follow_slots(self) -> None:
         """An interrupt may have come between the settling of staging buffers and the schedule for them."""
-        if (self._shape.slots, self._shape.ahead) != (self._slots.count, self._slots.ahead):
+        if (self._shape.staging_buffers, self._shape.prefetch_depth) != (self._slots.count, self._slots.ahead):
             self._lower()
 
     # ---------------------------------------------------------------- facts
@@ -571,11 +571,11 @@ class StepExecutor:
         filled = min(slots, self._slots.ahead)
         while self._staged < filled:
             self._slots.pace.begins()
-            self._issue([stage_point(self._staged)])
+            self._issue([acquire_staging_trigger(self._staged)])
             self._slots.pace.issued()
             self._staged += 1
         if self._staged < slots:
-            self._issue([stage_point(slot) for slot in range(self._staged, slots)])
+            self._issue([acquire_staging_trigger(slot) for slot in range(self._staged, slots)])
             self._staged = slots
 
     def forward_is_here(self) -> None:
@@ -645,7 +645,7 @@ class StepExecutor:
         if held and len(layers) < len(self._pending()):
             held = self._slots.wanted_back(names)
         if held:
-            self._issue([unstage_point(slot) for slot in held])
+            self._issue([release_staging_trigger(slot) for slot in held])
             self._slots.give_back(held)
         for layer in layers:
             self._slots.sample_use(layer.name)
@@ -654,7 +654,7 @@ class StepExecutor:
         """The upload triggers of these layers have come, unless they had."""
         for layer in layers:
             if self._uploads and not layer.upload_issued:
-                self._issue([upload_point(layer.name)])
+                self._issue([upload_trigger(layer.name)])
                 layer.upload_issued = True
 
     @serialised

@@ -11,7 +11,7 @@ from hostward.core.inventory import Bucket, Dtype
 from hostward.core.placement import Placement, summed_on_host
 from hostward.plan.decisions import Choice
 from hostward.plan.workload import Curve, Layer, Way, Workload
-from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, kept_apart
+from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Gradients:
             if placement is Placement.HOST and choice.overlapped and (not several or b in self.summed)
         }
         together = {} if several or not choice.overlapped else facts.reduced_together
-        self._apart = kept_apart(choice.placements, together.values())
+        self._apart = grads_to_copy_out(choice.placements, together.values())
         self._memory_of = {name: name for name in facts.buckets_of}
         """By parameter, what its gradient is made in: a memory of its own, or that of a layer which parts leave."""
         for layer in workload.layers if self._apart else ():

@@ -21,7 +21,7 @@ from hostward.plan.decisions import Choice
 from hostward.plan.gradient_memory import Facts, Gradients
 from hostward.plan.step_memory import Owner, StepModel
 from hostward.plan.workload import Workload
-from hostward.schedule.optimizer import inbox_bytes
+from hostward.schedule.optimizer import landing_buffer_bytes
 
 CUBLAS_WORKSPACES = 2
 """One of the thread that runs forward, one of autograd's; as many more on the stream of a capture."""
@@ -178,7 +178,7 @@ class MemoryModel:
                 stepped += state + 8 * len(bucket.ranges)
                 weights += elements * bucket.dtype.itemsize_bytes
                 landing += elements * gradients.landed_itemsize_bytes(bucket)
-        landing += sum(inbox_bytes([buckets[b] for b in gradients.summed]))
+        landing += sum(landing_buffer_bytes([buckets[b] for b in gradients.summed]))
         partials = self._partial_bytes if gradients.summed else 0
         lanes = 2 if Placement.STREAMED in choice.placements else 1
         rest = {

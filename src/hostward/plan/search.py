@@ -22,7 +22,7 @@ from hostward.plan.memory_model import LOAD, MemoryModel, Needs
 from hostward.plan.solver import LAST_STAY, Forced, Limits, Programme
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
-from hostward.schedule.staging import slot_bytes, streamed_bytes
+from hostward.schedule.staging import staging_buffer_bytes, streamed_bytes
 
 DEVICE_LEVELS = 10
 """Steps of the ladder in equal differences, and as many in equal ratios: rungs are closest where memory is short."""
@@ -338,7 +338,7 @@ def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
     streamed = [b for b, p in zip(buckets, choice.placements, strict=True) if p is Placement.STREAMED]
     if not streamed or not choice.overlapped:
         return 0.0
-    size_bytes = slot_bytes([streamed_bytes(b.kind, b.offsets[-1]) for b in streamed])
+    size_bytes = staging_buffer_bytes([streamed_bytes(b.kind, b.offsets[-1]) for b in streamed])
     slot_s = size_bytes / costs.speeds.h2d_bytes_per_s
     keep = costs.keep_of(choice)
     over_s, ends_s = 0.0, {}

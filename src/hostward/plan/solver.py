@@ -21,8 +21,8 @@ from hostward.errors import ConfigError
 from hostward.plan.cost_model import SUM_BYTES, Costs
 from hostward.plan.decisions import ELEMENTWISE, LEAVES, RECOMPUTED, Choice, Keep
 from hostward.plan.lane_simulator import Queue
-from hostward.schedule.staging import FEWEST, STAGED_SHARE
-from hostward.schedule.weights import fetched_ahead
+from hostward.schedule.staging import MIN_STAGING_BUFFERS, STAGING_BACKWARD_SHARE
+from hostward.schedule.weights import weight_prefetch_depth
 
 _GB = 1e9
 _ROUNDED = 1e-6
@@ -219,7 +219,7 @@ class Programme:
         moved = _sum((uploads, 1.0), (state, 2.0), (staged_terms, -1.0))
         rows = self.rows
         rows.at_most(_sum((staged_terms, 1.0), (state, -1.0)), 0.0)
-        rows.at_most({staged: 1.0}, STAGED_SHARE * backward)
+        rows.at_most({staged: 1.0}, STAGING_BACKWARD_SHARE * backward)
         one = ({after: 1.0}, -1.0)
         rows.at_most(_sum((host_s, 1.0), (moved, lost), one), forward)
         rows.at_most(_sum((moved, 1 / busy), one), forward)
@@ -250,10 +250,10 @@ class Programme:
         self.rows.at_most({**state, streams: -float(sum(costs.numels) or 1)}, 0.0)
         here = [layer for layer in costs.workload.layers if layer.name not in self.weights]
         away = sorted((c.layer.weight_bytes for c in costs.layers if c.layer.name in self.weights), reverse=True)
-        at_once = 1 + fetched_ahead(gathered=costs.workload.ranks > 1)
+        at_once = 1 + weight_prefetch_depth(gathered=costs.workload.ranks > 1)
         fixed = float(sum(layer.weight_bytes for layer in here) + sum(away[:at_once]))
         held = self._of_buckets(lambda b: b.state_bytes, Placement.DEVICE)
-        always = _sum((held, 1.0), ({streams: float(FEWEST * largest)}, 1.0))
+        always = _sum((held, 1.0), ({streams: float(MIN_STAGING_BUFFERS * largest)}, 1.0))
         stays = self._of_buckets(lambda b: b.numel * (wide or b.dtype.itemsize_bytes), *Placement)
         if not several:
             stays = {v: c for v, c in stays.items() if v not in {k.get(Placement.HOST) for k in self.placed}}

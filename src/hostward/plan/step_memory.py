@@ -13,8 +13,17 @@ from hostward.core.placement import Placement
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.gradient_memory import Facts, Gradients, Made
 from hostward.plan.workload import Curve, Layer, Moment, PerToken, Way
-from hostward.schedule.staging import FEWEST, Settled, Span, late_bucket, most_slots, settle, slot_bytes, streamed_bytes
-from hostward.schedule.weights import fetched_ahead
+from hostward.schedule.staging import (
+    MIN_STAGING_BUFFERS,
+    StagingDecision,
+    TriggerInterval,
+    decide_staging,
+    late_trigger_bucket,
+    max_staging_buffers,
+    staging_buffer_bytes,
+    streamed_bytes,
+)
+from hostward.schedule.weights import weight_prefetch_depth
 
 _WAYS = {
     Keep.KEEP: Way.KEEP,
@@ -126,13 +135,13 @@ class StepModel:
         self._left_until = len(layers) - (2 if tied else 1)
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._fetched = bool(choice.offloaded_weights)
-        self._ahead = fetched_ahead(gathered=workload.ranks > 1)
+        self._ahead = weight_prefetch_depth(gathered=workload.ranks > 1)
         self._always = sum(n for n, away in zip(self._weights, self._offloaded, strict=True) if not away)
         buckets = workload.inventory.buckets
         streamed = [b for b, p in enumerate(choice.placements) if p is Placement.STREAMED]
-        self._slot_bytes = slot_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
-        self._most = most_slots(len(streamed), self._slot_bytes, choice.staging_bytes)
-        self._late = late_bucket(facts.numels)
+        self._slot_bytes = staging_buffer_bytes([streamed_bytes(buckets[b].kind, facts.padded[b]) for b in streamed])
+        self._most = max_staging_buffers(len(streamed), self._slot_bytes, choice.staging_bytes)
+        self._late = late_trigger_bucket(facts.numels)
 
     def _at(self, moment: Moment) -> float:
         found = self._bytes_at.get(id(moment))
@@ -317,29 +326,29 @@ class StepModel:
             return SlotCount(0, 0, (), ())
         if self._serial:  # taken when backward is over
             return replace(self.first_slots, stage_at=(-1,) * self.first_slots.count)
-        settled = settle(
+        settled = decide_staging(
             self._spans(),
             slot_size_bytes=self._slot_bytes,
             most=self._most,
-            stage_at=self._late,
+            acquire_at=self._late,
             early=not any(self._away) and not self._fetched,
-        ) or Settled(self._most, (self._late,) * self._most, (None,) * self._most)
-        return SlotCount(settled.count, self._most, settled.stage_at, settled.unstage_at)
+        ) or StagingDecision(self._most, (self._late,) * self._most, (None,) * self._most)
+        return SlotCount(settled.count, self._most, settled.acquire_at, settled.release_at)
 
     @property
     def first_slots(self) -> SlotCount:
         """Before that profile."""
-        count = min(FEWEST, self._most)
+        count = min(MIN_STAGING_BUFFERS, self._most)
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[TriggerInterval]:
         samples, points = self._totals, self.timeline.points
         ends = [*(at for at, _, _ in points[1:]), len(samples)]
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
             # What is there at a point is there in its span, even if no moment falls into it.
             peak = max(samples[min(start, len(samples) - 1) : max(end, start + 1)])
-            found.append(Span(layer, bucket, 0, round(peak)))
+            found.append(TriggerInterval(layer, bucket, 0, round(peak)))
         return found
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:

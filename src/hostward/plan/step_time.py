@@ -18,9 +18,9 @@ from hostward.plan.lane_simulator import Program, Queue, Timeline, busy_s, run
 from hostward.plan.memory_model import Needs, required
 from hostward.plan.workload import Workload
 from hostward.schedule.activations import FIRST_GROUP_BYTES
-from hostward.schedule.optimizer import INBOXES
-from hostward.schedule.staging import FEWEST
-from hostward.schedule.weights import fetched_ahead
+from hostward.schedule.optimizer import LANDING_BUFFERS
+from hostward.schedule.staging import MIN_STAGING_BUFFERS
+from hostward.schedule.weights import weight_prefetch_depth
 
 _IN_FLIGHT = 2
 """Layers after which the memory of gradients that leave is wanted back."""
@@ -46,7 +46,7 @@ class Turn:
         leaving = [i for i in costs.repeated if self.keep[i] in LEAVES]
         self.leaving = leaving
         self.window = max(1, len(costs.repeated) - len(leaving))
-        self._ahead = fetched_ahead(gathered=costs.workload.ranks > 1)
+        self._ahead = weight_prefetch_depth(gathered=costs.workload.ranks > 1)
         self.fetched = [i for i, c in enumerate(costs.layers) if c.layer.name in choice.offloaded_weights]
         self.slots = self._units_staged(needs.slots)
         self._staged_layers = [self._layer_of(bucket) for bucket in needs.stage_at]
@@ -163,7 +163,7 @@ class Turn:
                 as_made = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
                 size = unit.weight_bytes if as_made else unit.gradient_bytes
                 copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
-                landing_free = self.added[-INBOXES : 1 - INBOXES]
+                landing_free = self.added[-LANDING_BUFFERS : 1 - LANDING_BUFFERS]
                 downloads.append(self.program.add("gradient", Queue.D2H, copy_s, [self.compute, *landing_free]))
                 if self.choice.gradients_on_host:
                     added_s = (size + 2 * SUM_BYTES * unit.numel) / HOST_STEP_BYTES / speeds.host_parameters_per_s
@@ -191,7 +191,7 @@ class Turn:
         count = len(self._staged_layers)
         while (at := len(self.reads)) < self.slots:
             room = self._staged_layers[at * count // self.slots] >= layer
-            if not room or (at >= FEWEST and self._reading_s >= self._began_s):
+            if not room or (at >= MIN_STAGING_BUFFERS and self._reading_s >= self._began_s):
                 break
             self._reading_s = max(self._reading_s, passed_s)
             self._read(self.streamed[at], [self.compute, *self.writes[-1:]])

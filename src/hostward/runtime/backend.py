@@ -381,7 +381,7 @@ class Backend(ABC):
 
 
 def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
-    """Raises PlacementError unless both sides have the dtype, length and tier that `lane` copies (H24)."""
+    """Raises PlacementError unless both sides have the dtype, length and tier that `lane` copies."""
     down, up = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
     tiers = {Lane.D2H: down, Lane.H2D: up}
     if lane not in tiers or (source.tier, destination.tier) != tiers[lane]:

@@ -43,7 +43,7 @@ class _Pages(mmap.mmap):
     release: Callable[[], None] | None = None
 
     def __del__(self) -> None:
-        # At exit the CUDA context may be gone already, and the system takes the pages back anyway (H22).
+        # At exit the CUDA context may be gone already, and the system takes the pages back anyway.
         if self.release is not None and not sys.is_finalizing():
             self.release()
 

@@ -1,1 +1,1 @@
-"""Turn a placement into a schedule of operations, and check its order. No torch."""
+"""Lower a placement to a schedule of operations and check its order, without importing torch."""

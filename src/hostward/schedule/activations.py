@@ -1,19 +1,21 @@
-"""Saved activations that leave the device, as a schedule.
+"""Lower the offloading of saved activations to a schedule.
 
-A *visit* is one call of a layer; what autograd saves in it leaves as a group, and comes back before that layer's
-backward.
+A layer call is one forward of a layer. The tensors that autograd saves in it are offloaded as a group, and reloaded
+before that layer's backward. The triggers of call v are `enter` (pre-forward), `leave` (post-forward), `back`
+(pre-backward), `unpack` (a saved tensor is unpacked) and `drop` (its last use has run):
 
-    point     compute                                     other lanes
+    trigger   compute                                     other lanes
     leave/v   made/v  (all of it has been written)        d2h: offload/v
-    enter/v   release/u of the visit `window` before v  (with a bound on copies in flight, earlier: at leave/v)
-    back/v    room/u  of the visit `window` before v      h2d: reload/u
+    enter/v   release/u of the call `window` before v  (with a limit of copies in flight, earlier: at leave/v)
+    back/v    room/u  of the call `window` before v       h2d: reload/u
     unpack/v  arrive/v
-    drop/v    drop/v  (the last that used it has run)
+    drop/v    drop/v
 
-What one visit saves may leave in several groups, the earlier ones while the layer runs: each has all of these.
+The tensors of one call may be offloaded in several groups, the earlier ones while the layer runs. Each group has all of
+these operations.
 
-Visits of one forward are numbered in order of their calls. Each carries its own events and its own host memory, so
-microbatches may interleave in any way. `prior` of `offload/v` is whatever used v's host memory before.
+Calls of one forward are numbered in their order. Each has its own events and its own host memory, so microbatches may
+interleave in any way. `prior` of `offload/v` is the reload that used v's host memory before.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from hostward.core.units import MIB
 from hostward.schedule.ops import Kind, Lane, Op, Schedule
 from hostward.schedule.race_check import repeated, require_ordered
 
-VISIT = {
+LAYER_CALL_OPS = {
     "made": Op("made", Kind.JOIN, Lane.COMPUTE, "leave"),
     "offload": Op("offload", Kind.COPY, Lane.D2H, "leave", None, ("saved",), ("parked",), ("made",), ("reload",)),
     "release": Op("release", Kind.RETIRE, Lane.COMPUTE, "enter", None, (), ("saved",), ("offload",)),
@@ -34,36 +36,40 @@ VISIT = {
     "arrive": Op("arrive", Kind.JOIN, Lane.COMPUTE, "unpack", None, ("reloaded",), (), ("reload",)),
     "drop": Op("drop", Kind.RETIRE, Lane.COMPUTE, "drop", None, (), ("reloaded",)),
 }
-"""The operations of one visit, without its number. What the engine issues and waits for is taken from here."""
+"""The operations of one layer call, without its number, as the runtime issues them and waits for them."""
 
 GROUP_BYTES = 256 * MIB
-"""Copies start when that much has been saved, not only at the end of the layer. Small groups take long to issue."""
+"""D2H copies start when this much has been saved, not only at the end of the layer. Small groups take long to issue."""
 FIRST_GROUP_BYTES = 32 * MIB
-"""That of a layer's first group: what a checkpointed layer keeps is its input alone, and the next layer would wait for
-all of a copy that starts when the layer has run. (Reentrant checkpoints save it only then.) What is smaller is copied
-in little time, and another group takes some to issue: where the line is best has not been measured.
+"""The same for a layer's first group. A checkpointed layer saves only its input, and the next layer would wait for all
+of a copy that starts after the layer has run. (Reentrant checkpoints save the input only then.) A smaller input is
+copied in little time, while another group takes time to issue; the best limit has not been measured.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class VisitsShape:
-    """What a forward and backward over `visits` layers depends on.
+class LayerCallsShape:
+    """Describe a forward and backward, as far as the schedule of their activations depends on it.
 
-    offloaded: the first of them whose activations leave. window: how many visits' activations stay on the device;
-    ahead: by how many more visits than that a reload comes early. unused: visits that backward does not reach.
-    in_flight: so many visits at most have left and are still on the device; None: as many as the window holds.
+    Attributes:
+        layer_calls: number of layer calls.
+        offloaded: number of calls, from the first on, whose activations are offloaded.
+        window: number of calls whose activations stay on the device.
+        prefetch_depth: number of calls beyond `window` by which a reload is issued early.
+        unused: calls that backward does not reach.
+        in_flight: most calls whose activations are being offloaded and still on the device; None: the size of `window`.
     """
 
-    visits: int
+    layer_calls: int
     offloaded: int
     window: int = 1
-    ahead: int = 0
+    prefetch_depth: int = 0
     unused: Collection[int] = field(default=frozenset())
     in_flight: int | None = None
 
 
-def lower_visits(shape: VisitsShape) -> Schedule:
-    """Forward and backward of one microbatch. The ordering rule is run on two in a row.
+def lower_layer_calls(shape: LayerCallsShape) -> Schedule:
+    """Return the schedule of one microbatch's forward and backward, with the ordering rule checked over two in a row.
 
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
@@ -73,66 +79,66 @@ def lower_visits(shape: VisitsShape) -> Schedule:
     return schedule
 
 
-def _forward(shape: VisitsShape) -> list[Op]:
+def _forward(shape: LayerCallsShape) -> list[Op]:
     ops: list[Op] = []
-    released, landed = _released(shape), _landed(shape)
-    for v in range(shape.visits):
-        if landed <= v - shape.window < shape.offloaded:
+    released, limited = _released(shape), _released_by_limit(shape)
+    for v in range(shape.layer_calls):
+        if limited <= v - shape.window < shape.offloaded:
             ops.append(_of("release", v - shape.window, v))
         ops.append(Op(f"forward/{v}", Kind.MODEL, Lane.COMPUTE, f"enter/{v}", None, (), (f"saved/{v}",)))
         if v < shape.offloaded:
             offload = _of("offload", v, v)
             ops += [_of("made", v, v), offload if v < released else replace(offload, prior=())]
-            if landed and shape.in_flight is not None and v >= shape.in_flight:
-                ops.append(replace(_of("release", v - shape.in_flight, v), point=f"leave/{v}"))
-    # Visits that no later one releases are still on the device when backward begins, and are not reloaded.
+            if limited and shape.in_flight is not None and v >= shape.in_flight:
+                ops.append(replace(_of("release", v - shape.in_flight, v), trigger=f"leave/{v}"))
+    # Calls that no later one releases are still on the device when backward begins, and are not reloaded.
     return ops
 
 
-def _released(shape: VisitsShape) -> int:
-    """Visits, from the first on, that give up their device memory."""
-    return max(0, _landed(shape), min(shape.offloaded, shape.visits - shape.window))
+def _released(shape: LayerCallsShape) -> int:
+    """Return how many calls, from the first on, release their device memory in forward."""
+    return max(0, _released_by_limit(shape), min(shape.offloaded, shape.layer_calls - shape.window))
 
 
-def _landed(shape: VisitsShape) -> int:
-    """Visits, from the first on, that do so because others leave."""
+def _released_by_limit(shape: LayerCallsShape) -> int:
+    """Return how many calls, from the first on, release their device memory because of the limit `in_flight`."""
     few = shape.in_flight is not None and shape.in_flight < shape.window
     return max(0, shape.offloaded - shape.in_flight) if few and shape.in_flight is not None else 0
 
 
-def _backward(shape: VisitsShape) -> list[Op]:
+def _backward(shape: LayerCallsShape) -> list[Op]:
     released = _released(shape)
     waiting = list(range(released))
     ops: list[Op] = []
-    for v in reversed(range(shape.visits)):
-        while waiting and waiting[-1] >= v - shape.window - shape.ahead:
+    for v in reversed(range(shape.layer_calls)):
+        while waiting and waiting[-1] >= v - shape.window - shape.prefetch_depth:
             u = waiting.pop()
             ops += [_of("room", u, v), _of("reload", u, v)]
-        back = v < released
+        reloaded = v < released
         if v not in shape.unused:
-            ops += [_of("arrive", v, v)] if back else []
-            read = f"reloaded/{v}" if back else f"saved/{v}"
+            ops += [_of("arrive", v, v)] if reloaded else []
+            read = f"reloaded/{v}" if reloaded else f"saved/{v}"
             ops.append(Op(f"backward/{v}", Kind.MODEL, Lane.COMPUTE, f"unpack/{v}", None, (read,)))
-        if back:
-            # What nobody has waited for is waited for before it goes.
+        if reloaded:
+            # A reload that backward has not waited for must end before its memory is freed.
             drop = _of("drop", v, v)
             ops.append(replace(drop, waits=(f"reload/{v}",)) if v in shape.unused else drop)
         elif v < shape.offloaded:
-            ops.append(replace(_of("release", v, v), name=f"release/{v}", point=f"drop/{v}"))
+            ops.append(replace(_of("release", v, v), name=f"release/{v}", trigger=f"drop/{v}"))
     return ops
 
 
-def _of(name: str, visit: int, at: int) -> Op:
-    """An operation of `visit`, issued at the point of visit `at`."""
-    op = VISIT[name]
+def _of(name: str, call: int, at: int) -> Op:
+    """Return an operation of layer call `call`, issued at the trigger of call `at`."""
+    op = LAYER_CALL_OPS[name]
 
     def numbered(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{word}/{visit}" for word in names)
+        return tuple(f"{word}/{call}" for word in names)
 
     return replace(
         op,
-        name=f"{name}/{visit}",
-        point=f"{op.point}/{at}",
+        name=f"{name}/{call}",
+        trigger=f"{op.trigger}/{at}",
         reads=numbered(op.reads),
         writes=numbered(op.writes),
         waits=numbered(op.waits),

@@ -1,12 +1,10 @@
-"""The schedule of a step as data: operations with a point, a lane, operands and waits. It prints, and parses back.
-No torch.
+"""Define the schedule of a step as data: operations with a trigger, a lane, operands and waits. No torch.
 
-A schedule says what is issued, when and in which order; it holds no tensor and no address. The engine binds its
+A schedule says what is issued, when and in which order; it holds no tensor and no address. The step executor binds the
 operands to buffers when it runs. Operands are names of the form `role/number` (`gradient/3`, `slot/0`) or `role` alone
-(`scalars.device`). A turn is one training step: a schedule is issued once per turn, point by point as training reaches
-them.
+(`scalars.device`). A schedule is issued once per training step, trigger by trigger as training reaches them.
 
-The text form, one operation per line:
+A schedule prints and parses back, one operation per line; the key `point` holds the trigger:
 
     op read/3 point=step kind=copy lane=h2d bucket=3 reads=state/3 writes=slot/1 waits=drain/1 prior=drain/3
 """
@@ -22,55 +20,60 @@ from hostward.errors import ConfigError
 
 
 class Lane(StrEnum):
-    """An in-order queue of operations. Lanes run side by side unless an event joins them."""
+    """Name an in-order queue of operations: on a GPU a stream, on the host the queue of host functions.
+
+    Lanes run concurrently unless an event orders them.
+    """
 
     __hash__ = str.__hash__  # that of enumerations runs in Python, at every look into a table by lane
 
     COMPUTE = "compute"
     """Kernels of forward, backward and the device step."""
     D2H = "d2h"
-    """Copies from the device to the host: gradients, scalars, state of streamed buckets on its way back."""
+    """Copies from the device to the host: gradients, scalars, offloaded state of streamed buckets."""
     H2D = "h2d"
-    """Copies from the host to the device: weights, state of streamed buckets."""
+    """Copies from the host to the device: weights, reloaded state of streamed buckets."""
     HOST = "host"
     """Host functions: AdamW of host buckets. One lane, because the CUDA driver runs host functions one at a time."""
     UPDATE = "update"
-    """Device steps of streamed buckets, which wait for their state and must not hold up the next forward."""
+    """GPU steps of streamed buckets, which wait for their state and must not delay the next forward."""
 
 
 class Kind(StrEnum):
-    """What an operation does; the lane says where."""
+    """Name what an operation does; the lane says where."""
 
     MODEL = "model"
-    """The caller's own forward and backward: it is issued by the caller, and stands here for what it touches."""
+    """The caller's own forward and backward: issued by the caller, listed for the operands that they use."""
     PARTIALS = "partials"
     """Partial sums of the norm over one bucket's gradients."""
     ADD = "add"
-    """Gradients of one bucket are added to their totals on the host."""
+    """Gradients of one bucket are accumulated on the host."""
     NORM = "norm"
     """Norm, clip factor and skip flag from all partial sums, into the device scalars."""
     COPY = "copy"
-    """A transfer between the tiers."""
+    """A transfer between host and device."""
     ADAMW = "adamw"
-    """The step of one bucket: on the compute or the update lane by the device, on the host lane by the host."""
+    """The step of one bucket: on the GPU (compute or update lane), or on the CPU (host lane)."""
     ACQUIRE = "acquire"
-    """Memory for what it writes is taken; whoever used that memory before did so on the compute lane."""
+    """Memory for the operands that it writes is allocated; earlier users of that memory ran on the compute lane."""
     RETIRE = "retire"
-    """The contents of what it writes are dead from here on; a free is a write."""
+    """The contents of the operands that it writes are dead from here on; a free counts as a write."""
     JOIN = "join"
-    """Whatever the compute lane holds later comes after what this waits for."""
+    """Later operations of its lane come after what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation, issued when training reaches `point`. Besides all earlier operations of its lane it waits for
-    `waits`, of the same turn, and for `prior`, of the turn before.
+    """Describe one operation, which is issued when training reaches `trigger`.
+
+    An operation waits for all earlier ones of its lane, for `waits` of the same step, and for `prior` of the step
+    before.
     """
 
     name: str
     kind: Kind
     lane: Lane
-    point: str = "step"
+    trigger: str = "step"
     bucket: int | None = None
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -78,7 +81,7 @@ class Op:
     prior: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        fields = [f"op {self.name}", f"point={self.point}", f"kind={self.kind.value}", f"lane={self.lane.value}"]
+        fields = [f"op {self.name}", f"point={self.trigger}", f"kind={self.kind.value}", f"lane={self.lane.value}"]
         if self.bucket is not None:
             fields.append(f"bucket={self.bucket}")
         lists = (("reads", self.reads), ("writes", self.writes), ("waits", self.waits), ("prior", self.prior))
@@ -90,23 +93,28 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations in the order in which they are issued. Raises ConfigError unless names are unique, waits point back
-    and what is waited for from the turn before exists.
+    """Hold operations in the order in which they are issued.
+
+    Raises:
+        ConfigError: names are not unique, `waits` names an operation that is not issued earlier, or `prior` one that
+            does not exist.
     """
 
     ops: tuple[Op, ...]
-    points: Mapping[str, tuple[Op, ...]] = field(init=False, repr=False, compare=False)
-    """The operations of each point, in order of issue; points in order of their first operation."""
+    triggers: Mapping[str, tuple[Op, ...]] = field(init=False, repr=False, compare=False)
+    """The operations of each trigger, in order of issue; triggers in order of their first operation."""
 
     def __post_init__(self) -> None:
         everything = {op.name for op in self.ops}
         seen: set[str] = set()
         names: set[str] = set()
         for op in self.ops:
-            for name in (op.name, op.point, *op.reads, *op.writes):
+            for name in (op.name, op.trigger, *op.reads, *op.writes):
                 if name not in names:
                     if not _NAME.fullmatch(name):
-                        raise ConfigError(f"schedule: {name!r} is no name", why="names are letters, digits and ._/-")
+                        raise ConfigError(
+                            f"schedule: {name!r} is not a valid name", why="names are letters, digits and ._/-"
+                        )
                     names.add(name)
             if op.name in seen:
                 raise ConfigError(f"schedule: two operations are named {op.name!r}")
@@ -114,17 +122,20 @@ class Schedule:
             if missing:
                 raise ConfigError(f"schedule: {op.name!r} waits for {missing[0]!r}, which is not issued before it")
             seen.add(op.name)
-        points: dict[str, list[Op]] = {}
+        triggers: dict[str, list[Op]] = {}
         for op in self.ops:
-            points.setdefault(op.point, []).append(op)
-        object.__setattr__(self, "points", {point: tuple(ops) for point, ops in points.items()})
+            triggers.setdefault(op.trigger, []).append(op)
+        object.__setattr__(self, "triggers", {trigger: tuple(ops) for trigger, ops in triggers.items()})
 
     @property
     def by_name(self) -> Mapping[str, Op]:
         return {op.name: op for op in self.ops}
 
     def without_wait(self, name: str, wait: str) -> Schedule:
-        """The same with one wait deleted: what tests of the ordering rule do. `~x` names a wait of the turn before."""
+        """Return the schedule with one wait deleted, for tests of the ordering rule.
+
+        A name `~x` means the wait for `x` of the step before.
+        """
         return Schedule(tuple(_without(op, wait) if op.name == name else op for op in self.ops))
 
     def to_text(self) -> str:
@@ -132,7 +143,11 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Parse `to_text`. Raises ConfigError that names the line."""
+        """Parse the text form of a schedule.
+
+        Raises:
+            ConfigError: a line cannot be parsed; the text names the line.
+        """
         lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
         return cls(tuple(_parse(n, line) for n, line in lines if line and not line.startswith("#")))
 
@@ -174,5 +189,5 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def operands(ops: Iterable[Op]) -> set[str]:
-    """Every operand that the operations name."""
+    """Return every operand that the operations name."""
     return {name for op in ops for name in (*op.reads, *op.writes)}

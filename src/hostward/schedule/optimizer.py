@@ -1,32 +1,34 @@
-"""The optimizer step of a plan as a schedule.
+"""Lower the optimizer step of a plan to a schedule.
 
-    point        compute                        other lanes
+    trigger      compute                        other lanes
     gradient/b   partials/b                     d2h: download/b (host buckets)
-                 made/b                         d2h: download/b; host: add/b (host buckets that are summed there)
+                 made/b                         d2h: download/b; host: add/b (host buckets that are accumulated there)
     release/b    release/b  (gradient freed)
-    stage/k      acquire/k  (a slot)            h2d: read/b of the first streamed buckets
-    step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (summed buckets);
+    stage/k      acquire/k  (staging buffer)    h2d: read/b of the first streamed buckets
+    step         norm, step/b (device buckets)  host: sums/b; h2d: lift/b (buckets that are accumulated on the host);
                                                 d2h: fetch; host: step/b; h2d: upload/b;
                                                 h2d: read/b; update: step/b; d2h: write/b
-    unstage/k    unstage/k  (a slot freed)
-    upload/L                                    h2d: upload/b, where weights before L are fetched by themselves
+    unstage/k    unstage/k  (buffer freed)
+    upload/L                                    h2d: upload/b, where weights of a layer before L are prefetched
     use/L        arrive/L, release/b (streamed)
 
-`backward/b` and `forward/L` stand for the caller's own passes: they read weights and make gradients. Gradient points
-may come in any order, `release/b` after `gradient/b`, `stage/k` one after the other at any time before `step`, use
-points and `unstage/k` in any order after it; tests/schedule runs the rule over such orders.
+The triggers are named `on_grad_ready` (gradient/b), `on_step` (step) and `on_pre_forward` (use/L) in comments. The
+operations `backward/b` and `forward/L` are the caller's own passes, which read weights and make gradients.
+`on_grad_ready` may come in any order, `release/b` after `gradient/b`, `stage/k` one after the other at any time before
+`step`, `on_pre_forward` and `unstage/k` in any order after it; tests/schedule checks the rule over such orders.
 
-State and weights share the link's lanes, in order of use: a device copies one thing at a time in each direction, and
-while state kept coming on a lane of its own, no weight got through. The first reads stand before all of them, as many
-as backward hides (`ahead`). Each of the others stands where the streamed bucket so many before it has been stepped, or
-at the last where the last user of its slot has: state runs ahead of the host's weights by `ahead` buckets.
+State and weights share the lanes of the two copy directions, in order of use: a device makes one copy at a time in each
+direction, and while state was copied on its own lane, no weight was copied. The first reads are issued before all other
+copies, as many as overlap with backward (`prefetch_depth`). Each later read is issued after the step of the streamed
+bucket `prefetch_depth` before it, at the latest after that of the last user of its staging buffer. So state is read
+`prefetch_depth` buckets ahead of the CPU optimizer step's weights.
 
-Weights of `fetched` buckets are not uploaded: they come when their layers are used (`hostward.schedule.weights`).
-What stands behind them in order of use must not stand before them on the lane: it is uploaded when the last fetched
-layer before it is used, at the latest when its own layer is.
+Weights of `prefetched` buckets are not uploaded: they are prefetched before their layers run
+(`hostward.schedule.weights`). Weights that are used later must not be copied before them. Such weights are uploaded at
+`on_pre_forward` of the last prefetched layer before them, at the latest at that of their own layer.
 
-Gradients of summed buckets are added up on the host: their gradient points come once in every microbatch of a turn, and
-a wait stands for the newest issue of the operation that it names, as everywhere.
+Gradients of buckets in `accumulated_on_host` are accumulated on the host: their `on_grad_ready` comes once in every
+microbatch of a step, and a wait means the newest issue of the operation that it names, as everywhere.
 """
 
 from __future__ import annotations
@@ -45,119 +47,129 @@ DEVICE_SCALARS = "scalars.device"
 HOST_SCALARS = "scalars.host"
 STEP = "step"
 GRADIENTS_IN_FLIGHT = 2
-"""Host buckets whose gradients are on their way out at any time: one is copied while the next is made."""
-INBOXES = 3
-"""Landing places that summed buckets share: one is copied to, one added from, and one is free in between."""
+"""Host buckets whose gradients are being offloaded at any time: one is copied while the next is made."""
+LANDING_BUFFERS = 3
+"""Landing buffers that accumulated buckets share: one is copied to, one added from, and one is free in between."""
 _LANDED_BYTES = 4
-"""Of an element of any dtype."""
+"""Bytes reserved for an element of any dtype."""
 
 
-def gradient_point(bucket: int) -> str:
-    """All gradients of the bucket are final."""
+def grad_ready_trigger(bucket: int) -> str:
+    """Name the trigger `on_grad_ready` of a bucket: all its gradients are final."""
     return f"gradient/{bucket}"
 
 
-def release_point(bucket: int) -> str:
-    """The device memory of a host bucket's gradients is wanted back."""
+def release_grad_trigger(bucket: int) -> str:
+    """Name the trigger at which the device memory of a host bucket's gradients is released."""
     return f"release/{bucket}"
 
 
-def use_point(layer: str) -> str:
-    """The caller is about to use the weights of the layer."""
+def pre_forward_trigger(layer: str) -> str:
+    """Name the trigger `on_pre_forward` of a layer: the caller is about to use its weights."""
     return f"use/{layer}"
 
 
-def stage_point(slot: int) -> str:
-    """There is room for another slot."""
-    return f"stage/{slot}"
+def acquire_staging_trigger(buffer: int) -> str:
+    """Name the trigger at which there is room for a staging buffer."""
+    return f"stage/{buffer}"
 
 
-def unstage_point(slot: int) -> str:
-    """The memory of a slot is wanted back."""
-    return f"unstage/{slot}"
+def release_staging_trigger(buffer: int) -> str:
+    """Name the trigger at which the memory of a staging buffer is released."""
+    return f"unstage/{buffer}"
 
 
-def upload_point(layer: str) -> str:
-    """New weights of the layer are wanted, if those before it are fetched by themselves."""
+def upload_trigger(layer: str) -> str:
+    """Name the trigger at which new weights of a layer are uploaded, if a layer before it is prefetched."""
     return f"upload/{layer}"
 
 
-def kept_apart(placements: Sequence[Placement], together: Iterable[Collection[int]]) -> frozenset[int]:
-    """Buckets whose gradients stay until the step, and are made in one memory with some that leave before. That memory
-    is free when nothing of it is in use, so what stays is copied out of it.
+def grads_to_copy_out(placements: Sequence[Placement], together: Iterable[Collection[int]]) -> frozenset[int]:
+    """Return the buckets whose gradients must be copied out of memory shared with gradients that are offloaded earlier.
+
+    Gradients of these buckets stay on the device until the step. The shared memory is freed only when none of it is in
+    use.
 
     Args:
-        together: for each such memory, the buckets that have gradients in it.
+        placements: of every bucket.
+        together: for each shared memory, the buckets that have gradients in it.
     """
     found: set[int] = set()
     for buckets in together:
-        staying = {b for b in buckets if placements[b] is not Placement.HOST}
-        if len(staying) < len(buckets):
-            found |= staying
+        on_device = {b for b in buckets if placements[b] is not Placement.HOST}
+        if len(on_device) < len(buckets):
+            found |= on_device
     return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's schedule depends on.
+    """Describe a step, as far as its schedule depends on it.
 
-    placements: of every bucket, in order of use in forward. layers: the use point's layer of every bucket. absent:
-    buckets without any gradient in this turn. slots: device staging places, each for one streamed bucket; 0 where none
-    is streamed. ahead: so many of the first streamed buckets are read when their slot is taken; None: all of them.
-    transient: slots are taken at the points `stage/k` and given back at `unstage/k`, instead of being kept.
-    overlap: False issues everything at the point `step`, arrivals included. summed: host buckets whose gradients are
-    added up on the host, microbatch by microbatch. fetched: host buckets whose weights come by themselves.
+    Attributes:
+        placements: of every bucket, in order of use in forward.
+        layers: for every bucket the layer whose `on_pre_forward` needs its weights.
+        absent: buckets without any gradient in this step.
+        staging_buffers: number of GPU staging buffers, each for one streamed bucket; 0 where none is streamed.
+        prefetch_depth: number of streamed buckets, from the first on, that are read when their staging buffer is
+            acquired; None: one for each buffer.
+        transient: staging buffers are acquired at `stage/k` and released at `unstage/k`, instead of being kept.
+        overlap: False issues everything at the trigger `step`, the waits for new weights included.
+        accumulated_on_host: host buckets whose gradients are accumulated on the host, microbatch by microbatch.
+        prefetched: host buckets whose weights are prefetched layer by layer.
     """
 
     placements: tuple[Placement, ...]
     layers: tuple[str, ...]
     absent: frozenset[int] = field(default=frozenset())
-    slots: int = 0
-    ahead: int | None = None
+    staging_buffers: int = 0
+    prefetch_depth: int | None = None
     transient: bool = False
     overlap: bool = True
-    summed: frozenset[int] = field(default=frozenset())
-    fetched: frozenset[int] = field(default=frozenset())
+    accumulated_on_host: frozenset[int] = field(default=frozenset())
+    prefetched: frozenset[int] = field(default=frozenset())
 
     @property
-    def staged(self) -> list[int]:
-        """The streamed buckets that are read before the norm is known."""
+    def read_early(self) -> list[int]:
+        """Return the streamed buckets that are read before the norm is known."""
         streamed = [b for b, p in enumerate(self.placements) if p is Placement.STREAMED]
-        return streamed[: self.slots if self.ahead is None else min(self.ahead, self.slots)]
+        most = self.staging_buffers
+        return streamed[: most if self.prefetch_depth is None else min(self.prefetch_depth, most)]
 
 
-def inbox_bytes(buckets: Sequence[Bucket]) -> list[int]:
-    """Host bytes of each landing place that these summed buckets share: room for gradients of any dtype."""
-    return [max((b.offsets[-1] for b in buckets), default=0) * _LANDED_BYTES] * min(INBOXES, len(buckets))
+def landing_buffer_bytes(buckets: Sequence[Bucket]) -> list[int]:
+    """Return the host bytes of each landing buffer that these buckets share, with room for gradients of any dtype."""
+    return [max((b.offsets[-1] for b in buckets), default=0) * _LANDED_BYTES] * min(LANDING_BUFFERS, len(buckets))
 
 
-def inboxes_of(summed: frozenset[int]) -> dict[int, int]:
-    """The landing place of each summed bucket: they take the inboxes in turn."""
-    return {b: i % INBOXES for i, b in enumerate(sorted(summed))}
+def landing_buffer_by_bucket(accumulated: frozenset[int]) -> dict[int, int]:
+    """Return the landing buffer of each bucket that is accumulated on the host; buckets use the buffers alternately."""
+    return {b: i % LANDING_BUFFERS for i, b in enumerate(sorted(accumulated))}
 
 
 @lru_cache(maxsize=16)
-def slots_of(placements: tuple[Placement, ...], slots: int) -> Mapping[int, int]:
-    """The staging slot of each streamed bucket: they take the slots in turn."""
+def staging_buffer_by_bucket(placements: tuple[Placement, ...], count: int) -> Mapping[int, int]:
+    """Return the staging buffer of each streamed bucket; buckets use the `count` buffers alternately."""
     streamed = (b for b, p in enumerate(placements) if p is Placement.STREAMED)
-    return MappingProxyType({b: n % slots for n, b in enumerate(streamed)})
+    return MappingProxyType({b: n % count for n, b in enumerate(streamed)})
 
 
-def slots_by_last_use(slot_of_bucket: Mapping[int, int], slots: int) -> list[int]:
-    """All slots, in the order in which their last buckets are written back; first those that no bucket takes."""
-    last = {slot: bucket for bucket, slot in sorted(slot_of_bucket.items())}
-    return sorted(range(slots), key=lambda slot: last.get(slot, -1))
+def staging_buffers_by_last_use(buffer_of_bucket: Mapping[int, int], count: int) -> list[int]:
+    """Return all staging buffers by the time of their last write; first those that no bucket uses."""
+    last = {buffer: bucket for bucket, buffer in sorted(buffer_of_bucket.items())}
+    return sorted(range(count), key=lambda buffer: last.get(buffer, -1))
 
 
-def later_uploads(shape: StepShape) -> dict[str, list[str]]:
-    """By layer with fetched buckets: the layers behind it, up to the next of its kind, whose uploads come when it is
-    used.
+def deferred_uploads(shape: StepShape) -> dict[str, list[str]]:
+    """Return for each prefetched layer the layers whose uploads are deferred to its `on_pre_forward`.
+
+    Uploads of the layers after a prefetched layer, up to the next prefetched one, are deferred to it.
     """
     found: dict[str, list[str]] = {}
     last = None
-    fetched = {shape.layers[b] for b in shape.fetched}
+    prefetched = {shape.layers[b] for b in shape.prefetched}
     for layer in dict.fromkeys(shape.layers):
-        if layer in fetched:
+        if layer in prefetched:
             last = layer
             found[last] = []
         elif last is not None:
@@ -166,11 +178,11 @@ def later_uploads(shape: StepShape) -> dict[str, list[str]]:
 
 
 def _is_late(shape: StepShape, b: int) -> bool:
-    return bool(shape.fetched) and b > min(shape.fetched) and b not in shape.fetched
+    return bool(shape.prefetched) and b > min(shape.prefetched) and b not in shape.prefetched
 
 
 def lower_step(shape: StepShape) -> Schedule:
-    """The schedule of one turn. The ordering rule is run on two of it in a row.
+    """Return the schedule of one step, with the ordering rule checked over two steps in a row.
 
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
@@ -181,11 +193,11 @@ def lower_step(shape: StepShape) -> Schedule:
 
 
 def lower(shape: StepShape) -> Schedule:
-    """The schedule of one turn, unchecked."""
+    """Return the schedule of one step, unchecked."""
     present = [b for b in range(len(shape.placements)) if b not in shape.absent]
-    ops = [*_backward(shape, present), *_staged(shape, present), *_step(shape, present), *_forward(shape, present)]
+    ops = [*_backward(shape, present), *_read_early(shape, present), *_step(shape, present), *_forward(shape, present)]
     if not shape.overlap:
-        ops = [op if op.kind is Kind.MODEL else replace(op, point=STEP) for op in ops]
+        ops = [op if op.kind is Kind.MODEL else replace(op, trigger=STEP) for op in ops]
     return Schedule(tuple(ops))
 
 
@@ -196,79 +208,80 @@ def _of(shape: StepShape, present: Iterable[int], placement: Placement) -> list[
 def _backward(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops: list[Op] = []
     in_flight: list[int] = []
-    weights = tuple(f"weight/{b}" for b in range(len(shape.placements)) if b not in shape.fetched)
-    inboxes = inboxes_of(shape.summed)
+    weights = tuple(f"weight/{b}" for b in range(len(shape.placements)) if b not in shape.prefetched)
+    landing_buffers = landing_buffer_by_bucket(shape.accumulated_on_host)
     for b in reversed(present):
         gradient = f"gradient/{b}"
-        ops.append(Op(f"backward/{b}", Kind.MODEL, Lane.COMPUTE, gradient_point(b), b, weights, (gradient,)))
+        ops.append(Op(f"backward/{b}", Kind.MODEL, Lane.COMPUTE, grad_ready_trigger(b), b, weights, (gradient,)))
         partials = Op(
-            f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, gradient_point(b), b, (gradient,), (f"partial/{b}",)
+            f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, grad_ready_trigger(b), b, (gradient,), (f"partial/{b}",)
         )
-        ops += [] if b in shape.summed else [partials]
+        accumulated = b in shape.accumulated_on_host
+        ops += [] if accumulated else [partials]
         if shape.placements[b] is Placement.HOST:
             if len(in_flight) == GRADIENTS_IN_FLIGHT:
-                ops.append(_release(in_flight.pop(0), release_point, "download"))
-            ops += _added(inboxes, shape.absent, b) if b in shape.summed else [_download(b)]
+                ops.append(_release(in_flight.pop(0), release_grad_trigger, "download"))
+            ops += _accumulate(landing_buffers, shape.absent, b) if accumulated else [_download(b)]
             in_flight.append(b)
-    return ops + [_release(b, release_point, "download") for b in in_flight]
+    return ops + [_release(b, release_grad_trigger, "download") for b in in_flight]
 
 
 def _download(b: int) -> Op:
     reads, writes, waits = (f"gradient/{b}",), (f"landing/{b}",), (f"partials/{b}",)
-    return Op(f"download/{b}", Kind.COPY, Lane.D2H, gradient_point(b), b, reads, writes, waits)
+    return Op(f"download/{b}", Kind.COPY, Lane.D2H, grad_ready_trigger(b), b, reads, writes, waits)
 
 
-def _added(inboxes: Mapping[int, int], absent: frozenset[int], b: int) -> list[Op]:
-    inbox = inboxes[b]
-    sharing = [e for e in reversed(inboxes) if inboxes[e] == inbox and e not in absent]
-    # Gradient points come in any order and more than once: whoever used the inbox last is among all that share it.
+def _accumulate(landing_buffers: Mapping[int, int], absent: frozenset[int], b: int) -> list[Op]:
+    buffer = landing_buffers[b]
+    sharing = [e for e in reversed(landing_buffers) if landing_buffers[e] == buffer and e not in absent]
+    # `on_grad_ready` comes in any order and more than once: the last user of the buffer is among all that share it.
     earlier = tuple(f"add/{e}" for e in sharing if e > b)
     before = tuple(f"add/{e}" for e in sharing if e <= b)
-    point, gradient, landing, total = gradient_point(b), f"gradient/{b}", f"inbox/{inbox}", f"total/{b}"
+    trigger, gradient, landing, total = grad_ready_trigger(b), f"gradient/{b}", f"inbox/{buffer}", f"total/{b}"
     return [
-        Op(f"made/{b}", Kind.JOIN, Lane.COMPUTE, point, b),
-        Op(f"download/{b}", Kind.COPY, Lane.D2H, point, b, (gradient,), (landing,), (f"made/{b}", *earlier), before),
-        Op(f"add/{b}", Kind.ADD, Lane.HOST, point, b, (landing, total), (total, f"sum/{b}"), (f"download/{b}",)),
+        Op(f"made/{b}", Kind.JOIN, Lane.COMPUTE, trigger, b),
+        Op(f"download/{b}", Kind.COPY, Lane.D2H, trigger, b, (gradient,), (landing,), (f"made/{b}", *earlier), before),
+        Op(f"add/{b}", Kind.ADD, Lane.HOST, trigger, b, (landing, total), (total, f"sum/{b}"), (f"download/{b}",)),
     ]
 
 
-def _summed(summed: Sequence[int]) -> list[Op]:
-    """Partial sums of totals, where the last addition did not make them, and all of them on their way to the norm."""
-    ops = [Op(f"sums/{b}", Kind.PARTIALS, Lane.HOST, STEP, b, (f"total/{b}",), (f"sum/{b}",)) for b in summed]
-    if summed:
+def _accumulated_partials(buckets: Sequence[int]) -> list[Op]:
+    """Return the operations that make the partial sums of accumulated gradients and copy them to the device.
+
+    A partial sum that the last addition has made is not made again.
+    """
+    ops = [Op(f"sums/{b}", Kind.PARTIALS, Lane.HOST, STEP, b, (f"total/{b}",), (f"sum/{b}",)) for b in buckets]
+    if buckets:
         ops.append(Op("summed", Kind.JOIN, Lane.HOST, STEP))
     waits = ("summed",)
     return ops + [
-        Op(f"lift/{b}", Kind.COPY, Lane.H2D, STEP, b, (f"sum/{b}",), (f"partial/{b}",), waits) for b in summed
+        Op(f"lift/{b}", Kind.COPY, Lane.H2D, STEP, b, (f"sum/{b}",), (f"partial/{b}",), waits) for b in buckets
     ]
 
 
-def _release(b: int, point: object, after: str) -> Op:
-    name = point(b) if callable(point) else str(point)
+def _release(b: int, trigger: object, after: str) -> Op:
+    name = trigger(b) if callable(trigger) else str(trigger)
     return Op(f"release/{b}", Kind.RETIRE, Lane.COMPUTE, name, b, (), (f"gradient/{b}",), (f"{after}/{b}",))
 
 
-def _slots(shape: StepShape) -> tuple[str, ...]:
-    return tuple(f"slot/{k}" for k in range(shape.slots))
-
-
-def _staged(shape: StepShape, present: Sequence[int]) -> list[Op]:
-    """What happens before the norm is known: the first streamed buckets come in."""
-    ops, staged = [], shape.staged
-    for k, slot in enumerate(_slots(shape)):
-        if shape.transient and staged:
-            ops.append(Op(f"acquire/{k}", Kind.ACQUIRE, Lane.COMPUTE, stage_point(k), None, (), (slot,)))
-        ops += [_read(shape, present, b, stage_point(k)) for b in staged[k : k + 1]]
+def _read_early(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    """Return the operations before the norm is known: state of the first streamed buckets is read."""
+    ops, early = [], shape.read_early
+    for k in range(shape.staging_buffers):
+        trigger, buffer = acquire_staging_trigger(k), f"slot/{k}"
+        if shape.transient and early:
+            ops.append(Op(f"acquire/{k}", Kind.ACQUIRE, Lane.COMPUTE, trigger, None, (), (buffer,)))
+        ops += [_read(shape, present, b, trigger) for b in early[k : k + 1]]
     return ops
 
 
-def _read(shape: StepShape, present: Sequence[int], b: int, point: str) -> Op:
-    slots = slots_of(shape.placements, shape.slots)
-    slot = slots[b]
-    earlier = [e for e in _of(shape, present, Placement.STREAMED) if e < b and slots[e] == slot]
-    waits = (*([f"acquire/{slot}"] if shape.transient else []), *(f"write/{e}" for e in earlier[-1:]))
-    reads, writes = (f"state/{b}",), (f"slot/{slot}",)
-    return Op(f"read/{b}", Kind.COPY, Lane.H2D, point, b, reads, writes, waits, prior=("written",))
+def _read(shape: StepShape, present: Sequence[int], b: int, trigger: str) -> Op:
+    buffers = staging_buffer_by_bucket(shape.placements, shape.staging_buffers)
+    buffer = buffers[b]
+    earlier = [e for e in _of(shape, present, Placement.STREAMED) if e < b and buffers[e] == buffer]
+    waits = (*([f"acquire/{buffer}"] if shape.transient else []), *(f"write/{e}" for e in earlier[-1:]))
+    reads, writes = (f"state/{b}",), (f"slot/{buffer}",)
+    return Op(f"read/{b}", Kind.COPY, Lane.H2D, trigger, b, reads, writes, waits, prior=("written",))
 
 
 def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
@@ -276,15 +289,15 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
     ops = [
         Op(f"partials/{b}", Kind.PARTIALS, Lane.COMPUTE, STEP, b, (), (f"partial/{b}",)) for b in sorted(shape.absent)
     ]
-    summed = sorted(shape.summed.intersection(present))
-    ops += _summed(summed)
-    lifted = tuple(f"lift/{b}" for b in summed[-1:])
+    accumulated = sorted(shape.accumulated_on_host.intersection(present))
+    ops += _accumulated_partials(accumulated)
+    lifted = tuple(f"lift/{b}" for b in accumulated[-1:])
     ops.append(Op("norm", Kind.NORM, Lane.COMPUTE, STEP, None, partials, (DEVICE_SCALARS,), lifted))
     if _of(shape, present, Placement.HOST):
         fetch = Op("fetch", Kind.COPY, Lane.D2H, STEP, None, (DEVICE_SCALARS,), (HOST_SCALARS,), ("norm",))
         ops.append(fetch)
     streamed = [b for b, p in enumerate(shape.placements) if p is Placement.STREAMED]
-    next_read = iter(streamed[len(shape.staged) :])
+    next_read = iter(streamed[len(shape.read_early) :])
     on_host: list[int] = []
     for b, placement in enumerate(shape.placements):
         if placement is Placement.STREAMED:
@@ -294,7 +307,7 @@ def _step(shape: StepShape, present: Sequence[int]) -> list[Op]:
         elif b in present and placement is Placement.DEVICE:
             ops += _device_bucket(b)
         elif b in present:
-            landing = f"total/{b}" if b in shape.summed else f"landing/{b}"
+            landing = f"total/{b}" if b in shape.accumulated_on_host else f"landing/{b}"
             ops += _host_bucket(shape, b, landing, first=not on_host)
             on_host.append(b)
     if streamed:
@@ -311,50 +324,53 @@ def _device_bucket(b: int) -> list[Op]:
 
 
 def _host_bucket(shape: StepShape, b: int, landing: str, *, first: bool) -> list[Op]:
-    # All downloads come before `fetch` on their lane, and the first host step before the others on theirs. That is not
-    # for beauty: of host functions that each wait for an event the driver lets only a few dozen be pending, and then
-    # blocks the caller; of those that follow one another, hundreds.
+    # Only the first CPU optimizer step waits for `fetch`, which comes after all downloads on its lane; the other steps
+    # follow the first on theirs. The driver lets only a few dozen host functions be pending that each wait for an
+    # event, and then blocks the caller; of host functions that follow one another it lets hundreds be pending.
     reads, writes, waits = (landing, HOST_SCALARS), (f"state/{b}", f"source/{b}"), ("fetch",) if first else ()
     return [
         Op(f"step/{b}", Kind.ADAMW, Lane.HOST, STEP, b, reads, writes, waits),
-        *([] if b in shape.fetched or _is_late(shape, b) else [_upload(b, STEP)]),
+        *([] if b in shape.prefetched or _is_late(shape, b) else [_upload(b, STEP)]),
         Op(f"retire/{b}", Kind.RETIRE, Lane.HOST, STEP, b, (), (landing,)),
     ]
 
 
-def _upload(b: int, point: str) -> Op:
+def _upload(b: int, trigger: str) -> Op:
     waits = ("norm", f"step/{b}")
-    return Op(f"upload/{b}", Kind.COPY, Lane.H2D, point, b, (f"source/{b}",), (f"weight/{b}",), waits)
+    return Op(f"upload/{b}", Kind.COPY, Lane.H2D, trigger, b, (f"source/{b}",), (f"weight/{b}",), waits)
 
 
 def _streamed_bucket(shape: StepShape, b: int, paced_by: Sequence[int]) -> list[Op]:
-    """`paced_by`: a host bucket before it. Its step says nothing about this state; it comes at a pace that leaves gaps
-    between writes. A copy engine serves one stream until that has to wait, and models read flags back in forward
-    (transformers does in each), which would come behind all writes.
+    """Return the step of a streamed bucket and the write of its state, which also waits for `paced_by`.
+
+    `paced_by` is an earlier host bucket. Its step has no bearing on this state, but paces the writes so that gaps stay
+    between them. A copy engine serves one stream until that stream has to wait, and models read flags back in forward
+    (transformers does in each), which would be copied only after all writes.
     """
-    slot, state = f"slot/{slots_of(shape.placements, shape.slots)[b]}", f"state/{b}"
-    reads, writes, waits = (f"gradient/{b}", DEVICE_SCALARS), (slot, f"count/{b}", f"weight/{b}"), ("norm", f"read/{b}")
+    buffer, state = f"slot/{staging_buffer_by_bucket(shape.placements, shape.staging_buffers)[b]}", f"state/{b}"
+    reads, waits = (f"gradient/{b}", DEVICE_SCALARS), ("norm", f"read/{b}")
+    writes = (buffer, f"count/{b}", f"weight/{b}")
     pace = [f"step/{h}" for h in paced_by]
     return [
         Op(f"step/{b}", Kind.ADAMW, Lane.UPDATE, STEP, b, reads, writes, waits),
-        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (slot,), (state,), (f"step/{b}", *pace)),
+        Op(f"write/{b}", Kind.COPY, Lane.D2H, STEP, b, (buffer,), (state,), (f"step/{b}", *pace)),
     ]
 
 
-def _unstaged(shape: StepShape, present: Sequence[int]) -> list[Op]:
-    """Each slot goes back behind what used it last."""
-    slot_of_bucket = slots_of(shape.placements, shape.slots)
+def _release_staging(shape: StepShape, present: Sequence[int]) -> list[Op]:
+    """Return the releases of the staging buffers, each after the last use of its buffer."""
+    buffer_of_bucket = staging_buffer_by_bucket(shape.placements, shape.staging_buffers)
     users: dict[int, list[int]] = {}
-    for b, slot in slot_of_bucket.items():
-        users.setdefault(slot, []).append(b)
-    ops, staged = [], set(shape.staged)
-    for slot in slots_by_last_use(slot_of_bucket, shape.slots if slot_of_bucket else 0):
-        held = users.get(slot, [])
-        # Whether a bucket gets a gradient is not known when it is staged: one that got none is read, never written.
+    for b, buffer in buffer_of_bucket.items():
+        users.setdefault(buffer, []).append(b)
+    ops, early = [], set(shape.read_early)
+    for buffer in staging_buffers_by_last_use(buffer_of_bucket, shape.staging_buffers if buffer_of_bucket else 0):
+        held = users.get(buffer, [])
+        # A bucket is read before it is known whether it gets a gradient: without one its state is never written.
         written = [f"write/{b}" for b in held if b in present][-1:]
-        waits = written or [f"read/{b}" for b in held if b in staged]
-        point, slots = unstage_point(slot), (f"slot/{slot}",)
-        ops.append(Op(f"unstage/{slot}", Kind.RETIRE, Lane.COMPUTE, point, None, (), slots, tuple(waits)))
+        waits = written or [f"read/{b}" for b in held if b in early]
+        trigger, writes = release_staging_trigger(buffer), (f"slot/{buffer}",)
+        ops.append(Op(f"unstage/{buffer}", Kind.RETIRE, Lane.COMPUTE, trigger, None, (), writes, tuple(waits)))
     return ops
 
 
@@ -363,17 +379,19 @@ def _forward(shape: StepShape, present: Sequence[int]) -> list[Op]:
     layers = list(dict.fromkeys(shape.layers))
     for i, layer in enumerate(layers):
         if shape.transient and i == len(layers) - 1:
-            ops += _unstaged(shape, present)
+            ops += _release_staging(shape, present)
         held = [b for b in range(len(shape.placements)) if shape.layers[b] == layer]
-        weights = tuple(f"weight/{b}" for b in held if b not in shape.fetched)
+        weights = tuple(f"weight/{b}" for b in held if b not in shape.prefetched)
         own = [b for b in held if b in present]
         on_host = _of(shape, own, Placement.HOST)
-        ops += [_upload(b, upload_point(layer)) for b in on_host if _is_late(shape, b)]
-        waits = [f"upload/{b}" for b in on_host if b not in shape.fetched]
-        # Host functions read landing places, which the next turn's copies overwrite; its additions are on their lane.
-        waits += [f"retire/{b}" for b in on_host if b not in shape.summed]
+        ops += [_upload(b, upload_trigger(layer)) for b in on_host if _is_late(shape, b)]
+        waits = [f"upload/{b}" for b in on_host if b not in shape.prefetched]
+        # Host functions read landing buffers, which the next step's copies overwrite; its additions are on their lane.
+        waits += [f"retire/{b}" for b in on_host if b not in shape.accumulated_on_host]
         waits += [f"step/{b}" for b in _of(shape, own, Placement.STREAMED)]
-        ops.append(Op(f"arrive/{layer}", Kind.JOIN, Lane.COMPUTE, use_point(layer), None, weights, (), tuple(waits)))
-        ops += [_release(b, use_point(layer), "step") for b in _of(shape, own, Placement.STREAMED)]
-        ops.append(Op(f"forward/{layer}", Kind.MODEL, Lane.COMPUTE, use_point(layer), None, weights))
+        ops.append(
+            Op(f"arrive/{layer}", Kind.JOIN, Lane.COMPUTE, pre_forward_trigger(layer), None, weights, (), tuple(waits))
+        )
+        ops += [_release(b, pre_forward_trigger(layer), "step") for b in _of(shape, own, Placement.STREAMED)]
+        ops.append(Op(f"forward/{layer}", Kind.MODEL, Lane.COMPUTE, pre_forward_trigger(layer), None, weights))
     return ops

@@ -1,8 +1,8 @@
-"""The one ordering rule, for schedules, for the simulated backend and for tests. No torch.
+"""Check the ordering rule for schedules, for the simulated backend and for tests, without importing torch.
 
-    Whenever two operations touch the same bytes and at least one of them writes them, one must come before the other:
+    Whenever two operations use the same bytes and at least one of them writes them, one must come before the other:
     because both are on one lane, because the later one waits for the earlier one's event, or through a chain of both.
-    A free, and the reuse of a slot, are writes.
+    A free, and the reuse of a staging buffer, are writes.
 
 Order is kept as a vector clock: for each operation, how many operations of each lane come before it (itself included).
 """
@@ -22,25 +22,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where an operation stands in the order."""
+    """Record the position of an operation in the order, as a vector clock."""
 
     lane: Lane
     clock: Mapping[Lane, int]
 
     def precedes(self, later: Stamp) -> bool:
-        """Whether everything makes `later` come after this (or be it)."""
+        """Return whether `later` is ordered after this operation, or is the same one."""
         return later.clock[self.lane] >= self.clock[self.lane]
 
 
 class LaneClocks:
-    """Gives each operation its stamp, in the order of issue."""
+    """Give each operation its stamp, in the order of issue."""
 
     def __init__(self) -> None:
         self._last: dict[Lane, Stamp | None] = dict.fromkeys(Lane)
         self._joined: dict[Lane, int] = dict.fromkeys(Lane, 0)
 
     def stamp(self, lane: Lane, after: Iterable[Stamp]) -> Stamp:
-        """The stamp of the next operation of `lane`, which waits for `after`."""
+        """Return the stamp of the next operation of `lane`, which waits for `after`."""
         clock = dict(self._joined)
         last = self._last[lane]
         for earlier in (*after, *(() if last is None else (last,))):
@@ -51,32 +51,34 @@ class LaneClocks:
         return made
 
     def join(self, stamp: Stamp) -> None:
-        """Whatever is stamped from now on, on any lane, comes after `stamp`."""
+        """Order all operations that are stamped from now on, on any lane, after `stamp`."""
         for lane, count in stamp.clock.items():
             self._joined[lane] = max(self._joined[lane], count)
 
     def join_all(self) -> None:
-        """All lanes are empty: whatever comes, comes after everything so far."""
+        """Order all later operations after everything so far, since all lanes are empty."""
         for last in self._last.values():
             if last is not None:
                 self.join(last)
 
     def joined(self, stamp: Stamp) -> bool:
-        """Whether `stamp` has been joined: whatever comes, comes after it."""
+        """Return whether all later operations are ordered after `stamp`."""
         return self._joined[stamp.lane] >= stamp.clock[stamp.lane]
 
 
 @dataclass(slots=True)
 class Accesses(Generic[T]):
-    """The last writer of some bytes and, by lane, their last reader since: the others of its lane come before it. T is
-    whatever names an operation to the caller.
+    """Keep the last writer of some bytes and the last reader per lane since then.
+
+    Earlier readers of a lane come before its last one, so one per lane suffices. T is the caller's type of name for an
+    operation.
     """
 
     writer: tuple[T, Stamp] | None = None
     readers: dict[Lane, tuple[T, Stamp]] = field(default_factory=dict)
 
     def unordered(self, stamp: Stamp, *, writes: bool) -> T | None:
-        """An earlier access that conflicts with one at `stamp` and does not precede it: the rule itself."""
+        """Return an earlier access that conflicts with one at `stamp` and is not ordered before it, or None."""
         if self.writer is not None and not self.writer[1].precedes(stamp):
             return self.writer[0]
         if writes:
@@ -92,7 +94,7 @@ class Accesses(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two operations of a schedule that nothing orders, and the operand that both touch."""
+    """Name two operations of a schedule that nothing orders, and the operand that both use."""
 
     earlier: Op
     later: Op
@@ -100,7 +102,10 @@ class Race:
 
 
 def stamps(schedule: Schedule) -> dict[str, Stamp]:
-    """The stamp of every operation, by name. What it waits for from the turn before lies outside: see `repeated`."""
+    """Return the stamp of every operation, by name.
+
+    Waits for the step before are not part of the stamps; use `repeated` to include them.
+    """
     clocks = LaneClocks()
     found: dict[str, Stamp] = {}
     for op in schedule.ops:
@@ -109,7 +114,7 @@ def stamps(schedule: Schedule) -> dict[str, Stamp]:
 
 
 def races(schedule: Schedule) -> list[Race]:
-    """Every pair that breaks the rule, the first for each operation and operand."""
+    """Return every pair that breaks the rule, the first for each operation and operand."""
     when = stamps(schedule)
     accesses: defaultdict[str, Accesses[Op]] = defaultdict(Accesses)
     found = []
@@ -126,7 +131,7 @@ def races(schedule: Schedule) -> list[Race]:
 
 
 def require_ordered(schedule: Schedule) -> None:
-    """Raises OrderingError that names the first race and its cure."""
+    """Raise OrderingError for the first race, if there is one; the error names the fix."""
     found = races(schedule)
     if not found:
         return
@@ -135,7 +140,7 @@ def require_ordered(schedule: Schedule) -> None:
 
 
 def unordered(earlier: str, earlier_lane: Lane, later: str, later_lane: Lane, operand: str) -> OrderingError:
-    """The error for a pair that breaks the rule, with its cure."""
+    """Return the error for a pair that breaks the rule, with its fix."""
     return OrderingError(
         f"{later!r} on lane {later_lane.value} and {earlier!r} on lane {earlier_lane.value} both use {operand!r}, and "
         "nothing orders them",
@@ -145,20 +150,22 @@ def unordered(earlier: str, earlier_lane: Lane, later: str, later_lane: Lane, op
 
 
 def same_order(a: Schedule, b: Schedule) -> bool:
-    """Whether two schedules of the same operations order every pair alike: then the wait that tells them apart was
-    redundant.
+    """Return whether two schedules of the same operations order every pair alike.
+
+    Then a wait that only one of the two has is redundant.
     """
     first, second = stamps(a), stamps(b)
     return first == second
 
 
 def repeated(schedule: Schedule, times: int) -> Schedule:
-    """The schedule issued `times` in a row, names marked with the turn: what shows a race between one turn and the
-    next.
+    """Return the schedule issued `times` in a row, with the step's number in each name.
+
+    Checking the result finds races between one step and the next.
     """
     ops = []
-    for turn in range(times):
+    for step in range(times):
         for op in schedule.ops:
-            waits = [f"{w}.{turn}" for w in op.waits] + [f"{w}.{turn - 1}" for w in op.prior if turn]
-            ops.append(replace(op, name=f"{op.name}.{turn}", waits=tuple(waits), prior=()))
+            waits = [f"{w}.{step}" for w in op.waits] + [f"{w}.{step - 1}" for w in op.prior if step]
+            ops.append(replace(op, name=f"{op.name}.{step}", waits=tuple(waits), prior=()))
     return Schedule(tuple(ops))

@@ -1,4 +1,4 @@
-"""Staging slots of streamed buckets: how large, how many, taken and given back when. Decisions alone."""
+"""Decide the size and number of GPU staging buffers, and when they are acquired and released. Moves no data."""
 
 from __future__ import annotations
 
@@ -8,98 +8,127 @@ from itertools import accumulate
 
 from hostward.core.inventory import MasterKind, align
 
-FEWEST = 2
-"""One slot is read or written while the other is stepped."""
-STAGED_SHARE = 0.4
-"""Share of backward, by elements, that is left when the slots are taken, if others read over the link as well: long
-enough for most of the slots, and late enough to let the others through.
+MIN_STAGING_BUFFERS = 2
+"""One buffer is read or written while the state in the other is stepped."""
+STAGING_BACKWARD_SHARE = 0.4
+"""Share of backward, by elements, that is left when the staging buffers are acquired, if other copies use the H2D lane
+in backward too. It is long enough to fill most of the buffers, and late enough not to delay the other copies.
 """
-SLOT_ALIGNMENT_BYTES = 256
+STAGING_ALIGNMENT_BYTES = 256
 
 _LOW_BYTES = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 2, MasterKind.PLAIN: 4}
 
 
 @dataclass(slots=True)
-class Span:
-    """From a use point (`layer`) or a gradient point (`bucket`) to the next of any kind."""
+class TriggerInterval:
+    """Measure device memory from one `on_pre_forward` (`layer`) or `on_grad_ready` trigger (`bucket`) to the next."""
 
     layer: str | None
     bucket: int | None
     held_bytes: int = 0
-    """By slots, when it began."""
+    """Bytes of staging buffers when the interval began."""
     peak_bytes: int = 0
-    """On the device, besides."""
+    """Peak of the device memory besides the staging buffers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """How many slots there are from now on, the buckets at whose gradient points they are taken one by one, or at the
-    first below, and the layers before whose forward they are given back one by one; None: the last.
+class StagingDecision:
+    """State how many staging buffers there are from now on, and when each is acquired and released.
+
+    Attributes:
+        count: number of staging buffers.
+        acquire_at: for each buffer the bucket at whose `on_grad_ready`, or at that of the first bucket below it, the
+            buffer is acquired.
+        release_at: for each release the layer before whose forward a buffer is released; None: the last layer.
     """
 
     count: int
-    stage_at: tuple[int, ...]
-    unstage_at: tuple[str | None, ...]
+    acquire_at: tuple[int, ...]
+    release_at: tuple[str | None, ...]
 
 
 def streamed_bytes(kind: MasterKind, padded: int) -> tuple[int, ...]:
-    """What travels when a bucket of so many elements is streamed: exp_avg, exp_avg_sq, and the remainder or master if
-    there is one.
+    """Return the bytes of each part of a streamed bucket's state: exp_avg, exp_avg_sq and, if any, the master's part.
+
+    Args:
+        kind: how the fp32 main weight is stored; it adds 0, 2 (low 16 bits) or 4 bytes (fp32) per element.
+        padded: number of elements of the bucket.
     """
     return tuple(padded * size for size in (4, 4, _LOW_BYTES[kind]) if size)
 
 
-def slot_bytes(parts: Sequence[Sequence[int]]) -> int:
-    """Of a slot that takes each bucket of these parts in turn."""
-    return max((sum(align(n, SLOT_ALIGNMENT_BYTES) for n in part) for part in parts), default=0)
+def staging_buffer_bytes(parts: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of a staging buffer that is large enough for each of these buckets, given by their parts."""
+    return max((sum(align(n, STAGING_ALIGNMENT_BYTES) for n in part) for part in parts), default=0)
 
 
-def most_slots(streamed: int, slot_size_bytes: int, staging_bytes: int | None) -> int:
-    """For so many streamed buckets, within `staging_bytes` if that is given."""
+def max_staging_buffers(streamed: int, slot_size_bytes: int, staging_bytes: int | None) -> int:
+    """Return the largest useful number of staging buffers.
+
+    Args:
+        streamed: number of streamed buckets.
+        slot_size_bytes: bytes of one staging buffer.
+        staging_bytes: limit of the bytes of all; None: no limit.
+    """
     if staging_bytes is None:
         return streamed
     return min(streamed, max(1, staging_bytes // max(1, slot_size_bytes)))
 
 
-def late_bucket(numels: Sequence[int]) -> int:
-    """The bucket at whose gradient point STAGED_SHARE of backward is left, if it goes from last to first."""
+def late_trigger_bucket(numels: Sequence[int]) -> int:
+    """Return the bucket at whose `on_grad_ready` STAGING_BACKWARD_SHARE of backward is left.
+
+    Backward is taken to go from the last bucket to the first.
+    """
     total, left = sum(numels), 0
     for b, numel in enumerate(numels):
         left += numel
-        if left >= STAGED_SHARE * total:
+        if left >= STAGING_BACKWARD_SHARE * total:
             return b
     return 0
 
 
-def settle(spans: Sequence[Span], *, slot_size_bytes: int, most: int, stage_at: int, early: bool) -> Settled | None:
-    """From the spans of one step: slots may use what backward has freed, and FEWEST of them besides. There are as many
-    as fit from `stage_at` on. `early`: each is taken as soon as that makes no peak higher, since reading is in nobody's
-    way. None: backward reported no point.
+def decide_staging(
+    spans: Sequence[TriggerInterval], *, slot_size_bytes: int, most: int, acquire_at: int, early: bool
+) -> StagingDecision | None:
+    """Decide the number of staging buffers, and when to acquire and release them, from the memory of one step.
+
+    Staging buffers may use the memory that backward has freed, and the bytes of MIN_STAGING_BUFFERS besides.
+
+    Args:
+        spans: the intervals of one step, in order.
+        slot_size_bytes: bytes of one staging buffer.
+        most: largest number of staging buffers.
+        acquire_at: bucket from whose `on_grad_ready` on the buffers must fit.
+        early: acquire each buffer as soon as that raises no peak, for no other copy uses the H2D lane.
+
+    Returns:
+        The decision; None if backward reported no `on_grad_ready`.
     """
     most_bytes = max((span.peak_bytes for span in spans), default=0)
-    limit = most_bytes + FEWEST * slot_size_bytes
-    points = [i for i, span in enumerate(spans) if span.bucket is not None]
-    if not points:
+    limit = most_bytes + MIN_STAGING_BUFFERS * slot_size_bytes
+    triggers = [i for i, span in enumerate(spans) if span.bucket is not None]
+    if not triggers:
         return None
     later = list(accumulate((span.peak_bytes for span in reversed(spans)), max))[::-1]
-    """By span: the most from it on."""
+    """By interval: the highest peak from it on."""
 
-    staged = next((i for i in points if (spans[i].bucket or 0) <= stage_at), points[0])
-    count = min(most, (limit - later[staged]) // slot_size_bytes)
-    same = max(most_bytes, later[staged] + count * slot_size_bytes)
-    lowest = list(accumulate((spans[i].bucket or 0 for i in points), min))
-    # Of points that are the first below some bucket.
-    first = [i for i, low in zip(points, lowest, strict=True) if spans[i].bucket == low]
+    acquired = next((i for i in triggers if (spans[i].bucket or 0) <= acquire_at), triggers[0])
+    count = min(most, (limit - later[acquired]) // slot_size_bytes)
+    same = max(most_bytes, later[acquired] + count * slot_size_bytes)
+    lowest = list(accumulate((spans[i].bucket or 0 for i in triggers), min))
+    # Triggers of buckets lower than all before them.
+    first = [i for i, low in zip(triggers, lowest, strict=True) if spans[i].bucket == low]
 
-    def taken_at(slots: int) -> int:
-        """Where there is room for so many."""
-        room = same - slots * slot_size_bytes
-        return next((spans[i].bucket or 0 for i in first if later[i] <= room), stage_at) if early else stage_at
+    def acquired_at(buffers: int) -> int:
+        """Return the bucket at whose trigger there is room for so many buffers."""
+        room = same - buffers * slot_size_bytes
+        return next((spans[i].bucket or 0 for i in first if later[i] <= room), acquire_at) if early else acquire_at
 
-    def back_at(slots: int) -> str | None:
-        """Where there is no room for so many."""
-        room = limit - slots * slot_size_bytes
+    def released_at(buffers: int) -> str | None:
+        """Return the first layer before whose forward there is no room for so many buffers."""
+        room = limit - buffers * slot_size_bytes
         return next((span.layer for span in spans if span.layer is not None and span.peak_bytes > room), None)
 
     numbers = range(1, count + 1)
-    return Settled(count, tuple(map(taken_at, numbers)), tuple(map(back_at, reversed(numbers))))
+    return StagingDecision(count, tuple(map(acquired_at, numbers)), tuple(map(released_at, reversed(numbers))))

@@ -1,6 +1,6 @@
-"""Weights of layers that lie on the host while the layers are not in use, as a schedule.
+"""Lower the prefetching of offloaded weights to a schedule: they are on the host while their layers are not in use.
 
-    point     compute                                      other lanes
+    trigger   compute                                      other lanes
     begin     room/0.f                                     h2d: fetch/0.f
     enter/v   arrive/v.f; room/u.f of the next layer       h2d: fetch/u.f
     leave/v   empty/v.f (the storage has no bytes now)
@@ -8,18 +8,19 @@
     past/v    empty/v.b
     step      norm                                         host: step/v of trained layers, into the same host copy
 
-Each layer is fetched twice: for forward and again for backward. What was never used is waited for when it goes. Layers
-that are trained have one host copy, which the optimizer's host step writes: `prior` of a fetch is that step.
+Each layer is prefetched twice: for forward and again for backward. Weights that were never used are waited for when
+they are released. Trained layers have one host copy, which the CPU optimizer step writes: `prior` of a fetch is that
+step.
 
-Of a sharded model these are this rank's parts. A gather reads them before the layer runs, and then they go; the next
-gather runs beside this layer, so the parts that it reads are fetched one layer earlier still:
+For a sharded model the weights are this rank's shards. An all-gather reads the shards before the layer runs, and then
+they are released; the next all-gather overlaps with this layer, so its shards are prefetched one layer earlier still:
 
-    point     compute                                                 other lanes
+    trigger   compute                                                 other lanes
     begin     room/0.f, room/1.f                                      h2d: fetch/0.f, fetch/1.f
     enter/v   arrive/v.f; gather/v.f; room/v+2.f; empty/v.f           h2d: fetch/v+2.f
     back/v    arrive/v.b; gather/v.b; room/v-1.b, room/v-2.b; empty/v.b    h2d: fetch/v-1.b, fetch/v-2.b
 
-The gather stands where the compute lane waits for it: it runs on a stream of FSDP2's own.
+The schedule lists an all-gather where the compute lane waits for it: FSDP2 runs it on its own stream.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ ROOM = "offload/wait/weights/room"
 """Name of the mark at which the compute lane has taken the memory of offloaded weights."""
 GATHERED = "offload/wait/weights/gathered"
 """Name of the compute lane's wait for a gather, as long as that had waited for weights at most."""
-WEIGHT = {
+WEIGHT_OPS = {
     "room": Op("room", Kind.ACQUIRE, Lane.COMPUTE, "ahead", None, (), ("weight",)),
     "fetch": Op("fetch", Kind.COPY, Lane.H2D, "ahead", None, ("source",), ("weight",), ("room",)),
     "arrive": Op("arrive", Kind.JOIN, Lane.COMPUTE, "enter", None, ("weight",), (), ("fetch",)),
     "empty": Op("empty", Kind.RETIRE, Lane.COMPUTE, "leave", None, (), ("weight",), ("fetch",)),
 }
-"""The operations of one stay of a layer's weights on the device. What the engine issues and waits for is taken from
-here.
-"""
-GATHERED_AHEAD = 2
-"""So many gathers before its own is what a gather reads fetched: the fetch has the time of a layer, and the gather that
-of the next.
+"""The operations of one stay of a layer's weights on the device, as the runtime issues them and waits for them."""
+GATHERED_PREFETCH_DEPTH = 2
+"""Shards are prefetched this many all-gathers ahead: the H2D copy overlaps with one layer, the all-gather with the
+next.
 """
 
 
-def fetched_ahead(*, gathered: bool) -> int:
-    """How many layers before its use one is fetched, if it is used whole, or gathered."""
-    return GATHERED_AHEAD if gathered else 1
+def weight_prefetch_depth(*, gathered: bool) -> int:
+    """Return how many layers ahead weights are prefetched; sharded weights (`gathered`) need more."""
+    return GATHERED_PREFETCH_DEPTH if gathered else 1
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsShape:
-    """What a turn over `layers` layers depends on.
+    """Describe a step over `layers` layers, as far as its weight schedule depends on it.
 
-    offloaded: the first of them, not all, whose weights lie on the host. trained: of these, those that a host step
-    writes.
-    unused: layers that backward does not reach.
-    gathered: layers, or what is gathered of them, are sharded, and whole while they run.
+    Attributes:
+        layers: number of layers.
+        offloaded: number of layers, from the first on and not all, whose weights are offloaded.
+        trained: of the offloaded layers those that a CPU optimizer step writes.
+        unused: layers that backward does not reach.
+        gathered: the layers are sharded, and unsharded by an all-gather while they run.
     """
 
     layers: int
@@ -71,13 +72,13 @@ class WeightsShape:
     gathered: bool = False
 
     @property
-    def ahead(self) -> int:
-        """How many layers before its use one is fetched."""
-        return fetched_ahead(gathered=self.gathered)
+    def prefetch_depth(self) -> int:
+        """Return how many layers ahead weights are prefetched."""
+        return weight_prefetch_depth(gathered=self.gathered)
 
 
 def lower_weights(shape: WeightsShape) -> Schedule:
-    """Forward, backward and step. The ordering rule is run on two turns in a row.
+    """Return the schedule of forward, backward and step, with the ordering rule checked over two steps in a row.
 
     Raises:
         OrderingError: the schedule has a race, which is a defect of this pass.
@@ -89,14 +90,14 @@ def lower_weights(shape: WeightsShape) -> Schedule:
 
 
 def _forward(shape: WeightsShape) -> list[Op]:
-    ops = _fetched(shape, 0, "f", "begin")
+    ops = _prefetch(shape, 0, "f", "begin")
     for v in range(shape.layers):
-        away = v < shape.offloaded
-        if away:
+        offloaded = v < shape.offloaded
+        if offloaded:
             ops.append(_of("arrive", v, "f", f"enter/{v}"))
-        ops += _fetched(shape, v + 1, "f", f"enter/{v}")
+        ops += _prefetch(shape, v + 1, "f", f"enter/{v}")
         ops.append(Op(f"forward/{v}", Kind.MODEL, Lane.COMPUTE, f"enter/{v}", None, (f"weight/{v}",)))
-        if away:
+        if offloaded:
             ops.append(_of("empty", v, "f", f"leave/{v}"))
     return ops
 
@@ -105,52 +106,52 @@ def _backward(shape: WeightsShape) -> list[Op]:
     ops: list[Op] = []
     here: list[int] = []
     for v in reversed(range(shape.layers)):
-        fetched = _fetched(shape, v - 1, "b", f"back/{v}")
+        prefetch = _prefetch(shape, v - 1, "b", f"back/{v}")
         if v in shape.unused:
-            ops += fetched  # nobody knows yet that it will not be used
+            ops += prefetch  # it is not known yet that backward will not use it
             here += [v] if v < shape.offloaded else []
             continue
         if v < shape.offloaded:
             ops.append(_of("arrive", v, "b", f"back/{v}"))
         ops += [_of("empty", u, "b", f"past/{u}") for u in here]
         here = [v] if v < shape.offloaded else []
-        ops += fetched
+        ops += prefetch
         ops.append(Op(f"backward/{v}", Kind.MODEL, Lane.COMPUTE, f"back/{v}", None, (f"weight/{v}",)))
     return ops + [_of("empty", u, "b", f"past/{u}") for u in here]
 
 
 def _gathered(shape: WeightsShape) -> list[Op]:
     forward, backward = range(shape.layers), range(shape.layers - 1, -1, -1)
-    ops = [op for u in range(shape.ahead) for op in _fetched(shape, u, "f", "begin")]
+    ops = [op for u in range(shape.prefetch_depth) for op in _prefetch(shape, u, "f", "begin")]
     for which, word, order in (("f", "enter", forward), ("b", "back", backward)):
-        here = set(range(shape.ahead)) if which == "f" else set()
+        here = set(range(shape.prefetch_depth)) if which == "f" else set()
         for v in order:
             if which == "b" and v in shape.unused:
                 continue
-            point, away = f"{word}/{v}", v < shape.offloaded
-            if away and v not in here:  # none behind it was gathered
-                ops += _fetched(shape, v, which, point)
-            if away:
-                ops.append(_of("arrive", v, which, point))
-                ops.append(Op(f"gather/{v}.{which}", Kind.MODEL, Lane.COMPUTE, point, None, (f"weight/{v}",)))
-            for steps in range(1, shape.ahead + 1):
-                u = v + steps if which == "f" else v - steps
+            trigger, offloaded = f"{word}/{v}", v < shape.offloaded
+            if offloaded and v not in here:  # no layer that backward reaches earlier has prefetched it
+                ops += _prefetch(shape, v, which, trigger)
+            if offloaded:
+                ops.append(_of("arrive", v, which, trigger))
+                ops.append(Op(f"gather/{v}.{which}", Kind.MODEL, Lane.COMPUTE, trigger, None, (f"weight/{v}",)))
+            for distance in range(1, shape.prefetch_depth + 1):
+                u = v + distance if which == "f" else v - distance
                 if u not in here:
-                    ops += _fetched(shape, u, which, point)
+                    ops += _prefetch(shape, u, which, trigger)
                     here.add(u)
-            if away:
-                ops.append(_of("empty", v, which, point))
+            if offloaded:
+                ops.append(_of("empty", v, which, trigger))
                 here.discard(v)
-            ops.append(Op(f"{'forward' if which == 'f' else 'backward'}/{v}", Kind.MODEL, Lane.COMPUTE, point, None))
+            ops.append(Op(f"{'forward' if which == 'f' else 'backward'}/{v}", Kind.MODEL, Lane.COMPUTE, trigger, None))
         ops += [_of("empty", u, which, f"past/{u}") for u in sorted(here) if 0 <= u < shape.offloaded]
     return ops
 
 
-def _fetched(shape: WeightsShape, u: int, which: str, point: str) -> list[Op]:
+def _prefetch(shape: WeightsShape, u: int, which: str, trigger: str) -> list[Op]:
     if not 0 <= u < shape.offloaded:
         return []
-    fetch = _of("fetch", u, which, point)
-    return [_of("room", u, which, point), replace(fetch, prior=(f"step/{u}",) if u in shape.trained else ())]
+    fetch = _of("fetch", u, which, trigger)
+    return [_of("room", u, which, trigger), replace(fetch, prior=(f"step/{u}",) if u in shape.trained else ())]
 
 
 def _step(shape: WeightsShape) -> list[Op]:
@@ -162,13 +163,13 @@ def _step(shape: WeightsShape) -> list[Op]:
     return ops
 
 
-def _of(name: str, layer: int, which: str, point: str) -> Op:
-    """An operation of `layer` for forward (f) or backward (b), issued at `point`."""
-    op = WEIGHT[name]
+def _of(name: str, layer: int, which: str, trigger: str) -> Op:
+    """Return an operation of `layer` for forward (f) or backward (b), issued at `trigger`."""
+    op = WEIGHT_OPS[name]
     return replace(
         op,
         name=f"{name}/{layer}.{which}",
-        point=point,
+        trigger=trigger,
         reads=tuple(f"{word}/{layer}" for word in op.reads),
         writes=tuple(f"{word}/{layer}" for word in op.writes),
         waits=tuple(f"{word}/{layer}.{which}" for word in op.waits),

@@ -22,7 +22,7 @@ from hostward.optim.placement import ShareOf
 from hostward.plan.plan_file import PlanFile
 from hostward.profiler.workload import inventory_of
 from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT
-from hostward.schedule.staging import FEWEST, slot_bytes, streamed_bytes
+from hostward.schedule.staging import MIN_STAGING_BUFFERS, staging_buffer_bytes, streamed_bytes
 from hostward.trainer.models import layers_of as of_model
 from hostward.trainer.parallel import Held
 from hostward.trainer.plan_request import require_planned, shares
@@ -150,7 +150,7 @@ def staging_bytes(config: Config, inventory: Callable[[], Inventory]) -> int | N
     if asked or not captured(config):
         return asked or None
     parts = [streamed_bytes(bucket.kind, bucket.offsets[-1]) for bucket in inventory().buckets]
-    return FEWEST * slot_bytes(parts)
+    return MIN_STAGING_BUFFERS * staging_buffer_bytes(parts)
 
 
 def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hostward.model.layers import Runs
-from hostward.schedule.weights import GATHERED_AHEAD
+from hostward.schedule.weights import GATHERED_PREFETCH_DEPTH
 from hostward.weights.residency import Residency
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Gathers:
         at = layers.places.get(group)
         if at is None:
             if not backward and group < layers.numbers[0]:  # what comes before the layers: a forward begins
-                self._fetch(range(GATHERED_AHEAD))
+                self._fetch(range(GATHERED_PREFETCH_DEPTH))
             return
         if at < layers.offloaded and stream is None:
             residency.ensure(at)
@@ -94,7 +94,7 @@ class Gathers:
             # Not by a wait of the compute lane: what it still has to do would come before the gather then.
             residency.hold(at, stream)
         run = self._runs.beside(at)
-        ahead = (at - steps if backward else at + steps for steps in range(1, GATHERED_AHEAD + 1))
+        ahead = (at - steps if backward else at + steps for steps in range(1, GATHERED_PREFETCH_DEPTH + 1))
         self._fetch(place for place in ahead if place in run)
 
     def in_runs(self, lengths: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class Gathers:
     def expect(self, number: int, *, backward: bool) -> None:
         """That run comes next."""
         run = self._runs.run(number)
-        self._fetch(reversed(run[-GATHERED_AHEAD:]) if backward else run[:GATHERED_AHEAD])
+        self._fetch(reversed(run[-GATHERED_PREFETCH_DEPTH:]) if backward else run[:GATHERED_PREFETCH_DEPTH])
 
     def _fetch(self, places: Iterable[int]) -> None:
         """Ahead of their gathers, unless they are whole."""
@@ -124,7 +124,7 @@ class Gathers:
             self._residency.release(at)
         elif at == len(self._layers.numbers) - 1 and not _backward_follows():
             # FSDP2 leaves the root whole then, so nothing else tells of the next forward.
-            self._fetch(range(GATHERED_AHEAD))
+            self._fetch(range(GATHERED_PREFETCH_DEPTH))
 
     def close(self) -> None:
         self._layers.groups.close()

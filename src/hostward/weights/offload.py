@@ -143,7 +143,7 @@ class OffloadedWeights:
         shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
         self.schedule: Schedule = lower_weights(shape)
         """One turn, as data."""
-        self.residency = Residency(backend, chosen.layers, shape.ahead)
+        self.residency = Residency(backend, chosen.layers, shape.prefetch_depth)
         self._of_storage = {
             w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
         }

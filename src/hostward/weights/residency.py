@@ -17,7 +17,7 @@ from hostward.errors import ModelError
 from hostward.model.parameters import local_of
 from hostward.runtime.backend import Backend, Batch, Buffer, Event, Held, Tier, Work
 from hostward.schedule.ops import Lane
-from hostward.schedule.weights import GATHERED, ROOM, WEIGHT
+from hostward.schedule.weights import GATHERED, ROOM, WEIGHT_OPS
 
 OWNER = "offloaded weights"
 
@@ -177,19 +177,21 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     events: dict[str, Event] = {}
 
     def waits(op: str) -> list[Event]:
-        return [events[wait] for wait in WEIGHT[op].waits]
+        return [events[wait] for wait in WEIGHT_OPS[op].waits]
 
-    room = backend.mark(ROOM, WEIGHT["room"].lane, writes=here)
+    room = backend.mark(ROOM, WEIGHT_OPS["room"].lane, writes=here)
     events["room"] = room.done
     # A copy that goes out because somebody has written the weight comes before the next that comes in.
     out = [(h, d) for w in weights if w.changed is None for d, (_, h) in zip(w.here, w.pieces, strict=True)]
     made = backend.mark("offload/wait/weights/made", Lane.COMPUTE, writes=[device for _, device in out])
     save = backend.copy(Lane.D2H, out, name=f"offload/d2h/layer/{name}", waits=[made.done])
     saved = backend.mark("offload/wait/weights/saved", Lane.COMPUTE, waits=[save.done])
-    fetch = backend.copy(WEIGHT["fetch"].lane, pairs, name=f"offload/h2d/layer/{name}", waits=[*waits("fetch"), *steps])
+    fetch = backend.copy(
+        WEIGHT_OPS["fetch"].lane, pairs, name=f"offload/h2d/layer/{name}", waits=[*waits("fetch"), *steps]
+    )
     events["fetch"] = fetch.done
-    arrive = backend.mark("offload/wait/weights/arrive", WEIGHT["arrive"].lane, reads=here, waits=waits("arrive"))
-    retire = backend.retire(here, WEIGHT["empty"].lane, waits=waits("empty"))
+    arrive = backend.mark("offload/wait/weights/arrive", WEIGHT_OPS["arrive"].lane, reads=here, waits=waits("arrive"))
+    retire = backend.retire(here, WEIGHT_OPS["empty"].lane, waits=waits("empty"))
     # What the compute lane holds comes before the memory goes.
     empty = backend.batch([retire, backend.mark("offload/retire/weights", Lane.COMPUTE)])
     return LayerWeights(

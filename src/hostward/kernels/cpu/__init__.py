@@ -1,1 +1,1 @@
-"""The optimizer step on the CPU: native AdamW, norm, accumulation and copies, and their thread count."""
+"""Run the optimizer step on the CPU: native AdamW, norm, accumulation and copies, and their thread count."""

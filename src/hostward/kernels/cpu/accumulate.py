@@ -1,4 +1,4 @@
-"""Gradients of microbatches summed in fp32 on the host, and norm partials of gradients that lie there.
+"""Accumulate gradients of microbatches in fp32 on the host, and make norm partials of gradients there.
 
     task = AccumulateTask([AccumulateRange(total, grad, n)], first=True)
     accumulate(task)                                # now, on this thread and its helpers
@@ -33,7 +33,7 @@ from hostward.kernels.cpu.operand import FLOATS, Memory, Operands, one_dtype, re
 
 @dataclass(frozen=True)
 class AccumulateRange:
-    """One contiguous run of elements of a task.
+    """Describe one contiguous run of elements of a task.
 
     Attributes:
         total: fp32, at least `length` elements; the first `length` are written. Overlaps no gradient.
@@ -51,7 +51,7 @@ class AccumulateRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """A gradient of a norm task.
+    """Describe a gradient of a norm task.
 
     Attributes:
         grad: fp32, bf16 or fp16, at least `length` elements; the first `length` are read.
@@ -65,14 +65,14 @@ class NormRange:
 
 
 class AccumulateTask:
-    """A native task, immutable, that adds gradients to totals: total = grad, or total + grad, in fp32.
+    """Hold an immutable native task that accumulates gradients: total = grad, or total + grad, in fp32.
 
-    Each element is one IEEE addition of exact conversions; any NaN is stored as 0x7fc00000. What lies behind the
-    operands is read when the task runs. Ranges must not overlap.
+    Each element is one IEEE addition of exact conversions; any NaN is stored as 0x7fc00000. The operands' memory is
+    read when the task runs. Ranges must not overlap.
 
     Args:
         ranges: at least one; all gradients have one dtype.
-        first: the totals are overwritten, whatever they hold.
+        first: the totals are overwritten, not read.
         last: the partials of the new totals are written too, as `hostward.kernels.cpu.norm.norm_partials` gives them.
         sums, exponents: int64 and int32, an element for each chunk; needed for `last`.
         error: int32 [1], set to the first error code and never cleared here; made if None.
@@ -99,12 +99,12 @@ class AccumulateTask:
         require_threads(threads)
         _require_ranges(ranges)
         self.error: Memory = np.zeros(1, dtype=np.int32) if error is None else error
-        self._kept = Operands()
+        self._operands = Operands()
         native = (AccumulateRangeStruct * len(ranges))()
         dtypes: set[str] = set()
         for i, part in enumerate(ranges):
-            total = self._kept.take(part.total, f"ranges[{i}].total", ("fp32",), part.length, writable=True)
-            grad = self._kept.take(part.grad, f"ranges[{i}].grad", tuple(FLOATS), part.length)
+            total = self._operands.check(part.total, f"ranges[{i}].total", ("fp32",), part.length, writable=True)
+            grad = self._operands.check(part.grad, f"ranges[{i}].grad", tuple(FLOATS), part.length)
             dtypes.add(grad.dtype)
             native[i] = AccumulateRangeStruct(total.address, grad.address, part.length, part.first_chunk)
         self._ranges = native
@@ -115,14 +115,14 @@ class AccumulateTask:
             isa=int(isa),
             ranges=ctypes.addressof(native),
             n_ranges=len(ranges),
-            sums=self._kept.optional(sums, "sums", "int64", chunks, writable=True),
-            exponents=self._kept.optional(exponents, "exponents", "int32", chunks, writable=True),
-            error=self._kept.take(self.error, "error", ("int32",), 1, writable=True).address,
+            sums=self._operands.optional(sums, "sums", "int64", chunks, writable=True),
+            exponents=self._operands.optional(exponents, "exponents", "int32", chunks, writable=True),
+            error=self._operands.check(self.error, "error", ("int32",), 1, writable=True).address,
         )
         self._set_flags(first, last)
 
     def _set_flags(self, first: bool, last: bool) -> None:
-        if last and not {"sums", "exponents"} <= self._kept.keys():
+        if last and not {"sums", "exponents"} <= self._operands.keys():
             raise ConfigError(
                 "the last microbatch without sums and exponents",
                 why="the norm partials of the totals are part of it",
@@ -131,36 +131,39 @@ class AccumulateTask:
         self.struct.first, self.struct.last = int(first), int(last)
 
     def with_flags(self, *, first: bool, last: bool, error: Memory | None = None) -> AccumulateTask:
-        """A second task over the same operands, unchecked a second time, with other flags and, unless None, another
-        error word (int32 [1]).
+        """Return a second task over the same operands, which are not checked again, with other flags.
+
+        Args:
+            first, last: as for the class.
+            error: another error word, int32 [1]; None: the same as this task.
 
         Raises:
             PlacementError: `error` on the wrong device, of the wrong dtype or empty.
             ConfigError: `last` without sums and exponents.
         """
         twin = copy.copy(self)
-        twin._kept = Operands(self._kept)
+        twin._operands = Operands(self._operands)
         twin.struct = AccumulateTaskStruct.from_buffer_copy(self.struct)
         twin._set_flags(first, last)
         if error is not None:
             twin.error = error
-            twin.struct.error = twin._kept.take(error, "error", ("int32",), 1, writable=True).address
+            twin.struct.error = twin._operands.check(error, "error", ("int32",), 1, writable=True).address
         return twin
 
     def host_function(self) -> tuple[int, int]:
-        """The address of a function `void (*)(void *)` and its argument, which runs this task without the GIL.
+        """Return the address of a function `void (*)(void *)` that runs this task without the GIL, and its argument.
 
         The task must be kept alive until the function has run. It never throws; its error code goes to `error`.
         """
         return load().accumulate_host_function, ctypes.addressof(self.struct)
 
     def raise_error(self) -> None:
-        """Raises NativeError if a run of this task has left a code in `error`."""
+        """Raise NativeError if a run of this task has left a code in `error`."""
         check(int(self.error[0]), "hostward_accumulate")
 
 
 class NormTask:
-    """A native task, immutable, that writes the norm partials of gradients on the host.
+    """Hold an immutable native task that writes the norm partials of gradients on the host.
 
     Args:
         ranges: at least one; all gradients have one dtype.
@@ -187,11 +190,11 @@ class NormTask:
         require_threads(threads)
         _require_ranges(ranges)
         self.error: Memory = np.zeros(1, dtype=np.int32) if error is None else error
-        self._kept = Operands()
+        self._operands = Operands()
         native = (NormItem * len(ranges))()
         dtypes: set[str] = set()
         for i, part in enumerate(ranges):
-            grad = self._kept.take(part.grad, f"ranges[{i}].grad", tuple(FLOATS), part.length)
+            grad = self._operands.check(part.grad, f"ranges[{i}].grad", tuple(FLOATS), part.length)
             dtypes.add(grad.dtype)
             native[i] = NormItem(grad.address, part.length, part.first_chunk)
         self._items = native
@@ -202,34 +205,37 @@ class NormTask:
             isa=int(isa),
             items=ctypes.addressof(native),
             n_items=len(ranges),
-            sums=self._kept.take(sums, "sums", ("int64",), chunks, writable=True).address,
-            exponents=self._kept.take(exponents, "exponents", ("int32",), chunks, writable=True).address,
-            error=self._kept.take(self.error, "error", ("int32",), 1, writable=True).address,
+            sums=self._operands.check(sums, "sums", ("int64",), chunks, writable=True).address,
+            exponents=self._operands.check(exponents, "exponents", ("int32",), chunks, writable=True).address,
+            error=self._operands.check(self.error, "error", ("int32",), 1, writable=True).address,
         )
 
     def host_function(self) -> tuple[int, int]:
-        """As `AccumulateTask.host_function`."""
+        """Return the address of a function `void (*)(void *)` that runs this task without the GIL, and its argument.
+
+        The task must be kept alive until the function has run.
+        """
         return load().norm_host_function, ctypes.addressof(self.struct)
 
     def raise_error(self) -> None:
-        """Raises NativeError if a run of this task has left a code in `error`."""
+        """Raise NativeError if a run of this task has left a code in `error`."""
         check(int(self.error[0]), "hostward_norm")
 
 
 def accumulate(task: AccumulateTask) -> None:
-    """Runs the task on this thread and its helpers, without the GIL.
+    """Run the task on this thread and its helpers, without the GIL.
 
     Raises:
-        NativeError: the native code refused the task; it has written nothing.
+        NativeError: the native code does not support the task; it has written nothing.
     """
     check(load().accumulate(ctypes.byref(task.struct)), "hostward_accumulate")
 
 
 def norm_now(task: NormTask) -> None:
-    """Runs the task on this thread and its helpers, without the GIL.
+    """Run the task on this thread and its helpers, without the GIL.
 
     Raises:
-        NativeError: the native code refused the task; it has written nothing.
+        NativeError: the native code does not support the task; it has written nothing.
     """
     check(load().norm(ctypes.byref(task.struct)), "hostward_norm")
 
@@ -247,5 +253,5 @@ def _require_ranges(ranges: Sequence[AccumulateRange | NormRange]) -> None:
 
 
 def _chunks(ranges: Sequence[AccumulateRange | NormRange]) -> int:
-    """The entries of sums and exponents that the ranges need."""
+    """Return the number of entries of sums and exponents that the ranges need."""
     return max(part.first_chunk + chunk_count(part.length) for part in ranges)

@@ -1,4 +1,4 @@
-"""AdamW on the host: the task that native code runs, built from checked memory.
+"""Run AdamW on the host: build the task for native code from checked memory.
 
     tables = bias_tables(0.9, 0.999, 1 << 20)
     task = AdamWTask(ranges, exp_avg=..., exp_avg_sq=..., remainder=..., hyper=..., tables=tables)
@@ -28,19 +28,19 @@ FloatTable = npt.NDArray[np.float64]
 
 
 class MasterKind(IntEnum):
-    """Where the fp32 master of a weight is."""
+    """Name how the fp32 main weight is stored."""
 
     WEIGHT = 0
     """The fp32 weight itself."""
     SPLIT = 1
-    """bf16 weight and int16 remainder together."""
+    """The bf16 weight and, as int16 remainder, the low 16 bits."""
     PLAIN = 2
-    """An fp32 tensor beside a bf16 or fp16 weight."""
+    """An fp32 tensor besides the bf16 or fp16 weight."""
 
 
 @dataclass(frozen=True)
 class AdamWRange:
-    """One contiguous run of elements of a task.
+    """Describe one contiguous run of elements of a task.
 
     Attributes:
         offset: first element in exp_avg, exp_avg_sq, remainder and master.
@@ -58,7 +58,9 @@ class AdamWRange:
 
 
 def bias_tables(beta1: float, beta2: float, length: int) -> tuple[FloatTable, FloatTable]:
-    """Bias corrections by step t: bc1[t] = 1 - beta1**t and inv_sqrt_bc2[t] = 1 / sqrt(1 - beta2**t), in float64.
+    """Return the bias corrections by step t, in float64.
+
+    bc1[t] is 1 - beta1**t, and inv_sqrt_bc2[t] is 1 / sqrt(1 - beta2**t).
 
     Entry 0 is unused and 1. The tables end at the first step where both are exactly 1, which then stands for every
     later step, and have at most `length` entries.
@@ -81,21 +83,24 @@ def bias_tables(beta1: float, beta2: float, length: int) -> tuple[FloatTable, Fl
 
 
 def hyper_array(lr: float, weight_decay: float, beta1: float, beta2: float, eps: float) -> FloatTable:
-    """The hyper-parameters as the five float64 that a task reads when it runs; write to index 0 to change lr."""
+    """Return the hyper-parameters as the five float64 that a task reads when it runs.
+
+    Write to index 0 to change lr.
+    """
     return np.array([lr, weight_decay, beta1, beta2, eps], dtype=np.float64)
 
 
 class AdamWTask:
-    """A native AdamW task and everything that its pointers point to.
+    """Hold a native AdamW task and the memory that its pointers point to.
 
-    The task is immutable: operands are checked and pointers are taken once. What lies behind them (gradients, scale,
-    skip, hyper) is read when the task runs. Ranges must not overlap.
+    The task is immutable: operands are checked and pointers are taken once. Gradients, scale, skip and hyper are read
+    when the task runs. Ranges must not overlap.
 
     Args:
         ranges: the runs of elements, at least one; all gradients have one dtype, all weights another.
         exp_avg, exp_avg_sq: fp32 [n], n at least the largest offset + length.
-        remainder: int16 [n] for MasterKind.SPLIT, else None.
-        master: fp32 [n] for MasterKind.PLAIN, else None. With neither, the weights are fp32 and their own master.
+        remainder: int16 [n], the low 16 bits of the fp32 main weights, for MasterKind.SPLIT, else None.
+        master: fp32 [n], the fp32 main weights, for MasterKind.PLAIN, else None. With neither, the weights are fp32.
         hyper: float64 [5]: lr, weight_decay, beta1, beta2, eps.
         tables: what `bias_tables` returned for the betas in `hyper`.
         scale: fp32 [1], factor of every gradient; None is 1.
@@ -127,7 +132,7 @@ class AdamWTask:
     ) -> None:
         require_threads(threads)
         self.error: Memory = np.zeros(1, dtype=np.int32) if error is None else error
-        self._kept = Operands()
+        self._operands = Operands()
         if not ranges:
             raise ConfigError("a task without ranges", why="it has no dtype", fix="pass one range or more")
         elements = max(r.offset + r.length for r in ranges)
@@ -140,24 +145,24 @@ class AdamWTask:
             master_kind=int(kind),
             threads=threads,
             isa=int(isa),
-            exp_avg=self._kept.take(exp_avg, "exp_avg", ("fp32",), elements, writable=True).address,
-            exp_avg_sq=self._kept.take(exp_avg_sq, "exp_avg_sq", ("fp32",), elements, writable=True).address,
-            remainder=self._kept.optional(remainder, "remainder", "int16", elements, writable=True),
-            master=self._kept.optional(master, "master", "fp32", elements, writable=True),
+            exp_avg=self._operands.check(exp_avg, "exp_avg", ("fp32",), elements, writable=True).address,
+            exp_avg_sq=self._operands.check(exp_avg_sq, "exp_avg_sq", ("fp32",), elements, writable=True).address,
+            remainder=self._operands.optional(remainder, "remainder", "int16", elements, writable=True),
+            master=self._operands.optional(master, "master", "fp32", elements, writable=True),
             ranges=ctypes.addressof(native),
             n_ranges=len(ranges),
-            scale=self._kept.optional(scale, "scale", "fp32", 1),
-            skip=self._kept.optional(skip, "skip", "int32", 1),
-            error=self._kept.take(self.error, "error", ("int32",), 1, writable=True).address,
+            scale=self._operands.optional(scale, "scale", "fp32", 1),
+            skip=self._operands.optional(skip, "skip", "int32", 1),
+            error=self._operands.check(self.error, "error", ("int32",), 1, writable=True).address,
         )
         self._set_hyper(hyper)
         self._set_tables(tables)
 
     def _set_hyper(self, hyper: Memory) -> None:
-        self.struct.hyper = self._kept.take(hyper, "hyper", ("fp64",), 5).address
+        self.struct.hyper = self._operands.check(hyper, "hyper", ("fp64",), 5).address
 
     def _set_tables(self, tables: tuple[Memory, Memory]) -> None:
-        bc1, inv_sqrt_bc2 = (self._kept.take(t, f"tables[{i}]", ("fp64",), 1) for i, t in enumerate(tables))
+        bc1, inv_sqrt_bc2 = (self._operands.check(t, f"tables[{i}]", ("fp64",), 1) for i, t in enumerate(tables))
         if bc1.elements != inv_sqrt_bc2.elements:
             raise ConfigError("the two tables differ in length", fix="pass the pair that bias_tables returned")
         self.struct.bc1, self.struct.inv_sqrt_bc2 = bc1.address, inv_sqrt_bc2.address
@@ -165,13 +170,18 @@ class AdamWTask:
 
     def _twin(self) -> AdamWTask:
         twin = copy.copy(self)
-        twin._kept = Operands(self._kept)
+        twin._operands = Operands(self._operands)
         twin.struct = Task.from_buffer_copy(self.struct)
         return twin
 
     def with_hyper(self, hyper: Memory, *, error: Memory | None = None) -> AdamWTask:
-        """A second task over the same operands, unchecked a second time, that reads `hyper` (float64 [5]) instead and
-        leaves its code in `error` (int32 [1]; None: the same as this task). For a ring of immutable tasks.
+        """Return a second task over the same operands, which are not checked again, with other hyper-parameters.
+
+        A ring of immutable tasks is made this way.
+
+        Args:
+            hyper: float64 [5].
+            error: another error word, int32 [1]; None: the same as this task.
 
         Raises:
             PlacementError: `hyper` or `error` on the wrong device, of the wrong dtype, strided or too short.
@@ -180,11 +190,11 @@ class AdamWTask:
         twin._set_hyper(hyper)
         if error is not None:
             twin.error = error
-            twin.struct.error = twin._kept.take(error, "error", ("int32",), 1, writable=True).address
+            twin.struct.error = twin._operands.check(error, "error", ("int32",), 1, writable=True).address
         return twin
 
     def with_tables(self, tables: tuple[Memory, Memory]) -> AdamWTask:
-        """A second task over the same operands with other bias corrections, as `bias_tables` returns them.
+        """Return a second task over the same operands with other bias corrections, as `bias_tables` returns them.
 
         Raises:
             PlacementError: a table on the wrong device, of the wrong dtype, strided or empty.
@@ -206,9 +216,9 @@ class AdamWTask:
                     why="both count elements",
                     fix="pass numbers that are not negative",
                 )
-            grad = self._kept.take(part.grad, f"ranges[{i}].grad", floats, part.length)
-            weight = self._kept.take(part.weight, f"ranges[{i}].weight", floats, part.length, writable=True)
-            count = self._kept.take(part.count, f"ranges[{i}].count", ("int64",), 1, writable=True)
+            grad = self._operands.check(part.grad, f"ranges[{i}].grad", floats, part.length)
+            weight = self._operands.check(part.weight, f"ranges[{i}].weight", floats, part.length, writable=True)
+            count = self._operands.check(part.count, f"ranges[{i}].count", ("int64",), 1, writable=True)
             grad_dtypes.add(grad.dtype)
             weight_dtypes.add(weight.dtype)
             native[i] = Range(part.offset, part.length, grad.address, weight.address, count.address)
@@ -216,14 +226,14 @@ class AdamWTask:
         return native, grad_dtype, weight_dtype
 
     def host_function(self) -> tuple[int, int]:
-        """The address of a function `void (*)(void *)` and its argument, which runs this task without the GIL.
+        """Return the address of a function `void (*)(void *)` that runs this task without the GIL, and its argument.
 
         The task must be kept alive until the function has run. It never throws; its error code goes to `error`.
         """
         return load().adamw_host_function, ctypes.addressof(self.struct)
 
     def raise_error(self) -> None:
-        """Raises NativeError if a run of this task has left a code in `error`.
+        """Raise NativeError if a run of this task has left a code in `error`.
 
         Raises:
             NativeError: the text says what the code means.
@@ -232,10 +242,10 @@ class AdamWTask:
 
 
 def adamw_step(task: AdamWTask) -> None:
-    """Runs the task on this thread and its helpers, without the GIL.
+    """Run the task on this thread and its helpers, without the GIL.
 
     Raises:
-        NativeError: the native code refused the task; it has written nothing.
+        NativeError: the native code does not support the task; it has written nothing.
     """
     check(load().adamw_step(ctypes.byref(task.struct)), "hostward_adamw_step")
 

@@ -1,4 +1,4 @@
-"""How many threads the host step may use."""
+"""Choose the threads of the CPU optimizer step, and the CPUs that each rank runs on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LAUNCH_THREADS_PER_RANK = 2
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """What limits this process: CPUs of its affinity mask, and the cgroup's quota in CPUs (None: no limit)."""
+    """Hold the CPU limits of this process: its affinity mask, and the cgroup's quota (None: no limit)."""
 
     affinity_cpus: int
     quota_cpus: float | None
 
 
 def default_threads(environ: Mapping[str, str], facts: CpuFacts) -> int:
-    """Threads for the host step of one rank, at least 1.
+    """Return the number of threads for the CPU optimizer step of one rank, at least 1.
 
     The CPUs that this process may use (affinity mask and cgroup quota) are divided by the ranks of this host
     (LOCAL_WORLD_SIZE), and two per rank are kept free for launching. OMP_NUM_THREADS is not read: launchers set it to 1
-    for reasons of their own (H52). Where each rank is bound to CPUs of its own, `facts` should hold those times the
-    ranks (`hostward train` sees to it), or the number of threads be given.
+    for other libraries. Where each rank is bound to its own CPUs, `facts` must hold their number times the number of
+    ranks (`hostward train` does so), or the caller must set the number of threads.
     """
     cpus = float(facts.affinity_cpus)
     if facts.quota_cpus is not None:
@@ -37,17 +37,17 @@ def default_threads(environ: Mapping[str, str], facts: CpuFacts) -> int:
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
-    """Ranks of this host, as launchers say."""
+    """Return the number of ranks on this host, from the launcher's LOCAL_WORLD_SIZE."""
     return _positive_int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def read_cpu_facts(root: Path = Path("/")) -> CpuFacts:
-    """Reads the affinity mask of this process and the CPU quota of its cgroup (version 2 or 1) below `root`."""
+    """Read the affinity mask of this process and the CPU quota of its cgroup (version 2 or 1) below `root`."""
     return CpuFacts(affinity_cpus=len(os.sched_getaffinity(0)), quota_cpus=read_quota_cpus(root))
 
 
 def read_quota_cpus(root: Path) -> float | None:
-    """The smallest CPU quota on the way from this process's cgroup to the root, in CPUs, or None."""
+    """Return the smallest CPU quota between this process's cgroup and the root, in CPUs, or None."""
     quotas = []
     for directory in _cgroup_directories(root):
         quota = _quota_of(directory)
@@ -57,7 +57,7 @@ def read_quota_cpus(root: Path) -> float | None:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """The CPUs of a kernel list, as in "0-3,8"; what is no list gives none."""
+    """Return the CPUs of a kernel list such as "0-3,8"; any other text gives none."""
     found: set[int] = set()
     for part in text.strip().split(","):
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
@@ -89,7 +89,7 @@ def _cgroup_directories(root: Path) -> list[Path]:
         else:
             continue
         group = mount / path.strip("/")
-        # Inside a container the path may be one of the host that is not mounted here; its parents then are what counts.
+        # Inside a container the path may be one of the host that is not mounted here; then its parents count.
         while group != mount:
             directories.append(group)
             group = group.parent
@@ -109,14 +109,15 @@ def _quota_of(directory: Path) -> float | None:
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) > 0 else None
 
 
-# Which CPUs a rank runs on: those beside its GPU, divided among the ranks whose GPUs are there.
+# A rank runs on the CPUs on the NUMA node of its GPU, divided among the ranks whose GPUs are on that node.
 
 
 @dataclass(frozen=True, slots=True)
 class RankCpus:
-    """What a rank tells the others.
+    """Describe the CPUs and the GPU's NUMA node of a rank to the other ranks.
 
     Args:
+        machine: name of the host.
         numa_node: of its GPU; None: unknown, or there is one node.
         allowed: the CPUs of its affinity mask.
     """
@@ -127,14 +128,14 @@ class RankCpus:
 
 
 def cpus_for(rank: int, told: Sequence[RankCpus], root: Path = Path("/")) -> frozenset[int] | None:
-    """The CPUs that `rank` should run on; None: as it is, sharing them with others.
+    """Return the CPUs that `rank` should run on; None leaves its CPUs as they are, shared with other ranks.
 
-    Of its mask those on the NUMA node of its GPU, if there are any. Whole cores (both threads of one) are divided among
-    the ranks of the same machine that would run there too, in order of ranks, unless there are fewer cores than ranks.
-    A rank that has CPUs of its own, because a launcher has bound it, keeps them.
+    A rank gets the CPUs of its mask on the NUMA node of its GPU, if there are any. Whole cores (both threads of one)
+    are divided among the ranks of the same machine that would run there too, in order of ranks, unless there are fewer
+    cores than ranks. A rank that a launcher has bound to its own CPUs keeps them.
 
     Args:
-        told: what each rank has told, in order of ranks.
+        told: the description of each rank, in order of ranks.
         root: where `sys` of this machine is looked up.
     """
     own = told[rank]
@@ -154,7 +155,8 @@ def cpus_for(rank: int, told: Sequence[RankCpus], root: Path = Path("/")) -> fro
 def bind(cpus: Set[int]) -> None:
     """Let all threads of this process, and those that they start, run on these CPUs alone.
 
-    Raises OSError where the system does not allow it.
+    Raises:
+        OSError: the system does not allow it.
     """
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -162,7 +164,7 @@ def bind(cpus: Set[int]) -> None:
 
 
 def _near(told: RankCpus, root: Path) -> frozenset[int]:
-    """The CPUs of the mask that are beside the GPU, or all of them where there are none, or it is not known."""
+    """Return the CPUs of the mask on the GPU's NUMA node, or all if there are none or it is unknown."""
     return (told.numa_node is not None and told.allowed & _node_cpus(told.numa_node, root)) or told.allowed
 
 
@@ -171,7 +173,7 @@ def _node_cpus(numa_node: int, root: Path) -> frozenset[int]:
 
 
 def _cores(cpus: frozenset[int], root: Path) -> list[frozenset[int]]:
-    """The CPUs by core, each core whole as far as it is among them."""
+    """Group the CPUs by core."""
     siblings = "topology/thread_siblings_list"
     cores = {(_listed(root / f"sys/devices/system/cpu/cpu{cpu}" / siblings) & cpus) | {cpu} for cpu in cpus}
     return sorted(cores, key=min)

@@ -1,4 +1,4 @@
-"""The native library behind its C interface (native/include/hostward.h)."""
+"""Load the native library and declare its C interface (native/include/hostward.h)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUILD = (
 
 
 class Isa(IntEnum):
-    """Instruction set of the host kernels; results never depend on it."""
+    """Name the instruction set of the host kernels; results never depend on it."""
 
     BEST = 0
     SCALAR = 1
@@ -33,7 +33,7 @@ class Isa(IntEnum):
 
 
 class Dtype(IntEnum):
-    """Element types of gradients and weights."""
+    """Name the element types of gradients and weights."""
 
     FP32 = 0
     BF16 = 1
@@ -41,7 +41,7 @@ class Dtype(IntEnum):
 
 
 class Range(ctypes.Structure):
-    """One contiguous part of a task; the same layout as a row of an int64 array with five columns."""
+    """Declare one contiguous part of a task, with the layout of a row of an int64 array with five columns."""
 
     _fields_ = [
         ("offset", ctypes.c_int64),
@@ -53,7 +53,7 @@ class Range(ctypes.Structure):
 
 
 class Task(ctypes.Structure):
-    """hostward_adamw_task."""
+    """Declare the C struct hostward_adamw_task."""
 
     _fields_ = [
         ("grad_dtype", ctypes.c_int32),
@@ -79,13 +79,13 @@ class Task(ctypes.Structure):
 
 
 class NormItem(ctypes.Structure):
-    """hostward_norm_item."""
+    """Declare the C struct hostward_norm_item."""
 
     _fields_ = [("grad", ctypes.c_void_p), ("length", ctypes.c_int64), ("first_chunk", ctypes.c_int64)]
 
 
 class NormTaskStruct(ctypes.Structure):
-    """hostward_norm_task."""
+    """Declare the C struct hostward_norm_task."""
 
     _fields_ = [
         ("grad_dtype", ctypes.c_int32),
@@ -101,7 +101,7 @@ class NormTaskStruct(ctypes.Structure):
 
 
 class AccumulateRangeStruct(ctypes.Structure):
-    """hostward_accumulate_range."""
+    """Declare the C struct hostward_accumulate_range."""
 
     _fields_ = [
         ("total", ctypes.c_void_p),
@@ -112,7 +112,7 @@ class AccumulateRangeStruct(ctypes.Structure):
 
 
 class AccumulateTaskStruct(ctypes.Structure):
-    """hostward_accumulate_task."""
+    """Declare the C struct hostward_accumulate_task."""
 
     _fields_ = [
         ("grad_dtype", ctypes.c_int32),
@@ -130,7 +130,7 @@ class AccumulateTaskStruct(ctypes.Structure):
 
 
 class ClockedCall(ctypes.Structure):
-    """hostward_clocked_call: the clock is that of `time.monotonic_ns`."""
+    """Declare the C struct hostward_clocked_call, whose times are those of `time.monotonic_ns`."""
 
     _fields_ = [
         ("function", ctypes.c_void_p),
@@ -141,7 +141,7 @@ class ClockedCall(ctypes.Structure):
 
 
 class CopyRange(ctypes.Structure):
-    """hostward_copy_range."""
+    """Declare the C struct hostward_copy_range."""
 
     _fields_ = [
         ("into", ctypes.c_void_p),
@@ -161,12 +161,12 @@ _CODES = {
 
 
 def describe_code(code: int) -> str:
-    """Says in words what an error code of the native library means."""
+    """Return the meaning of an error code of the native library."""
     return _CODES.get(code, f"unknown error code {code}")
 
 
 def check(code: int, function: str) -> None:
-    """Raises NativeError unless `code` is 0.
+    """Raise NativeError unless `code` is 0.
 
     Raises:
         NativeError: `function` reported an error; it has written nothing.
@@ -179,7 +179,7 @@ def check(code: int, function: str) -> None:
 
 @dataclass(frozen=True)
 class Library:
-    """Entry points of the native library. Calls through them release the GIL."""
+    """Hold the entry points of the native library; calls through them release the GIL."""
 
     path: Path
     adamw_step: Callable[[Any], int]
@@ -194,19 +194,19 @@ class Library:
     isa_best: Callable[[], int]
     isa_supported: Callable[[int], int]
     adamw_host_function: int
-    """Address of a function `void (*)(void *task)`, for stream-ordered launch; so the three below."""
+    """Address of a function `void (*)(void *task)`, for stream-ordered launch, as are the three below."""
     norm_host_function: int
     accumulate_host_function: int
     clocked_host_function: int
     """Its task is a ClockedCall."""
 
     def supported_isas(self) -> tuple[Isa, ...]:
-        """Instruction sets that this processor runs, without BEST, slowest first."""
+        """Return the instruction sets that this processor runs, without BEST, slowest first."""
         return tuple(isa for isa in Isa if isa is not Isa.BEST and self.isa_supported(int(isa)))
 
 
 def open_library(path: Path) -> Library:
-    """Opens the library at `path` and declares its functions.
+    """Open the library at `path` and declare its functions.
 
     Raises:
         NativeError: the file is missing, cannot be loaded, or was built for another version of this package.
@@ -270,7 +270,7 @@ def _address(function: Any) -> int:
 
 @functools.cache
 def load() -> Library:
-    """The library that was built with this package, opened once.
+    """Return the library that was built with this package, opened once.
 
     Raises:
         NativeError: see `open_library`.
@@ -279,14 +279,21 @@ def load() -> Library:
 
 
 def bind_memory(address: int, size_bytes: int, numa_node: int) -> int:
-    """Asks for pages that are not touched yet to come from `numa_node` while it has some; -1: wherever the system
-    likes. `address` is page-aligned. Returns 0, or the errno of a refusal, which changes nothing.
+    """Ask the system to take pages that are not touched yet from one NUMA node while it has free pages.
+
+    Args:
+        address: page-aligned start of the memory.
+        size_bytes: its length.
+        numa_node: number of the node; -1: any.
+
+    Returns:
+        0, or the errno of a failure, which changes nothing.
     """
     return load().bind_memory(address, size_bytes, numa_node)
 
 
 def first_touch(address: int, size_bytes: int, threads: int) -> None:
-    """Writes a zero byte into every page of `size_bytes` bytes at `address`, in parallel.
+    """Write a zero byte into every page of `size_bytes` bytes at `address`, in parallel.
 
     Raises:
         NativeError: an argument is negative or null.

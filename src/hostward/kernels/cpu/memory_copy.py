@@ -1,4 +1,4 @@
-"""Host memory copied by several threads without the GIL, and fp32 masters put together from their halves on the way."""
+"""Copy host memory by several threads without the GIL, and join fp32 main weights from their halves meanwhile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
 
 @dataclass(frozen=True)
 class Copy:
-    """One contiguous run of elements.
+    """Describe the copy of one contiguous run of elements.
 
     Attributes:
         into: fp32, bf16, fp16 or uint8; written. Overlaps nothing that the same call writes or reads.
         data: as many elements; of the same dtype, or with `low` bf16.
-        low: as many elements, int16; None: bits are copied. Else `into`, fp32, becomes the masters of which `data` are
-            the weights and these the remainders (`reference.join_master`).
+        low: as many elements, int16; None: bits are copied. Else `into` becomes the fp32 main weights whose upper
+            halves are `data` and whose low 16 bits are `low` (`reference.join_master`).
     """
 
     into: Memory
@@ -30,7 +30,7 @@ class Copy:
 
 
 def copy(copies: Sequence[Copy], *, threads: int = 1, isa: Isa = Isa.BEST) -> None:
-    """Makes all of them on this thread and its helpers, at most `threads` together.
+    """Make all copies on this thread and its helpers, at most `threads` together.
 
     Raises:
         PlacementError: memory on a device, of the wrong dtype, strided, or read-only and to be written.

@@ -1,4 +1,4 @@
-"""Partial squared norms of gradients on the host; `hostward.kernels.reference` defines them and finishes the norm."""
+"""Make partial squared norms of gradients on the host; `hostward.kernels.reference` defines and finishes the norm."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hostward.kernels.reference import NORM_CHUNK
 
 
 def chunk_count(elements: int) -> int:
-    """Number of chunks of a parameter of `elements` elements."""
+    """Return the number of chunks of a parameter of `elements` elements."""
     return -(-elements // NORM_CHUNK)
 
 
 def norm_partials(
     grads: Sequence[Memory], *, threads: int = 1, isa: Isa = Isa.BEST
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Partials of all chunks of `grads`, in the order given.
+    """Return the partials of all chunks of `grads`, in the order given.
 
     Order, number of threads and instruction set do not change the norm that `norm_from_partials` makes of them.
 

@@ -1,4 +1,4 @@
-"""Host memory as operands of native code: type, place and layout are checked here, once, before a pointer is taken."""
+"""Check dtype, device and layout of host memory once, before native code gets a pointer to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TORCH_NAMES = {
     torch.int64: "int64",
     torch.uint8: "uint8",
 }
-# numpy has no bf16; its bits travel as uint16.
+# numpy has no bf16; its bits are held as uint16.
 _NUMPY_NAMES = {
     np.dtype(np.float32): "fp32",
     np.dtype(np.uint16): "bf16",
@@ -43,17 +43,17 @@ FLOATS = {"fp32": Dtype.FP32, "bf16": Dtype.BF16, "fp16": Dtype.FP16}
 
 @dataclass(frozen=True)
 class Operand:
-    """Contiguous host memory: address, number of elements, dtype name ("fp32", "bf16", ...)."""
+    """Describe contiguous host memory: address, number of elements, dtype name ("fp32", "bf16", ...)."""
 
     address: int
     elements: int
     dtype: str
     memory: Memory
-    """What the address belongs to; holding the operand keeps the memory alive."""
+    """The tensor or array at the address, which the operand keeps alive."""
 
 
 def host_operand(memory: Memory, role: str, dtypes: tuple[str, ...], *, writable: bool = False) -> Operand:
-    """Checks that `memory` can be handed to native code.
+    """Check that `memory` can be passed to native code, and return it as an operand.
 
     Args:
         memory: a torch tensor or numpy array; uint16 arrays hold bf16 bits.
@@ -62,12 +62,12 @@ def host_operand(memory: Memory, role: str, dtypes: tuple[str, ...], *, writable
         writable: whether native code will write to it.
 
     Raises:
-        PlacementError: the memory lies on a device, is not contiguous, is read-only, or has another dtype.
+        PlacementError: the memory is on a device, is not contiguous, is read-only, or has another dtype.
     """
     if isinstance(memory, torch.Tensor):
         if memory.device.type != "cpu" or memory.layout is not torch.strided:
             raise PlacementError(
-                f"{role} lies on {memory.device} with layout {memory.layout}",
+                f"{role} is on {memory.device} with layout {memory.layout}",
                 why="host kernels read and write strided host memory",
                 fix="pass a dense CPU tensor",
             )
@@ -86,7 +86,7 @@ def host_operand(memory: Memory, role: str, dtypes: tuple[str, ...], *, writable
     if not contiguous:
         raise PlacementError(
             f"{role} is not contiguous",
-            why="the host kernel walks memory element by element and would touch what lies between",
+            why="the host kernel reads memory element by element and would also read the bytes in between",
             fix="pass contiguous memory, or one range for each contiguous part",
         )
     if writable and read_only:
@@ -95,12 +95,12 @@ def host_operand(memory: Memory, role: str, dtypes: tuple[str, ...], *, writable
 
 
 class Operands(dict[str, Operand]):
-    """The checked operands of a task by role, kept alive by this."""
+    """Keep the checked operands of a task by role, and their memory alive."""
 
-    def take(
+    def check(
         self, memory: Memory, role: str, dtypes: tuple[str, ...], elements: int, *, writable: bool = False
     ) -> Operand:
-        """Checks `memory` as `host_operand` does, and that it has at least `elements` elements.
+        """Check `memory` as `host_operand` does, and that it has at least `elements` elements, and keep it.
 
         Raises:
             PlacementError: see `host_operand`; or the memory is too short.
@@ -118,12 +118,16 @@ class Operands(dict[str, Operand]):
     def optional(
         self, memory: Memory | None, role: str, dtype: str, elements: int, *, writable: bool = False
     ) -> int | None:
-        """The address of `take`, or None for None."""
-        return None if memory is None else self.take(memory, role, (dtype,), elements, writable=writable).address
+        """Check `memory` as `check` does and return its address, or None for None."""
+        return None if memory is None else self.check(memory, role, (dtype,), elements, writable=writable).address
 
 
 def one_dtype(names: set[str], role: str) -> Dtype:
-    """The only dtype among `names`, which is not empty. Raises ConfigError where there are several."""
+    """Return the only dtype among `names`, which is not empty.
+
+    Raises:
+        ConfigError: there are several.
+    """
     if len(names) > 1:
         raise ConfigError(
             f"the {role} of one task have dtypes {', '.join(sorted(names))}",
@@ -134,6 +138,6 @@ def one_dtype(names: set[str], role: str) -> Dtype:
 
 
 def require_threads(threads: int) -> None:
-    """Raises ConfigError for fewer than one thread."""
+    """Raise ConfigError for fewer than one thread."""
     if threads < 1:
         raise ConfigError(f"threads is {threads}", why="the calling thread works too", fix="choose 1 or more")

@@ -1,1 +1,1 @@
-"""The optimizer step and the gradient norm as Triton kernels, and how they are launched."""
+"""Run the optimizer step and the gradient norm on a CUDA device, as Triton kernels."""

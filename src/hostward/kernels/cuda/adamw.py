@@ -1,6 +1,6 @@
-"""AdamW on a CUDA device: one launch steps all ranges of a bucket, a second, tiny one advances their step counts.
+"""Run AdamW on a CUDA device: one launch steps all ranges of a bucket, a second one advances their step counts.
 
-The arithmetic is that of `hostward.kernels.reference.adamw`, bit for bit. Nothing here waits for the device, so a step
+The result is bitwise identical with `hostward.kernels.reference.adamw`. Nothing here waits for the device, so a step
 may be captured in a CUDA graph once the kernels are compiled.
 """
 
@@ -22,7 +22,7 @@ BLOCK_ELEMENTS = 4096
 """Elements per row of the block map, the work of one program. A larger share forms the constants less often."""
 
 STATE_PARAMETERS = (2, 3, 4)
-"""Of the first launch that `bind` returns if there are blocks: the parameters that are the addresses of `state`."""
+"""Indices of the parameters that are the addresses of `state`, in the first launch that `bind` returns for blocks."""
 
 _WARPS = 4
 # Four elements per thread keep 16-byte accesses to fp32 and one register layout for streams of both widths.
@@ -33,7 +33,7 @@ _MASTER_WEIGHT, _MASTER_SPLIT, _MASTER_PLAIN = 0, 1, 2
 
 
 def block_map(lengths: Sequence[int], block: int = BLOCK_ELEMENTS) -> npt.NDArray[np.int32]:
-    """Which part of which range each program of a launch works on.
+    """Return which part of which range each program of a launch works on.
 
     Args:
         lengths: elements of each range; a range of length 0 gets no program.
@@ -85,9 +85,9 @@ def adamw_step(
     skip: torch.Tensor,
     error: torch.Tensor | None = None,
 ) -> None:
-    """One AdamW step over disjoint ranges on the current stream of their device; then every count advances by one.
+    """Make one AdamW step over disjoint ranges on the current stream of their device, and advance every count by one.
 
-    All tensors are contiguous and on one CUDA device. What lies behind the pointers in `table` cannot be checked here.
+    All tensors are contiguous and on one CUDA device. The memory at the pointers in `table` cannot be checked here.
 
     Args:
         table: int64 [n_ranges, 5]: offset (first element in exp_avg, exp_avg_sq, remainder, master), length, and the
@@ -97,10 +97,10 @@ def adamw_step(
         n_ranges: rows of `table`.
         blocks: int32 [n_blocks, 2], `block_map(lengths)` of the lengths in `table`.
         grad_dtype, weight_dtype: float32, bfloat16 or float16, or their codes 0, 1, 2.
-        master_kind: 0 the fp32 weight itself, 1 bf16 weight and remainder, 2 `master` beside a 16-bit weight.
+        master_kind: 0 the fp32 weight itself, 1 bf16 weight and remainder, 2 `master` besides a 16-bit weight.
         exp_avg, exp_avg_sq: float32 [n].
-        remainder: int16 [n] for master kind 1, else None.
-        master: float32 [n] for master kind 2, else None.
+        remainder: int16 [n], low 16 bits of the fp32 main weights, for master kind 1, else None.
+        master: float32 [n], the fp32 main weights, for master kind 2, else None.
         hyper: float64 [5]: lr, weight decay, beta1, beta2, eps.
         bc1, inv_sqrt_bc2: float64 [table_length], `hostward.kernels.cpu.adamw.bias_tables`.
         table_length: entries of each table, at least 1.
@@ -155,7 +155,7 @@ def bind(
     skip: torch.Tensor,
     error: torch.Tensor | None,
 ) -> list[Launch]:
-    """The launches of `adamw_step`, at most two, without its checks, each to be used any number of times.
+    """Return the launches of `adamw_step`, at most two, without its checks; each may be used any number of times.
 
     Args:
         codes: gradient dtype, weight dtype, master kind.
@@ -189,7 +189,7 @@ def _launchers() -> tuple[Launcher, Launcher]:
 def extra_operand(
     kind: int, weight_code: int, exp_avg: torch.Tensor, remainder: torch.Tensor | None, master: torch.Tensor | None
 ) -> torch.Tensor:
-    """The stream besides weight and moments; where there is none, exp_avg, which the kernel then ignores."""
+    """Return the remainder or master operand; where there is none, exp_avg, which the kernel then ignores."""
     expected = {_MASTER_SPLIT: torch.int16, _MASTER_PLAIN: torch.float32}
     if kind == _MASTER_WEIGHT and weight_code == _FP32 and remainder is None and master is None:
         return exp_avg

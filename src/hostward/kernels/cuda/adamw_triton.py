@@ -1,9 +1,8 @@
-"""Device code of the AdamW step, imported by `hostward.kernels.cuda.adamw` when a step first runs: Triton is slow to
-import.
+"""Define the device code of the AdamW step, imported at the first step since Triton is slow to import.
 
 Every operation is one correctly rounded IEEE fp32 operation; the launch option of `hostward.kernels.cuda.adamw` keeps
 the compiler from fusing two into one. Moments, weights and remainders are loaded and stored as integers: the bits of a
-NaN are ours to choose, not the compiler's.
+NaN must not be left to the compiler.
 """
 
 # Compile-time parameters are in capitals, and a conditional expression would not be resolved when compiling.
@@ -25,7 +24,7 @@ ERROR_TABLE = tl.constexpr(5)  # HOSTWARD_ERROR_TABLE of native/include/hostward
 
 @triton.jit
 def _table_entry(count, bc1, inv_sqrt_bc2, table_length):
-    """Index of the table entry for the step after `count`, and whether the tables reach that far or have reached 1."""
+    """Return the table index for the step after `count`, and whether the tables reach that far or have reached 1."""
     last = table_length - 1
     step = count + 1
     saturated = (last >= 1) & (tl.load(bc1 + last) == 1.0) & (tl.load(inv_sqrt_bc2 + last) == 1.0)
@@ -35,7 +34,7 @@ def _table_entry(count, bc1, inv_sqrt_bc2, table_length):
 
 @triton.jit
 def _pointer(address, first, ALIGNED: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr):
-    """Pointer to element `first` of the stream at a 64-bit address; ALIGNED promises 16-byte alignment."""
+    """Return a pointer to element `first` of the array at a 64-bit address; ALIGNED promises 16-byte alignment."""
     pointer = (address + first * ITEM_BYTES).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -76,7 +75,7 @@ def _store(
 
 @triton.jit
 def load_as_fp32(address, first, inside, ALIGNED: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK values of dtype CODE (0 fp32, 1 bf16, 2 fp16) from element `first` on, converted exactly to fp32."""
+    """Load BLOCK values of dtype CODE (0 fp32, 1 bf16, 2 fp16) from element `first` on, converted exactly to fp32."""
     if CODE == FP32:
         value = _load(address, first, inside, ALIGNED, tl.float32, 4, BLOCK)
     elif CODE == FP16:
@@ -89,21 +88,21 @@ def load_as_fp32(address, first, inside, ALIGNED: tl.constexpr, CODE: tl.constex
 
 @triton.jit
 def _canonical_bits(value):
-    """Bits of fp32 values, one NaN for all: host and device disagree on the sign and payload of those they make."""
+    """Return the bits of fp32 values with one NaN for all, since host and device make different NaNs."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
 
 
 @triton.jit
 def _weight_bits(bits, WEIGHT: tl.constexpr):
-    """The 16-bit weight for master bits that hold no NaN but 0x7fc00000."""
+    """Return the 16-bit weight for main weight bits that hold no NaN but 0x7fc00000."""
     if WEIGHT == FP16:
         half = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True)
         # Not `bits == 0x7FC00000`: the compiler would put that constant into the conversion, see 0x7E00 come out, and
         # drop the choice; the device's own conversion makes 0x7FFF of a NaN.
         weight = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, tl.full((), 0x7E00, tl.int16), half)
     else:
-        # Ties away from zero: the low half, read as signed, is then exactly what the weight lacks.
+        # Ties away from zero: the low half, read as signed, is then exactly main weight minus weight.
         weight = ((bits + 0x8000) >> 16).to(tl.int16)
     return weight
 
@@ -132,9 +131,9 @@ def _step_lanes(
     MASTER: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Steps elements [first, first + LANES) of a range; the addresses are those of the range's element 0.
+    """Step elements [first, first + LANES) of a range; the addresses are those of the range's element 0.
 
-    ALIGNED says that they lie wholly inside the range and that every stream is 16-byte aligned.
+    ALIGNED says that the elements are all inside the range and that every array is 16-byte aligned.
     """
     inside = (first + tl.arange(0, LANES)) < length
     gradient = load_as_fp32(grad, first, inside, ALIGNED, GRAD, LANES)
@@ -187,7 +186,7 @@ def step_kernel(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per row of `blocks`, LANES elements at a time.
+    """Step the block of one row of `blocks` per program, LANES elements at a time.
 
     `extra` is the remainder (split), the master (plain), or exp_avg where neither exists.
     """
@@ -219,7 +218,7 @@ def step_kernel(
             extra_address = extra.to(tl.int64) + offset * 2
         else:
             extra_address = extra.to(tl.int64) + offset * 4
-        # Alignment is looked at here, for each block, not promised by the caller: a false promise is a device fault.
+        # Alignment is checked here, for each block, not promised by the caller: a false promise is a device fault.
         unaligned = (grad | weight | exp_avg_address | exp_avg_sq_address | extra_address) & 15
         if (unaligned == 0) & (first + BLOCK <= length):
             for part in range(BLOCK // LANES):
@@ -242,7 +241,7 @@ def step_kernel(
 
 @triton.jit(do_not_specialize=["n_ranges", "table_length"])
 def advance_kernel(table, n_ranges, bc1, inv_sqrt_bc2, table_length, skip, error, BLOCK: tl.constexpr):
-    """Adds one to the count of every range that has been stepped; reports ranges that the tables do not reach."""
+    """Add one to the count of every range that was stepped, and report ranges beyond the tables."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     running = (index < n_ranges) & (tl.load(skip) == 0)
     counter = tl.load(table + index * 5 + 4, mask=running, other=0).to(tl.pointer_type(tl.int64))

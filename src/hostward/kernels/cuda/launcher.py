@@ -1,12 +1,12 @@
-"""Launches of compiled Triton kernels without Triton's own way to them: a step has hundreds of launches.
+"""Launch compiled Triton kernels through the driver, without Triton's own overhead: a step has hundreds of launches.
 
-Triton compiles and loads a kernel; the launch is then the driver's, with parameters laid out here once. All that leans
-on what Triton does not document is in this file. It was written for Triton 3.5 to 3.7, whose NVIDIA backends agree:
+Triton compiles and loads a kernel; then the driver launches it, with parameters laid out here once. This file holds all
+code that depends on undocumented behaviour of Triton. It supports Triton 3.5 to 3.7, whose NVIDIA backends agree:
 
 - `CompiledKernel.run` loads the kernel into the current context, with the attribute that more than 48 KiB of shared
   memory need; `function` is then its CUfunction, `metadata` tells warps and shared bytes, `asm["ptx"]` the program;
 - `src.signature` has a type for each argument; those that are "constexpr" (None among them) are no parameters;
-- behind the arguments come two pointers to scratch memory, null for kernels that need none.
+- after the arguments come two pointers to scratch memory, null for kernels that need none.
 
 Each of these is checked against the compiled program itself before the first launch.
 """
@@ -34,7 +34,7 @@ PARAMETER_BYTES = 8
 _WARP_THREADS = 32
 _NULL = bytes(PARAMETER_BYTES)
 _SCRATCH = (8, 8)
-# Format and bytes of a parameter of each type; it lies at the beginning of its place.
+# Format and bytes of a parameter of each type; the value is at the beginning of its place.
 _TYPES = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f", "fp64": "<d"}
 _POINTER = "<Q"
 _ABSENT = {
@@ -96,10 +96,10 @@ class KernelLaunch:
 
 
 class Launcher:
-    """One Triton kernel whose integers are all `do_not_specialize`, compiled once per kind of operands.
+    """Compile one Triton kernel, whose integers are all `do_not_specialize`, once per kind of operands.
 
-    What a compilation depends on, and is therefore looked up here: compile-time parameters, dtypes and alignment of
-    pointers, width of integers, which arguments are None, and the device.
+    A compilation depends on compile-time parameters, dtypes and alignment of pointers, width of integers, which
+    arguments are None, and the device; these make the key of the compiled kernels.
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
@@ -110,16 +110,16 @@ class Launcher:
     def bind(
         self, programs: int, arguments: Sequence[Any], constants: Sequence[Any], keep: Sequence[torch.Tensor]
     ) -> Launch:
-        """A launch of `programs` programs, arguments and constants in the kernel's order.
+        """Return a launch of `programs` programs, with arguments and constants in the kernel's order.
 
-        It keeps `keep` alive, and the others only until it is used first: they may be freed and made again at the
-        same address in between.
+        The launch keeps `keep` alive, and the other arguments only until its first use: they may be freed and made
+        again at the same address in between.
         """
         return Launch(self, programs, tuple(arguments), tuple(constants), tuple(keep))
 
 
 class Launch:
-    """A launch with its arguments. The device of these is the current one whenever it is used."""
+    """Hold a launch with its arguments, whose device must be the current one whenever the launch is used."""
 
     __slots__ = (
         "_arguments",
@@ -153,7 +153,7 @@ class Launch:
         self._native: KernelLaunch | None = None
 
     def __call__(self) -> None:
-        """Launch on the stream that is current, through Triton; interpreted where Triton interprets."""
+        """Launch on the current stream through Triton, or in Triton's interpreter where that is on."""
         if interpreted():
             self._launcher.kernel[(self._programs,)](*self._arguments, *self._constants, **self._launcher.options)
             return
@@ -162,10 +162,10 @@ class Launch:
         self._runner(*self._raw, *self._constants)
 
     def native(self) -> KernelLaunch:
-        """The same launch for the driver, with the context current that it is to be issued in.
+        """Return the same launch for the driver; the context in which it is issued must be current.
 
         Raises:
-            DeviceError: the kernel needs more than a plain launch, or Triton is not as this file knows it.
+            DeviceError: the kernel needs more than a plain launch, or this version of Triton is not supported.
         """
         if self._native is None:
             self._native = native_launch(self._compile(), self._programs, (*self._raw, *self._constants))
@@ -184,13 +184,13 @@ class Launch:
 
 
 def launch_all(launches: Sequence[Launch]) -> None:
-    """Launch one behind the other on the stream that is current."""
+    """Launch one after the other on the current stream."""
     for launch in launches:
         launch()
 
 
 def native_launch(compiled: Any, programs: int, arguments: Sequence[Any]) -> KernelLaunch:
-    """What the driver is given to launch a compiled kernel; the kernel is loaded into the current context.
+    """Return the driver's launch of a compiled kernel, which is loaded into the current context.
 
     Args:
         compiled: Triton's CompiledKernel.
@@ -235,7 +235,7 @@ def native_launch(compiled: Any, programs: int, arguments: Sequence[Any]) -> Ker
 
 
 def _parameters(name: str, types: Sequence[object], arguments: Sequence[Any]) -> tuple[list[bytes], list[int]]:
-    """Values as parameters, and the bytes that each takes."""
+    """Return the values as parameters, and the bytes that each takes."""
     parameters, widths = [], []
     if len(types) != len(arguments):
         raise DeviceError(f"kernel {name} takes {len(types)} arguments, not {len(arguments)}", fix="bind all of them")
@@ -259,7 +259,10 @@ def _parameters(name: str, types: Sequence[object], arguments: Sequence[Any]) ->
 
 
 def _program_shape(name: str, text: str) -> tuple[list[int], int]:
-    """Bytes of each parameter of a PTX entry, and its threads; a parameter that is no single value counts 0 bytes."""
+    """Return the bytes of each parameter of a PTX entry, and its threads.
+
+    A parameter that is not a single value counts 0 bytes.
+    """
     entry = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)([^{{]*)\{{", text, re.DOTALL)
     if entry is None:
         return [], 0

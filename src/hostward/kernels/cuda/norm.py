@@ -1,7 +1,7 @@
-"""The exact gradient norm on a CUDA device: partial sums of fixed chunks, then norm, clip factor and skip flag.
+"""Compute the gradient norm on a CUDA device: partial sums of fixed chunks, then norm, clip factor and skip flag.
 
-The numbers are those of `hostward.kernels.reference`, bit for bit, whatever the order of gradients, launches or
-programs. Nothing here waits for the device.
+The result is bitwise identical with `hostward.kernels.reference`, for any order of gradients, launches or programs.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMS_PER_PROGRAM = 1024
 
 
 def chunk_map(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The chunks of gradients of these lengths: int32 [n_chunks, 2], rows (item, chunk within it); see `block_map`."""
+    """Return the chunks of gradients of these lengths: int32 [n_chunks, 2], rows (item, chunk within it)."""
     return block_map(lengths, CHUNK_ELEMENTS)
 
 
@@ -37,7 +37,7 @@ def norm_partials(
     sums: torch.Tensor,
     exponents: torch.Tensor,
 ) -> None:
-    """Partial squared norms of all gradients of one dtype, in one launch on the current stream of their device.
+    """Compute the partial squared norms of all gradients of one dtype, in one launch on the current stream.
 
     Chunk c of an item, its elements [4096c, 4096(c+1)), goes to index first_chunk + c of the outputs. See
     `hostward.kernels.reference.norm_partials` for what is written there.
@@ -67,7 +67,7 @@ def norm_partials(
 def bind_partials(
     items: torch.Tensor, chunk_map: torch.Tensor, code: int, sums: torch.Tensor, exponents: torch.Tensor
 ) -> list[Launch]:
-    """The launch of `norm_partials`, without its checks, to be used any number of times; none without chunks."""
+    """Return the launch of `norm_partials`, without its checks, for any number of uses; none without chunks."""
     if chunk_map.shape[0] == 0:
         return []
     arguments = (items, chunk_map, sums, exponents)
@@ -92,13 +92,13 @@ def finish(
     skip_out: torch.Tensor,
     norm_out: torch.Tensor,
 ) -> None:
-    """Norm, clip factor and skip flag from the partials, on the current stream; the host reads nothing.
+    """Compute norm, clip factor and skip flag from the partials, on the current stream; the host reads nothing.
 
     Args:
         sums, exponents: int64 and int32 [n_chunks] from `norm_partials`, every element written; n_chunks may be 0.
         max_norm: the limit of the norm; 0 or less does not clip.
         inv_scale: float32 [1], one over the loss scale; None is 1.
-        found_inf: float32 [1], non-zero makes the step be skipped; None is 0.
+        found_inf: float32 [1], non-zero skips the step; None is 0.
         scale_out: float32 [1], written: min(1, max_norm / (norm + 1e-6)) * inv_scale, the factor of every gradient.
         skip_out: int32 [1], written: 1 if a gradient is not finite or found_inf is not 0, else 0.
         norm_out: float32 [1], written: the norm times inv_scale; infinite if a gradient is not finite.
@@ -134,7 +134,7 @@ def launch_finish(
     optional_inputs: tuple[torch.Tensor | None, torch.Tensor | None],
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """The launches of `finish`, without its checks: operands must be what it would accept.
+    """Make the launches of `finish` without its checks; operands must be those that it accepts.
 
     Args:
         optional_inputs: inv_scale, found_inf.
@@ -154,8 +154,12 @@ def launch_finish(
 def bind_totals(
     sums: torch.Tensor, exponents: torch.Tensor, largest_exponent: torch.Tensor, totals: torch.Tensor
 ) -> Launch:
-    """The launch that adds the chunk sums, at least one, to `totals` int64 [2], on the scale of `largest_exponent`,
-    int32 of one element: the largest of `exponents`.
+    """Return the launch that adds the chunk sums, at least one, to `totals` on the scale of the largest exponent.
+
+    Args:
+        sums, exponents: int64 and int32 [n_chunks].
+        largest_exponent: int32 of one element, the largest of `exponents`.
+        totals: int64 [2], added to.
     """
     n_chunks = sums.numel()
     arguments = (sums, exponents, largest_exponent, n_chunks, totals)
@@ -169,7 +173,7 @@ def bind_finish(
     optional_inputs: tuple[torch.Tensor | None, torch.Tensor | None],
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> Launch:
-    """The last launch of `finish`, from what `bind_totals` leaves."""
+    """Return the last launch of `finish`, which reads the totals that the launch of `bind_totals` has written."""
     # Rounded here once, so that the launch passes the very float32 that the definition names.
     with np.errstate(over="ignore"):
         limit = float(np.float32(max_norm))

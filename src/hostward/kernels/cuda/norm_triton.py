@@ -1,4 +1,4 @@
-"""Device code of the exact gradient norm, imported by `hostward.kernels.cuda.norm` when a norm is first taken.
+"""Define the device code of the gradient norm; `hostward.kernels.cuda.norm` imports it at the first norm.
 
 For a chunk with exponent E the definition asks for q = floor((g * 2**-E)**2 * 2**50). Adding g*g, rounded toward
 zero, to C = 2**(2E+2) in float64 gives the same: g*g < C/4, so the sum has C's exponent, its unit in the last place
@@ -27,7 +27,7 @@ FP32 = tl.constexpr(0)
 
 @triton.jit
 def _chunk_exponent(largest):
-    """Smallest E with |g| < 2**E for the bits `largest` of the largest |g|, which is neither zero nor infinite."""
+    """Return the smallest E with |g| < 2**E for the bits `largest` of the largest |g|, not zero or infinite."""
     field = largest >> 23
     # A denormal is its bits times 2**-149, and these bits convert to fp32 exactly.
     denormal = (largest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 149
@@ -36,7 +36,10 @@ def _chunk_exponent(largest):
 
 @triton.jit
 def _chunk_partial(grad, first, length, ALIGNED: tl.constexpr, GRAD: tl.constexpr, FUSED: tl.constexpr):
-    """(sum, exponent) of the chunk from element `first` on. FUSED is False in Triton's interpreter, without fma_rz."""
+    """Return (sum, exponent) of the chunk from element `first` on.
+
+    FUSED is False in Triton's interpreter, which lacks fma_rz.
+    """
     inside = (first + tl.arange(0, CHUNK)) < length
     value = load_as_fp32(grad, first, inside, ALIGNED, GRAD, CHUNK)
     largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -57,7 +60,7 @@ def _chunk_partial(grad, first, length, ALIGNED: tl.constexpr, GRAD: tl.constexp
 
 @triton.jit
 def partials_kernel(items, chunk_map, sums, exponents, GRAD: tl.constexpr, FUSED: tl.constexpr):
-    """One program per row (item, chunk) of `chunk_map`."""
+    """Write the partial of one row (item, chunk) of `chunk_map` per program."""
     program = tl.program_id(0).to(tl.int64)
     row = items + tl.load(chunk_map + 2 * program).to(tl.int64) * 3
     chunk = tl.load(chunk_map + 2 * program + 1).to(tl.int64)
@@ -75,7 +78,7 @@ def partials_kernel(items, chunk_map, sums, exponents, GRAD: tl.constexpr, FUSED
 
 @triton.jit(do_not_specialize=["n_chunks"])
 def totals_kernel(sums, exponents, largest_exponent, n_chunks, totals, BLOCK: tl.constexpr):
-    """Adds the chunk sums, on the scale of the largest exponent, into totals int64[2], in units of 2**31 and 1."""
+    """Add the chunk sums, on the scale of the largest exponent, to totals int64[2], in units of 2**31 and 1."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n_chunks
     top = tl.load(largest_exponent).to(tl.int64)
@@ -91,7 +94,7 @@ def totals_kernel(sums, exponents, largest_exponent, n_chunks, totals, BLOCK: tl
 def finish_kernel(
     totals, largest_exponent, inv_scale, found_inf, max_norm, scale_out, skip_out, norm_out, CLIP: tl.constexpr
 ):
-    """One program: norm, clip coefficient and skip flag from the totals."""
+    """Compute norm, clip coefficient and skip flag from the totals, in one program."""
     top = tl.load(largest_exponent)
     finite = top != NOT_FINITE
     ordinary = finite & (top != ALL_ZERO)

@@ -1,4 +1,4 @@
-"""Device memory as operands of Triton kernels: checked here, once, before a pointer is taken."""
+"""Check device memory once, before a Triton kernel gets a pointer to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def dtype_code(dtype: torch.dtype | int, role: str) -> int:
-    """0, 1 or 2 for float32, bfloat16, float16, given as torch dtype or as that code.
+    """Return the code 0, 1 or 2 of float32, bfloat16 or float16, given as torch dtype or as code.
 
     Raises:
         PlacementError: any other dtype.
@@ -31,7 +31,7 @@ def dtype_code(dtype: torch.dtype | int, role: str) -> int:
 def require_device_operand(
     tensor: torch.Tensor, role: str, dtype: torch.dtype, elements: int, device: torch.device | None = None
 ) -> None:
-    """Checks that a device kernel may take `tensor`.
+    """Check that `tensor` can be an operand of a device kernel.
 
     Args:
         tensor: any tensor.
@@ -45,9 +45,9 @@ def require_device_operand(
     """
     if tensor.device.type != "cuda" or (device is not None and tensor.device != device):
         raise PlacementError(
-            f"{role} lies on {tensor.device}",
+            f"{role} is on {tensor.device}",
             why=f"the kernel runs on {'a CUDA device' if device is None else device} and never on host memory",
-            fix="pass a tensor on the device of the kernel, or take the host kernel",
+            fix="pass a tensor on the device of the kernel, or use the host kernel",
         )
     if tensor.dtype != dtype:
         raise PlacementError(
@@ -58,7 +58,7 @@ def require_device_operand(
     if not tensor.is_contiguous():
         raise PlacementError(
             f"{role} is not contiguous",
-            why="the device kernel walks memory element by element and would touch what lies between",
+            why="the device kernel reads memory element by element and would also read the bytes in between",
             fix="pass contiguous memory",
         )
     if tensor.numel() < elements:
@@ -70,22 +70,22 @@ def require_device_operand(
 
 
 def require_rows(tensor: torch.Tensor, role: str, device: torch.device) -> None:
-    """Checks that `tensor` is a map int32 [n, 2] on `device`.
+    """Check that `tensor` is a map int32 [n, 2] on `device`.
 
     Raises:
-        PlacementError: it is not.
+        PlacementError: the tensor has another dtype, shape or device.
     """
     require_device_operand(tensor, role, torch.int32, 0, device)
     if tensor.dim() != 2 or tensor.shape[1] != 2:
         raise PlacementError(
             f"{role} has shape {tuple(tensor.shape)}",
             why="a row is (index of the run, block within it), one row for each program",
-            fix="pass what block_map or chunk_map returned",
+            fix="pass the result of block_map or chunk_map",
         )
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter instead of compiling them.
+    """Return whether Triton runs kernels in its interpreter instead of compiling them.
 
     Raises:
         DeviceError: Triton is not installed.
@@ -94,7 +94,7 @@ def interpreted() -> bool:
 
 
 def require_triton() -> None:
-    """Raises DeviceError if Triton is not installed."""
+    """Raise DeviceError if Triton is not installed."""
     _triton()
 
 

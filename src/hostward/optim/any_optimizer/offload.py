@@ -266,7 +266,7 @@ class StreamedStates:
         self.backend.synchronise()
 
     def _copied(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same with copies on the CPU: slabs change with the next step, and would be saved as a whole (H67)."""
+        """The same with copies on the CPU: slabs change with the next step, and would be saved as a whole."""
         require_host_memory(self._away.share.total_bytes, owner="a copy of the optimizer state")
 
         def copied(entry: object) -> object:

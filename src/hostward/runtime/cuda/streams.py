@@ -21,7 +21,7 @@ PIECE_BYTES = 64 * MIB
 
 
 class LaneStreams:
-    """Streams of all lanes but compute, which is wherever the caller is. Made once (H4, H15).
+    """Streams of all lanes but compute, which is wherever the caller is. Made once.
 
     `side`: by lane. `seconds`: by copy lane, the other one. `table`: all of them, as commands name them. `fetches`: of
     no lane, for what is read beside training. `context`: the driver's, that they belong to.
