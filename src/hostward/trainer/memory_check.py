@@ -181,7 +181,7 @@ def _too_large(
     if free.device_bytes is None:
         why = f"{why}; without a GPU all of it lies there"
     else:
-        why = f"{why}; without these, beside what is free:\n{table(Needs((phase,)), free)}"
+        why = f"{why}; without these, compared with what is free:\n{table(Needs((phase,)), free)}"
     asked, there = sizes_apart(needed_bytes, available_bytes)
     return MemoryLimitError(
         f"the run needs at least {asked} of {where} memory, and {there} are available",
