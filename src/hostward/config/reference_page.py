@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the declarations: `python -m hostward.config.reference_page docs/options.md`."""
+"""Write docs/options.md from the declarations: `python -m hostward.config.reference_page docs/options.md`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ that the option waits for X, which is not built yet.
 
 
 def render() -> str:
-    """The whole page."""
+    """Render the whole page."""
     parts = [HEAD, STATUS_NOTE]
     for namespace, declared in NAMESPACES.items():
         parts.append(f"\n## {namespace}\n\n{(declared.__doc__ or '').strip()}\n\n")
@@ -58,7 +58,7 @@ def render() -> str:
 
 
 def option_row(info: OptionInfo) -> str:
-    """One line of the table of a namespace."""
+    """Render one line of the table of a namespace."""
     meaning = info.help
     if info.choices:
         meaning += f" One of {', '.join(f'`{choice}`' for choice in info.choices)}."
@@ -73,7 +73,7 @@ def option_row(info: OptionInfo) -> str:
 
 
 def status(name: str) -> str:
-    """Whether the option works in this version."""
+    """Say if the option works in this version."""
     if name in NOT_BUILT:
         return f"only `{shown(NOT_BUILT[name][0])}`"
     for switch, dependents in DEPENDENT.items():
@@ -83,7 +83,7 @@ def status(name: str) -> str:
 
 
 def rules_section() -> str:
-    """The rules on combinations, by class."""
+    """Render the rules on combinations, by class."""
     text = "\n## Rules on combinations\n\nA text marked M is Megatron's, word for word. Besides these, an option whose "
     text += "switch is off must be left at its default:\n\n"
     text += "| Switch | Options that mean something only with it |\n|---|---|\n"
@@ -97,7 +97,7 @@ def rules_section() -> str:
 
 
 def rule_row(rule: Rule) -> str:
-    """One line of the table of rules; values that a message quotes are shown as `...`."""
+    """Render one line of the table of rules; values that a message quotes are shown as `...`."""
     message = rule.documented or (re.sub(r"\{[^}]*\}", "...", rule.message) if isinstance(rule.message, str) else "")
     return f"| {rule.id} | {message} | {'M' if rule.shared_with_megatron else ''} |\n"
 
