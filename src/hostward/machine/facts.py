@@ -99,11 +99,11 @@ class Facts:
     nvidia_addresses: tuple[str, ...]
     """PCI addresses of NVIDIA GPUs in this machine, hidden ones included."""
     environ: Mapping[str, str]
-    """Values of the `VARIABLES` that are set."""
+    """Set variables among `VARIABLES`, by name."""
     python: str
     packages: Mapping[str, str]
     triton_wanted: str | None
-    """Version of triton that the installed torch requires."""
+    """Triton version that the installed torch requires."""
     devices: DeviceFacts
     hardware: Hardware | None
     """Rates measured earlier."""
