@@ -132,7 +132,7 @@ def test_a_small_model_is_told_in_small_units(cli: Cli) -> None:
     assert "MiB per GPU" in found.out
     assert "device MiB  host MiB  step ms  exposed ms" in found.out
     assert "GiB at the peak" not in found.out
-    assert " 0.00 G trained" not in found.out
+    assert " 0.00 B trained" not in found.out
     step = re.search(r"predicted step (\S+) ms", found.out)
     assert step is not None
     assert float(step[1]) > 0
@@ -175,7 +175,7 @@ def test_where_gradients_are_added_up_is_the_recipes_to_say(cli: Cli, tmp_path: 
     found = cli("plan", *TINY, *asked, f"optimizer.gradients={where}", "--json", path)
     assert found.code == 0, found.err
     assert plan_file.load(path).gradients_on_host == (where == "host")
-    assert ("gradients added up on the host" in found.out) == (where == "host")
+    assert ("gradients accumulated on the host" in found.out) == (where == "host")
 
 
 def test_how_much_state_is_staged_is_the_recipes_to_say(cli: Cli, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_several_gpus_have_a_column_for_the_node(cli: Cli, config_file: Path) ->
     assert found.code == 0, found.err
     assert "host, node" in found.out
     assert "on 4 x NVIDIA H200" in found.out
-    assert "links between GPUs are taken to be NVLink's" in found.out
+    assert "NVLink between GPUs is assumed" in found.out
 
 
 def test_what_does_not_fit_ends_with_1_and_the_smallest_change(cli: Cli, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_cap_on_locked_pages_is_kept_by_locking_less(cli: Cli, tmp_path: Path)
     assert "  --no-pin" in found.out
     found = cli("plan", *words, "--no-pin", "--json", path)
     assert found.code == 0
-    assert "gradients and weights of what the host steps are not page-locked" in found.out
+    assert "gradients and weights of CPU-stepped buckets are not pinned" in found.out
     plan = json.loads(path.read_text())
     assert (plan["pin_gradients"], plan["pin_weights"]) == (False, False)
     assert plan["predicted"]["pinned_bytes"] < 2.1 * (1 << 20) < plan["predicted"]["host_bytes"]
@@ -417,7 +417,7 @@ def test_what_no_plan_carries_out_is_refused(cli: Cli, tmp_path: Path, words: li
 def test_recomputation_that_plans_know_is_planned(cli: Cli) -> None:
     found = cli("plan", *TINY, SELECTIVE, "model.recompute_modules=[layernorm,moe_act]")
     assert found.code == 0
-    assert "recompute norms and activations" in found.out
+    assert "recompute layer norms and activations" in found.out
 
 
 def test_the_line_of_the_picture_goes_on_behind_what_the_device_has(cli: Cli, tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         ),
         1,
         (
-            "model.cpu_offloading_weights=true with optimizer state that is not all stepped on the host: trained "
-            "weights have their one copy where the host step writes it"
+            "model.cpu_offloading_weights=true with optimizer state whose step is not all on the CPU: trained "
+            "weights have their one copy where the CPU optimizer step writes it"
         ),
     ),
     "cpu-offloading-stages": (
@@ -236,8 +236,8 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         ),
         1,
         (
-            "model.cuda_graph_impl=full_iteration with model.cpu_offloading_weights=true is not built: weights that "
-            "come and go have no fixed address"
+            "model.cuda_graph_impl=full_iteration with model.cpu_offloading_weights=true is not built: "
+            "offloaded weights have no fixed address"
         ),
     ),
     "graphs-host-memory": (
@@ -245,7 +245,7 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         "model.cuda_graph_impl=full_iteration model.cpu_offloading=true model.cpu_offloading_num_layers=1",
         1,
         (
-            "model.cuda_graph_impl=full_iteration with activations whose host memory is given back between iterations: "
+            "model.cuda_graph_impl=full_iteration with activations whose host memory is freed between iterations: "
             "replays copy to fixed addresses"
         ),
     ),
@@ -313,7 +313,7 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         TINY,
         ("optimizer.optimizer_cpu_offload=true optimizer.gradients=host optimizer.overlap_cpu_optimizer_d2h_h2d=false"),
         1,
-        "optimizer.gradients=host without the overlap: what is added up on the host leaves during backward",
+        "optimizer.gradients=host without the overlap: gradients accumulated on the host are offloaded during backward",
     ),
     "overlap-of-nothing": (
         TINY,
@@ -475,14 +475,14 @@ COMBINATION_CASES: dict[str, tuple[str, str, int, str]] = {
         (
             "optimizer.gradients=host with model.share_embeddings_and_output_weights=true and"
             " model.pipeline_model_parallel_size=2: the gradient of a weight that the first and the last stage have is"
-            " added up on the device"
+            " accumulated on the device"
         ),
     ),
     "microbatches-for-stages": (
         TINY,
         "model.pipeline_model_parallel_size=4 train.micro_batch_size=2",
         4,
-        "2 microbatches in a step, and model.pipeline_model_parallel_size=4 stages: some would stand idle",
+        "2 microbatches in a step, and model.pipeline_model_parallel_size=4 stages: some would be idle",
     ),
     "data-needs-path": (TINY, "dataset.format=jsonl", 1, "dataset.format=jsonl needs dataset.path"),
     "data-without-path": (

@@ -240,7 +240,7 @@ def test_all_violations_come_at_once_with_their_fixes() -> None:
         "  2. global batch size (3) is not divisible by micro batch size (2) times data parallel size (1)\n"
         "     fix: set train.global_batch_size=2 or 4 (any multiple of 2), or train.micro_batch_size=1\n"
         "  3. ddp.overlap_grad_reduce=false is known, but not built yet\n"
-        "     why: FSDP2 reduces beside backward, and only so\n"
+        "     why: FSDP2 always overlaps its reductions with backward\n"
         "     fix: set ddp.overlap_grad_reduce=true"
     )
 

@@ -139,10 +139,10 @@ def test_a_loop_of_ones_own_by_a_plan_whose_root_owns_embedding_and_head(world: 
 @pytest.mark.parametrize(
     ("mesh", "ranks", "told"),
     [
-        ("four", 2, "the plan shares the model among 2 GPUs, and here it is 4"),
-        ("four", 1, "the plan shares the model among 1 GPUs, and here it is 4"),
-        ("whole", 4, "the plan shares the model among 4 GPUs, and here it is 1"),
-        ("hybrid", 2, "the plan shares the model among 2 GPUs, and here it is 4"),
+        ("four", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
+        ("four", 1, "the plan shards the model among 1 GPUs, and here it is 4"),
+        ("whole", 4, "the plan shards the model among 4 GPUs, and here it is 1"),
+        ("hybrid", 2, "the plan shards the model among 2 GPUs, and here it is 4"),
         ("hybrid", 4, "the plan divides parameters by rows among 4 GPUs, and parameter 'scale' is divided otherwise"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_plan_for_other_ranks_is_refused(world: World, mesh: str, ranks: int, 
 def test_a_plan_for_layers_that_are_whole_one_at_a_time_is_refused_where_they_stay_whole(world: World) -> None:
     made = net_plan(SIZE)
     text = replace(made, workload=replace(made.workload, resharded=True)).to_json()
-    told = "ConfigError: the plan is for layers that are whole only while they run"
+    told = "ConfigError: the plan is for layers that are unsharded only while they run"
     for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach", resharded=False):
         assert found.startswith(told)
     for found in world.run("planned_cases.net_refused", mesh="four", plan=text, what="attach"):
@@ -199,9 +199,11 @@ def test_plans_that_cannot_be_carried_out_are_refused_on_every_rank(world: World
     resharded = replace(of, resharded=True)
     made = plan(of, replace(choice_of(of, STAY), placements=device(of))).to_json()
     cases = {
-        plan(pair, choice_of(pair, STAY)).to_json(): "the plan shares the model among 2 GPUs, and here it is 4",
+        plan(pair, choice_of(pair, STAY)).to_json(): "the plan shards the model among 2 GPUs, and here it is 4",
         changed(made, buckets={"bucket": "0000.other"}): "the plan is of another model",
-        plan(resharded, choice_of(resharded, STAY)).to_json(): "the plan is for layers that are whole only while they",
+        plan(
+            resharded, choice_of(resharded, STAY)
+        ).to_json(): "the plan is for layers that are unsharded only while they",
     }
     for text, told in cases.items():
         for found in world.run("planned_cases.refused", words=[], recipe=QWEN3, plan=text):

@@ -155,7 +155,7 @@ overloaded, please further tune the variable""",
     (
         "run-refused",
         """error: the run needs more device memory than there is: free are device 139.1 GiB
-  why: by the memory model, beside what is free:""",
+  why: by the memory model, compared with what is free:""",
         1,
     ),
     (

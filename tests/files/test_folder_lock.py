@@ -212,7 +212,7 @@ def test_a_file_system_without_locks_is_told_of(
     FolderLock("mine", tmp_path).release()
     api.save(tmp_path, 1, tensors={}, plain={})
     assert api.latest(tmp_path) == tmp_path / "iter_0000001"
-    told = f"the file system of {tmp_path} keeps no locks ({os.strerror(number)}): nothing keeps other runs out"
+    told = f"the file system of {tmp_path} supports no locks ({os.strerror(number)}): other runs are not kept out"
     assert caplog.messages == [told]
 
 

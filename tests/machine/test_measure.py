@@ -21,7 +21,7 @@ def test_a_machine_without_a_gpu_is_measured_as_far_as_it_goes(monkeypatch: pyte
     monkeypatch.setattr(measure, "QUICK", SMALL)
     stages: list[str] = []
     hardware = measure_machine(quick=True, threads=1, progress=stages.append)
-    assert stages == ["host memory", "host step"]
+    assert stages == ["host memory", "CPU optimizer step"]
     assert Hardware.from_json(hardware.to_json()) == hardware
     assert (hardware.gpu, hardware.gpu_count, hardware.links) == (None, 0, ())
     assert (hardware.pinned_s_per_gib, hardware.duplex_bytes_per_s, hardware.rates) == (None, None, None)

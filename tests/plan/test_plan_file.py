@@ -178,7 +178,7 @@ def test_a_plan_for_more_gpus_is_refused() -> None:
     """Were it not, a part would be taken for the whole of a smaller model of the same shape."""
     shared = replace(PLAN, workload=replace(PLAN.workload, ranks=4), machine=replace(PLAN.machine, gpus=4))
     assert PlanFile.from_json(shared.to_json()) == shared
-    with pytest.raises(ConfigError, match="shares the model among 4 GPUs, and here it is 1"):
+    with pytest.raises(ConfigError, match="shards the model among 4 GPUs, and here it is 1"):
         shared.choice(WORKLOAD)
 
 

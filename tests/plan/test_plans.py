@@ -37,7 +37,7 @@ from hostward.plan.result import Question, answer, default_budgets, verdict
 from hostward.plan.search import Candidate, Frontier
 from hostward.plan.solver import LAST_STAY, Forced, rounded_up
 from hostward.plan.step_memory import StepModel
-from hostward.plan.step_time import Turn, least_s, predict, predict_of
+from hostward.plan.step_time import StepTimeline, least_s, predict, predict_of
 from hostward.schedule.ops import operands
 from hostward.schedule.optimizer import StepShape, lower_step
 
@@ -449,13 +449,13 @@ def test_weights_that_stay_whole_are_fetched_once_a_step() -> None:
     fetched = {}
     for workload in (part, replace(part, resharded=True)):
         costs = Costs(workload, speeds_of(profile("h200"), 8))
-        turn = Turn(costs, choice, required_of(workload)(workload, choice), costs.units(choice))
-        turn.backward(last=True)
-        turn.step()
-        turn.forward(first=True)
-        turn.backward(last=False)
-        turn.forward(first=False)
-        fetched[workload.resharded] = sum(work.name == "fetch" for work in turn.program.works)
+        step = StepTimeline(costs, choice, required_of(workload)(workload, choice), costs.units(choice))
+        step.backward(last=True)
+        step.step()
+        step.forward(first=True)
+        step.backward(last=False)
+        step.forward(first=False)
+        fetched[workload.resharded] = sum(work.name == "fetch" for work in step.program.works)
     assert fetched == {False: len(names), True: 4 * len(names)}
 
 

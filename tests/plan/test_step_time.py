@@ -162,7 +162,7 @@ def test_backward_waits_for_a_host_that_is_behind_with_its_sums(microbatches: in
     assert found.busy_s[Queue.HOST] > 2 * found.compute_s
     # What has landed when a microbatch ends is added while those in between are played.
     assert found.step_s >= 0.95 * found.busy_s[Queue.HOST]
-    assert found.waited_s["gradients on their way to the host"] > 0.0
+    assert found.waited_s["gradients being offloaded"] > 0.0
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
@@ -185,7 +185,7 @@ def test_inputs_of_checkpointed_layers_leave_while_these_run(sequences: int, wai
     workload = replace(llama(sequence=4096), microbatch_sequences=sequences)
     choice = with_keeps(workload, (Keep.RECOMPUTE_OFFLOAD, 23), (Keep.RECOMPUTE, 1))
     found = predict(workload, choice, H200)
-    assert ("activations on their way to the host" in found.waited_s) is waits
+    assert ("activations being offloaded" in found.waited_s) is waits
 
 
 def test_weights_on_the_host_come_twice() -> None:
@@ -204,9 +204,7 @@ def test_why_names_the_host_and_the_tokens_that_would_hide_it() -> None:
     choice = chosen(workload, 1.0, 0.0, Keep.RECOMPUTE)
     costs, found = Costs(workload, H200), predict(workload, choice, H200)
     first = explain(costs, choice, found)[0]
-    assert first.startswith(
-        f"host AdamW {found.busy_s[Queue.HOST]:.2f} s does not fit behind a {found.forward_s:.2f} s"
-    )
+    assert first.startswith(f"CPU AdamW {found.busy_s[Queue.HOST]:.2f} s does not fit within a {found.forward_s:.2f} s")
     tokens = int(first.split("; ")[1].split(" K tokens")[0]) * 1024
     sequences = tokens // 4096
     enough = predict(replace(workload, microbatch_sequences=sequences), choice, H200)
@@ -220,9 +218,9 @@ def test_hidden_offloading_says_so() -> None:
     choice = chosen(workload, 0.25, 0.0, Keep.RECOMPUTE)
     costs = Costs(workload, H200)
     found = predict(workload, choice, H200)
-    assert "is hidden behind compute" in explain(costs, choice, found)[0]
+    assert "overlaps with compute" in explain(costs, choice, found)[0]
     nothing = replace(found, step_s=found.compute_s + 1e-9)
-    assert explain(costs, choice, nothing) == ["all of the offloading is hidden behind compute"]
+    assert explain(costs, choice, nothing) == ["all of the offloading overlaps with compute"]
     assert explain(costs, choice, replace(found, step_s=found.compute_s + 1e-4))[0].startswith("all but 0.10 ms of")
 
 
@@ -233,7 +231,7 @@ def test_short_waits_are_told_in_milliseconds() -> None:
     choice = chosen(tiny, 1.0)
     found = predict(tiny, choice, slow)
     text = " ".join(explain(Costs(tiny, slow), choice, found))
-    assert "does not fit behind a" in text
+    assert "does not fit within a" in text
     assert "0.00 " not in text
 
 

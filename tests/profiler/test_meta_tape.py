@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hostward.errors import ModelError
 from hostward.model.layers import find_layers
 from hostward.profiler.layer_profiler import run
-from hostward.profiler.meta_tape import Tape
+from hostward.profiler.meta_tape import MetaTape
 
 pytest.importorskip("transformers")
 
@@ -124,7 +124,7 @@ def test_a_model_that_branches_on_values_is_refused() -> None:
 
     with torch.device("meta"):
         model = Choosy()
-    with pytest.raises(ModelError, match="cannot be found without running it"):
+    with pytest.raises(ModelError, match="cannot be predicted without running it"):
         run(model, find_layers(model), tokens("meta"), lambda m, ids: m(ids))
 
 
@@ -162,7 +162,7 @@ def test_gradients_are_added_up_in_place_where_autograd_does(shared: bool) -> No
     assert ("aten::add_" in names, "aten::add" in names) == (not shared, shared)
 
     x = torch.ones(1024, requires_grad=True, device="meta")
-    tape = Tape(x.device, [x], lambda: None)
+    tape = MetaTape(x.device, [x], lambda: None)
     with tape:
         loss = sum_of_branches(x, shared)
         before = len(tape.blocks)
@@ -176,6 +176,6 @@ def test_gradients_are_added_up_in_place_where_autograd_does(shared: bool) -> No
 def test_counts_of_experts_have_as_many_elements_as_there_are_experts() -> None:
     """Not every torch can count on the meta device."""
     chosen = torch.zeros(12, dtype=torch.int64, device="meta")
-    with Tape(torch.device("meta"), [chosen], lambda: None):
+    with MetaTape(torch.device("meta"), [chosen], lambda: None):
         found = torch.bincount(chosen, minlength=5)
     assert found.shape == (5,)

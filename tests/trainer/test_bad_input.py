@@ -375,7 +375,7 @@ def test_processes_without_a_meeting_place_are_refused(refused: Cli, monkeypatch
 def test_all_words_that_cannot_be_taken_are_told_at_once(cli: Cli) -> None:
     outcome = cli("train", "optimizer.lr=abc", "model.num_layers=x", "optimizr.lr=1")
     assert outcome.code == 2
-    assert "3 words cannot be taken" in outcome.err
+    assert "3 words are invalid" in outcome.err
     for part in ("optimizer.lr", "model.num_layers", "did you mean optimizer.lr"):
         assert part in outcome.err
 

@@ -36,7 +36,7 @@ from hostward.plan.memory_model import LOAD, required
 from hostward.plan.search import Candidate, best_share
 from hostward.trainer import setup
 from hostward.trainer.deferred_init import leaving_weights
-from hostward.trainer.memory_check import Weighed, cure_of_plan, require_fit, require_memory
+from hostward.trainer.memory_check import MemoryEstimate, cure_of_plan, require_fit, require_memory
 from hostward.trainer.models import build_model, on_meta, transformers_config
 from hostward.trainer.parallel import Held
 from hostward.trainer.process_group import Ranks
@@ -289,7 +289,7 @@ def test_other_plans_are_told_beside_a_run_that_was_weighed(monkeypatch: pytest.
     free_bytes(monkeypatch, 8 * GIB)
     config = configured(*offloaded(1), "model.num_layers=12", "model.hidden_size=512")
 
-    def weighed(rank: int = 0) -> Weighed:
+    def weighed(rank: int = 0) -> MemoryEstimate:
         ranks = Ranks(rank, 2, rank, 2, divided=True)
         return require_fit(TINY, config, device, 257, None, ranks)
 

@@ -309,11 +309,11 @@ def test_weights_that_cannot_leave_and_a_plan_for_more_gpus_are_refused_when_the
     content = json.loads(plan(small, mixed(small, (Keep.KEEP, Keep.KEEP))).to_json())
     content["layers"][0]["weights"] = "host"
     path.write_text(json.dumps(content))
-    assert "weights leave only where the host steps them" in refused(BF16, "--plan", path).err
+    assert "weights are offloaded only with a CPU optimizer step" in refused(BF16, "--plan", path).err
     content["layers"][0]["weights"] = "device"
     content["workload"]["ranks"] = content["machine"]["gpus"] = 4
     path.write_text(json.dumps(content))
-    assert "shares the model among 4 GPUs, and here it is 1" in refused(BF16, "--plan", path).err
+    assert "shards the model among 4 GPUs, and here it is 1" in refused(BF16, "--plan", path).err
 
 
 def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Options with Megatron's names: their declaration, parsing and validation. No torch."""
+"""Declare, parse and validate options with Megatron's names. No torch."""

@@ -1,4 +1,4 @@
-"""Options of public calls: names that are none and values out of range are refused here, before anything is done."""
+"""Check the options of public calls: raise for unknown names and values out of range before anything is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ C = TypeVar("C")
 
 
 def named_options(call: Callable[P, R]) -> Callable[P, R]:
-    """The call, which raises UnknownNameError, with the nearest name, for a keyword that it does not have."""
+    """Wrap a call so that an unknown keyword raises UnknownNameError with the nearest name."""
     names = list(inspect.signature(call).parameters)
     called = call.__qualname__.removesuffix(".__init__")
 
@@ -36,13 +36,13 @@ def named_options(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def named_fields(kind: type[C]) -> type[C]:
-    """The same of a dataclass."""
+    """Wrap a dataclass so that an unknown keyword raises UnknownNameError with the nearest name."""
     kind.__init__ = named_options(kind.__init__)  # type: ignore[method-assign]
     return kind
 
 
 def require_whole(option: str, value: object, *, least: int, optional: bool = False) -> None:
-    """Raises ConfigError unless the value of an option is a whole number of at least `least`, 0 or 1; or None."""
+    """Raise ConfigError unless the value of an option is a whole number of at least `least`, 0 or 1; or None."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -52,7 +52,7 @@ def require_whole(option: str, value: object, *, least: int, optional: bool = Fa
 
 
 def require_fewer(count: int | None, layers: int) -> None:
-    """Raises ConfigError unless so many first layers leave the last one of `layers` where it is. None: all but it."""
+    """Raise ConfigError unless `count` first layers leave out the last one of `layers`. None: all but the last."""
     if count is not None and not 0 < count < layers:
         raise ConfigError(
             f"CPU offloading can be done only for layers less than {layers}",

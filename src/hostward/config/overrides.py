@@ -1,6 +1,6 @@
-"""`namespace.option=value` words: strict parsing by the declared type of the option.
+"""Parse words `namespace.option=value` strictly, by the declared type of the option.
 
-Strict: 1.5 is no int, `2` is no bool, and NaN, interpolations and YAML's own reading of words are refused.
+1.5 is no int, `2` is no bool, and NaN, interpolations and YAML's own reading of words raise.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASC
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 NONE_WORDS = ("null", "None")
 
-# Options of Megatron that hostward has no use for. They are never checked; naming one says why there is none.
+# Options of Megatron that hostward does not need. They are never checked; naming one raises with this reason.
 DROPPED = {
     "model.transformer_impl": "models are transformers' own classes; there is no Transformer Engine layer to choose",
     "model.fp8": "fp8 training is not part of hostward",
     "model.fp8_recipe": "fp8 training is not part of hostward",
     "model.delta_offload_bytes_across_pp_ranks": "the plan decides per rank from byte budgets",
     "model.moe_paged_stash": "the plan covers the activations of experts",
-    "optimizer.use_precision_aware_optimizer": "there is one step with fp32 moments and a lossless split master",
+    "optimizer.use_precision_aware_optimizer": "there is one step with fp32 moments and a lossless split main weight",
     "optimizer.main_grads_dtype": "gradients are accumulated in fp32",
-    "optimizer.main_params_dtype": "the master is fp32",
+    "optimizer.main_params_dtype": "the main weight is fp32",
     "optimizer.exp_avg_dtype": "moments are fp32",
     "optimizer.exp_avg_sq_dtype": "moments are fp32",
-    "optimizer.store_param_remainders": "the split master is the only form of a bf16 weight's master",
+    "optimizer.store_param_remainders": "a bf16 weight and its low 16 bits are the only form of the fp32 main weight",
     "optimizer.chunked_optimizer_state_offload": "offload_optimizer_states covers it, with its chunk size",
     "ddp.use_megatron_fsdp": "sharding goes through PyTorch's own engine",
     "ddp.fp8_param_gather": "fp8 training is not part of hostward",
@@ -52,7 +52,7 @@ MOVED = {
     "optimizer.fp16": "model.params_dtype=fp16",
 }
 
-# DeepSpeed's names, and what is written here in their place.
+# DeepSpeed's names, and their replacements here.
 DEEPSPEED = {
     "zero_optimization": "ddp.use_distributed_optimizer=true",
     "zero_optimization.stage": "ddp.use_distributed_optimizer=true for 1 and 2, with "
@@ -78,18 +78,18 @@ DEEPSPEED = {
     "steps_per_print": "logger.log_interval",
 }
 
-# Flags of other launchers and trainers, without their dashes, and what to do here.
+# Flags of other launchers and trainers, without their dashes, and their replacements.
 _NO_DEEPSPEED_FILE = "leave it out, and write what its file says as namespace.option=value; docs/options.md lists them"
 FLAGS = {
     "deepspeed": _NO_DEEPSPEED_FILE,
     "deepspeed_config": _NO_DEEPSPEED_FILE,
-    "dry_run": "hostward plan with the same options says what the run would take, and allocates nothing",
-    "local_rank": "leave it out, and start with torchrun, which says it in the environment",
+    "dry_run": "hostward plan with the same options reports what the run would need, and allocates nothing",
+    "local_rank": "leave it out, and start with torchrun, which sets it in the environment",
 }
 
 
 def apply_overrides(config: Config, words: Sequence[str]) -> Config:
-    """A copy of `config` with every `namespace.option=value` of `words` applied in order; the later one wins.
+    """Return a copy of `config` with every `namespace.option=value` of `words` applied in order; the later one wins.
 
     Values, by the declared type: `true`/`false` (also capitalised) for bool; decimal digits for int; a finite decimal
     number for float; the characters exactly as typed for str; `[a,b]` for lists. `null` and `None` are None where the
@@ -97,7 +97,8 @@ def apply_overrides(config: Config, words: Sequence[str]) -> Config:
 
     Raises:
         UnknownNameError: a namespace or option does not exist; the text proposes the nearest one.
-        ConfigError: a word has no `=`, or spaces around it, or its value does not fit the type of the option; several
+        ConfigError: a word has no `=`, or spaces around it, or its value does not fit the type of the option;
+            several
             such words: one error that lists them all.
     """
     _require_unspaced(words)
@@ -111,12 +112,12 @@ def apply_overrides(config: Config, words: Sequence[str]) -> Config:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ConfigError(f"{len(errors)} words cannot be taken:\n" + "\n".join(f"- {error}" for error in errors))
+        raise ConfigError(f"{len(errors)} words are invalid:\n" + "\n".join(f"- {error}" for error in errors))
     return result
 
 
 def _require_unspaced(words: Sequence[str]) -> None:
-    """Raises ConfigError for `optimizer.lr = 3`: three words arrive, each of them wrong for another reason."""
+    """Raise ConfigError for `optimizer.lr = 3`: three words arrive, each of them wrong for another reason."""
     for i, word in enumerate(words):
         before, after = words[max(0, i - 1) : i], words[i + 1 : i + 2]
         if word.startswith("=") and before and "=" not in before[0]:
@@ -138,7 +139,7 @@ def _apply(config: Config, word: str) -> None:
 
 
 def split_word(word: str) -> tuple[OptionInfo, str]:
-    """The option that `word` names, and the characters after its first `=`.
+    """Return the option that `word` names, and the characters after its first `=`.
 
     Raises:
         UnknownNameError: no such namespace or option.
@@ -163,7 +164,7 @@ def split_word(word: str) -> tuple[OptionInfo, str]:
 
 
 def unknown_option(name: str) -> UnknownNameError:
-    """The error for an option that does not exist, with the nearest name in any namespace."""
+    """Build the error for an option that does not exist, with the nearest name in any namespace."""
     if name in DROPPED:
         return UnknownNameError(f"hostward has no option {name}", why=DROPPED[name], fix="leave it out")
     namespace, dot, bare = name.partition(".")
@@ -181,7 +182,7 @@ def unknown_option(name: str) -> UnknownNameError:
 
 
 def deepspeed_name(name: str) -> str | None:
-    """What to do about a name of DeepSpeed's; None where it is none."""
+    """Return what replaces a name of DeepSpeed's; None where it is none."""
     section, _, last = name.rpartition(".")
     here = DEEPSPEED.get(section if last in ("enabled", "device") and name not in DEEPSPEED else name)
     if here is not None:
@@ -192,8 +193,9 @@ def deepspeed_name(name: str) -> str | None:
 
 
 def unknown_flag(flag: str) -> str | None:
-    """What to do about a flag that no command has: an option of training as Megatron's scripts spell it, or a word of
-    another trainer; None where it is neither.
+    """Return what replaces a flag that no command has; None where it is not known.
+
+    It may be an option of training as Megatron's scripts spell it, or a word of another trainer.
     """
     name = flag.removeprefix("--").replace("-", "_")
     meant = [info.dotted for info in options().values() if name in (info.name, info.dotted)]
@@ -204,7 +206,7 @@ def unknown_flag(flag: str) -> str | None:
 
 
 def nearest_option(namespace: str, bare: str) -> str | None:
-    """The nearest dotted name: the same name elsewhere, else a close one here, else a close one elsewhere."""
+    """Return the nearest dotted name: the same name elsewhere, else a close one here, else a close one elsewhere."""
     known = options().values()
     same = [info.dotted for info in known if info.name == bare]
     if same:
@@ -220,7 +222,7 @@ def nearest_option(namespace: str, bare: str) -> str | None:
 
 
 def parse_value(info: OptionInfo, text: str) -> Any:
-    """The value that `text` means for the option `info`.
+    """Return the value that `text` means for the option `info`.
 
     Raises:
         ConfigError: the text does not fit the type; the error names the option, the text and the type.
@@ -251,7 +253,7 @@ def parse_value(info: OptionInfo, text: str) -> Any:
 
 
 def parse_list(info: OptionInfo, text: str) -> list[str]:
-    """`[a,b]` as ['a', 'b']; spaces around the names do not count; `[]` is empty."""
+    """Parse `[a,b]` as ['a', 'b']; spaces around the names do not count; `[]` is empty."""
     if not (text.startswith("[") and text.endswith("]")):
         raise bad_value(info, text, "a list is written [a,b]")
     inner = text[1:-1].strip()
@@ -262,7 +264,7 @@ def parse_list(info: OptionInfo, text: str) -> list[str]:
 
 
 def bad_value(info: OptionInfo, text: str, why: str) -> ConfigError:
-    """The error for a value that does not fit its option."""
+    """Build the error for a value that does not fit its option."""
     example = {bool: "true", int: "4", float: "0.5", str: "text", list: "[a,b]"}[info.kind]
     if info.choices:
         example = info.choices[0]

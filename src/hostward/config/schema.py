@@ -1,6 +1,6 @@
-"""Every option of hostward: one dataclass per namespace, one default per option, Megatron's names.
+"""Declare every option of hostward: one dataclass per namespace, one default per option, Megatron's names.
 
-A configuration is plain values and nothing else: no derived fields, no validation on assignment (see `rules.py`), no
+A configuration is plain values and nothing else: no derived fields, no validation on assignment (see `rules`), no
 environment variables. A recipe returns a whole `Config`; the command line changes single options of it (see
 `overrides.py`).
 """
@@ -31,7 +31,12 @@ def describe(
     aliases: Mapping[str, str] | None = None,
     words: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """What documentation and parser know of an option. `aliases`: other spellings; `words`: values beside numbers."""
+    """Return the description of an option for documentation and parser.
+
+    Args:
+        aliases: other spellings of values.
+        words: values besides numbers.
+    """
     return {"help": help_text, "unit": unit, "choices": choices, "aliases": dict(aliases or {}), "words": words}
 
 
@@ -44,7 +49,7 @@ def option(
     aliases: Mapping[str, str] | None = None,
     words: tuple[str, ...] = (),
 ) -> T:
-    """A dataclass field with its one default and its description."""
+    """Declare a dataclass field with its one default and its description."""
     # A type checker takes the right-hand side of a field for its default, hence the type of `default`.
     metadata = describe(help_text, unit=unit, choices=choices, aliases=aliases, words=words)
     field: Any = dataclasses.field(default=default, metadata=metadata)
@@ -52,14 +57,16 @@ def option(
 
 
 def alike(name: str, known: Iterable[str], share: float = 0.6) -> str | None:
-    """The known name that is most like `name`, or None where none has this share in common with it."""
+    """Return the known name that is most like `name`, or None where none has this share in common with it."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=share)
     return found[0] if found else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` was probably meant for, or None: one that is much alike, else one that `name` begins
-    with, as `save_dir` begins with `save`, else one that is somewhat alike.
+    """Return the known name that `name` was probably meant for, or None.
+
+    It is a name that is much alike, else one that `name` begins with, as `save_dir` begins with `save`, else one that
+    is somewhat alike.
     """
     names = list(known)
     begun = [other for other in names if name.startswith(f"{other}_")]
@@ -67,7 +74,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 class Options:
-    """Base of the namespaces: assigning to an unknown name raises `UnknownNameError` with the nearest one."""
+    """Raise `UnknownNameError` with the nearest name on assignment to an unknown one; base of the namespaces."""
 
     __slots__ = ()
 
@@ -91,7 +98,7 @@ DTYPE_ALIASES = {
 }
 
 SYNONYMS = {"gpu": "cuda"}
-"""Words that mean a value and look like another one. They are refused, with the value that they mean."""
+"""Words that mean a value and look like another one. They raise an error with the value that they mean."""
 
 
 @dataclass(slots=True)
@@ -174,7 +181,7 @@ class ModelConfig(Options):
 
 @dataclass(slots=True)
 class OptimizerConfig(Options):
-    """AdamW and where its state lives."""
+    """AdamW and where its state is stored."""
 
     optimizer: str = option("adam", "Update rule; adam means AdamW.", choices=("adam", "sgd"))
     lr: float = option(3e-4, "Highest learning rate.")
@@ -190,32 +197,34 @@ class OptimizerConfig(Options):
     optimizer_offload_fraction: float = option(0.0, "That share of the state bytes, in [0, 1].")
     overlap_cpu_optimizer_d2h_h2d: bool = option(
         True,
-        "Hide the step: gradients leave during backward, weights arrive during the next forward. false: everything "
-        "happens between them, for comparison. Megatron's default is false.",
+        "Overlap the step: gradients are offloaded during backward, weights reloaded during the next forward. false: "
+        "everything runs between the two, for comparison. Megatron's default is false.",
     )
     use_torch_optimizer_for_cpu_offload: bool = option(
         False, "Step the host share with torch.optim.AdamW, always between backward and forward."
     )
     gradients: str | None = option(
-        None, "Where those of the host share are added up. None: device, or as planned.", choices=("device", "host")
+        None,
+        "Where gradients of the host share are accumulated. None: device, or as planned.",
+        choices=("device", "host"),
     )
     pin_cpu_grads: bool = option(True, "Pinned host memory for gradients of the host share.")
-    pin_cpu_params: bool = option(True, "Pinned host memory for weights of the host share on their way back.")
+    pin_cpu_params: bool = option(True, "Pinned host memory for weights of the host share, which are copied back.")
     offload_mix: float | str | None = option(
         None,
-        "Share of the offloaded state that is streamed, in [0, 1]; auto: by measured rates. None: the host steps all.",
+        "Share of the offloaded state that is streamed, in [0, 1]; auto: by measured rates. None: the CPU steps all.",
         words=("auto",),
     )
     offload_optimizer_states: bool = option(
         False,
-        "Stream state that lives on the host through the device. With optimizer_cpu_offload: of what that leaves.",
+        "Offload state and step it on the GPU (streamed). With optimizer_cpu_offload: a share of the remaining state.",
     )
     optimizer_state_offload_fraction: float = option(1.0, "Share of offload_optimizer_states, in [0, 1].")
     optimizer_state_offload_chunk_size_mb: int = option(
         0, "Most device memory of streamed state, at least a bucket. 0: what backward frees and two.", unit="MiB"
     )
     host_threads: int | None = option(
-        None, "Threads of the host step. None: the CPUs of this process over the local ranks, less two."
+        None, "Threads of the CPU optimizer step. None: the CPUs of this process over the local ranks, less two."
     )
 
 
@@ -233,7 +242,7 @@ class SchedulerConfig(Options):
 
 @dataclass(slots=True)
 class TrainConfig(Options):
-    """Length of the run, batch and device."""
+    """Run length, batch and device."""
 
     train_iters: int = option(100, "Optimizer steps in all, those of a loaded checkpoint included.")
     global_batch_size: int = option(1, "Sequences per optimizer step, over all processes.")
@@ -257,8 +266,8 @@ class DistributedDataParallelConfig(Options):
     )
     data_parallel_sharding_strategy: str = option(
         "optim_grads",
-        "Of a layer that is divided over processes: optim_grads has its weights whole from forward to backward, "
-        "optim_grads_params only while it runs.",
+        "optim_grads: a sharded layer's weights stay unsharded from forward to backward; optim_grads_params: they are "
+        "unsharded only while the layer runs.",
         choices=("optim_grads", "optim_grads_params"),
     )
     overlap_grad_reduce: bool = option(True, "Reduce gradients between processes while backward runs.")
@@ -267,11 +276,11 @@ class DistributedDataParallelConfig(Options):
 
 @dataclass(slots=True)
 class DistributedInitConfig(Options):
-    """How the processes of a run meet."""
+    """Process groups: how the processes of a run meet."""
 
     distributed_timeout_minutes: float = option(
         10.0,
-        "A process that waits so long for the others ends with an error: one of them stands still.",
+        "A process that waits so long for the others ends with an error: one of them hangs.",
         unit="minutes",
     )
 
@@ -318,10 +327,10 @@ class CheckpointConfig(Options):
     save_interval: int | None = option(None, "Iterations between saves. None: only after the last one.")
     most_recent_k: int | None = option(None, "Checkpoints that are kept. None: all.")
     ckpt_format: str = option("torch_dist", "torch.distributed.checkpoint's files.", choices=("torch_dist",))
-    async_save: bool = option(False, "Save beside training, as async_save_mode says.")
+    async_save: bool = option(False, "Save concurrently with training, as async_save_mode says.")
     async_save_mode: str = option(
         "stream",
-        "stream: from where the state lies, and the next step waits for the disk. snapshot: from a second host copy.",
+        "stream: from where the state is, and the next step waits for the disk. snapshot: from a second host copy.",
         choices=("stream", "snapshot"),
     )
     finetune: bool = option(False, "Load weights only and start at iteration 0.")
@@ -339,7 +348,7 @@ class LoggerConfig(Options):
 
 @dataclass(slots=True)
 class Config(Options):
-    """A whole configuration: one attribute per namespace."""
+    """Hold a whole configuration: one attribute per namespace."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -361,7 +370,7 @@ NAMESPACES: Mapping[str, type[Options]] = {
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """What is known about one option: its declared type taken apart, its default and its help."""
+    """Describe one option: its declared type taken apart, its default and its help."""
 
     namespace: str
     name: str
@@ -376,23 +385,23 @@ class OptionInfo:
 
     @property
     def dotted(self) -> str:
-        """`namespace.option`, as on the command line."""
+        """Return `namespace.option`, as on the command line."""
         return f"{self.namespace}.{self.name}"
 
     @property
     def type_text(self) -> str:
-        """The type as the documentation and the errors write it."""
+        """Return the type as the documentation and the errors write it."""
         kind = "list of str" if self.kind is list else self.kind.__name__
         return " or ".join((kind, *self.words, *(("None",) if self.optional else ())))
 
     def nearest_value(self, text: str) -> str | None:
-        """The value that `text` was probably meant for, as typed; None where there is no word like it."""
+        """Return the value that `text` was probably meant for, as typed; None where there is no word like it."""
         words = [*self.choices, *self.words, *(("true", "false") if self.kind is bool else ())]
         known = {
             **{word: word for word in words},
             **self.aliases,
             **{word: value for word, value in SYNONYMS.items() if value in words},
-            # Not for numbers: who writes them out does not mean "none", which is like "one" and "nine".
+            # Not for numbers: written out, "one" and "nine" resemble "none" and do not mean it.
             **({"null": "null", "none": "null"} if self.optional and words else {}),
         }
         closest = nearest(text.lower(), known)
@@ -401,7 +410,7 @@ class OptionInfo:
 
 @functools.cache
 def options() -> Mapping[str, OptionInfo]:
-    """Every option by its dotted name, in the order of declaration."""
+    """Return every option by its dotted name, in the order of declaration."""
     found: dict[str, OptionInfo] = {}
     for namespace, declared in NAMESPACES.items():
         hints = typing.get_type_hints(declared)
@@ -417,18 +426,18 @@ def options() -> Mapping[str, OptionInfo]:
 
 
 def get_option(config: Config, dotted: str) -> Any:
-    """The value of `namespace.option`."""
+    """Return the value of `namespace.option`."""
     namespace, _, name = dotted.partition(".")
     return getattr(getattr(config, namespace), name)
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Plain values, ready for JSON: {namespace: {option: value}}."""
+    """Convert to plain values, ready for JSON: {namespace: {option: value}}."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The inverse of `to_dict`. Options that are not named keep their default.
+    """Invert `to_dict`; options that are not named keep their default.
 
     Raises:
         UnknownNameError: a namespace or option does not exist (a newer version wrote it, or it is misspelt).

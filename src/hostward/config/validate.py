@@ -1,7 +1,7 @@
-"""Validation: every rule is evaluated, every violation reported at once, nothing is edited and nothing allocated.
+"""Evaluate every rule and report every violation at once; nothing is edited and nothing allocated.
 
-Three classes. Permanent rules hold for good. Rules until built refuse what this version does not do yet, instead of
-ignoring it. Dropped rules of Megatron are never checked; `overrides.DROPPED` lists their options.
+There are three classes. Permanent rules hold for good. Rules until built reject what this version does not do yet,
+instead of ignoring it. Dropped rules of Megatron are never checked; `overrides.DROPPED` lists their options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hostward.errors import ConfigError, NotBuiltError
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One rule that a configuration breaks."""
+    """Describe one rule that a configuration breaks."""
 
     rule: str
     kind: Kind
@@ -28,7 +28,7 @@ class Violation:
 
 
 def violations(config: Config, *, world_size: int = 1) -> list[Violation]:
-    """Everything about `config` that cannot be carried out with `world_size` processes; empty when it can run."""
+    """Return what `config` asks for and `world_size` processes cannot carry out; empty when it can run."""
     found: list[Violation] = []
     wrong: set[str] = set()
     for info in options().values():
@@ -56,7 +56,7 @@ def check(config: Config, *, world_size: int = 1) -> None:
         return
     kind = NotBuiltError if all(v.kind is Kind.UNTIL_BUILT for v in found) else ConfigError
     error = kind(found[0].message, why=found[0].why, fix=found[0].fix) if len(found) == 1 else kind(_listed(found))
-    error.everywhere = True  # all ranks are started with the same options, or told that they are not
+    error.everywhere = True  # all ranks have the same options, or another check raises
     raise error
 
 
@@ -70,7 +70,7 @@ def _listed(found: Sequence[Violation]) -> str:
 
 
 def value_violation(info: OptionInfo, value: Any) -> Violation | None:
-    """What is wrong with the value of one option by itself: its type, its choice or its range."""
+    """Check the value of one option by itself: its type, its choice and its range."""
     if (value is None and info.optional) or (isinstance(value, str) and value in info.words):
         return None
     example = f"set {info.dotted} to {shown(info.choices[0] if info.choices else info.default)}"
@@ -91,7 +91,7 @@ def value_violation(info: OptionInfo, value: Any) -> Violation | None:
 
 
 def has_type(value: Any, kind: type) -> bool:
-    """Whether `value` is of the declared `kind`. A bool is no number; an int is a float."""
+    """Return whether `value` is of the declared `kind`; a bool is no number, an int is a float."""
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float:
@@ -102,7 +102,7 @@ def has_type(value: Any, kind: type) -> bool:
 
 
 def dependent_violations(config: Config, wrong: set[str]) -> Iterator[Violation]:
-    """Options that are set and mean nothing, because their switch is off."""
+    """Find options that are set and mean nothing, because their switch is off."""
     for switch, dependents in DEPENDENT.items():
         if switch in wrong or get_option(config, switch) not in (False, None):
             continue
@@ -117,8 +117,9 @@ def dependent_violations(config: Config, wrong: set[str]) -> Iterator[Violation]
 
 
 def idle_switches(config: Config) -> list[str]:
-    """What to tell of switches that are on and do nothing, with the option that is missing. No error: a sweep from zero
-    has such a run.
+    """Describe switches that are on and do nothing, with the option that is missing.
+
+    They are no error: a sweep from zero has such a run.
     """
     return [
         f"{switch}=true does nothing while {name}={shown(get_option(config, name))}: add {name}={example}, for example,"
@@ -129,7 +130,7 @@ def idle_switches(config: Config) -> list[str]:
 
 
 def _switched_on(config: Config, switch: str, name: str) -> str:
-    """What turns on the switch that `name` depends on, as one types it, with what the switch needs besides."""
+    """Return the words that turn on the switch of `name`, with what the switch needs besides."""
     needed, example = IDLE.get(switch, ("", ""))
     words = [f"{switch}=true" if get_option(config, switch) is False else switch]
     if needed not in ("", name) and get_option(config, needed) == options()[needed].default:
@@ -138,7 +139,7 @@ def _switched_on(config: Config, switch: str, name: str) -> str:
 
 
 def not_built_violations(config: Config, wrong: set[str], world_size: int) -> Iterator[Violation]:
-    """Options that are known and that this version does not carry out."""
+    """Find options that are known and that this version does not carry out."""
     for name, (built, why) in NOT_BUILT.items():
         value = get_option(config, name)
         if name not in wrong and value != built:
@@ -153,7 +154,7 @@ def not_built_violations(config: Config, wrong: set[str], world_size: int) -> It
 
 
 def rule_violation(rule: Rule, config: Config, world_size: int) -> Violation:
-    """The violation of a combination rule, its texts filled in."""
+    """Build the violation of a combination rule, its texts filled in."""
     values: dict[str, Any] = {namespace: getattr(config, namespace) for namespace in NAMESPACES}
     values["world_size"] = world_size
 
@@ -164,7 +165,7 @@ def rule_violation(rule: Rule, config: Config, world_size: int) -> Violation:
 
 
 def shown(value: Any) -> str:
-    """A value as one types it on the command line."""
+    """Format a value as one types it on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):

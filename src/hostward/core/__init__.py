@@ -1,1 +1,1 @@
-"""What everything speaks of: sizes, the parameter inventory, placements, limits of this host. No torch."""
+"""Define sizes, the parameter inventory, placements and the limits of this host, which every room uses. No torch."""

@@ -1,6 +1,4 @@
-"""What the machine can do: memory limits of this process, container limits included. Reads files, holds no state; no
-torch.
-"""
+"""Read the memory limits of this process, container limits included. Holds no state; no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of host memory: what this process may still take, and which limit says so."""
+    """Hold the bytes of host memory that this process may still take, and the name of the limit."""
 
     total_bytes: int
     available_bytes: int
@@ -18,7 +16,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Memory that this process may use: the machine's, or its cgroup's where that is smaller (v1 and v2).
+    """Return the memory that this process may use: the machine's, or its cgroup's where that is smaller (v1 and v2).
 
     `root` is where `proc` and `sys` are looked up. Page cache charged to the cgroup counts as available, used once
     (inactive) or often (active), since the kernel drops both before it kills.
@@ -36,7 +34,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int, int]]:
-    """(limit, used, reclaimable cache) of every cgroup with a limit that this process is in, ancestors included."""
+    """Return (limit, used, reclaimable cache) of every cgroup of this process that has a limit, ancestors included."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -79,7 +77,7 @@ def _read_cgroup(directory: Path, limit_name: str, used_name: str, cache_prefix:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Resident set size of this process."""
+    """Return the resident set size of this process in bytes; 0 where it is not known."""
     for line in (root / "proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -88,8 +86,11 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does per second: parameters that the host steps, and bytes over the link, as many in each
-    direction; alone, and (`busy_`) each while the other goes on. And bytes to the host with nothing beside them.
+    """Hold measured rates of a machine.
+
+    `host_parameters_per_s` is the rate of the CPU optimizer step; `duplex_bytes_per_s` sums equal copies in both
+    directions. The `busy_` rates are measured while the other kind of work runs. `d2h_bytes_per_s` is the rate of
+    offloading copies that run alone.
     """
 
     host_parameters_per_s: float

@@ -1,11 +1,12 @@
-"""What exists: the parameters of an optimizer, cut into buckets. Facts as frozen data; no torch.
+"""Describe the parameters of an optimizer, cut into buckets, as frozen data. No torch.
 
 Glossary:
     parameter   one tensor that the optimizer updates, flattened in row-major order
     range       elements [start, stop) of one parameter
-    bucket      a run of ranges of one layer, dtype and parameter group, in order of use in forward; the unit of
-                placing, moving and stepping. Buckets never change a result (docs/exactness.md), only when and where
-                it is computed.
+    bucket      consecutive ranges of one layer, dtype and parameter group, in order of use in forward; the unit of
+                placement, copies and optimizer steps. Buckets never change a result
+                    (docs/exactness.md), only when and
+                where it is computed.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from functools import cached_property
 from hostward.errors import ConfigError
 
 SPLIT_ELEMENTS = 4096
-"""A tensor is split only at multiples of this, so that the chunks of the norm never straddle two ranges."""
+"""Tensors are split only at multiples of this, so that the chunks of the gradient norm never straddle two ranges."""
 
 SMALLEST_BUCKET_CAP = 64 * 1024
 LARGEST_BUCKET_CAP = 64 * 1024 * 1024
 RANGE_ALIGNMENT_ELEMENTS = 128
-"""Each range starts at a multiple of this within its bucket: 256 bytes of 16-bit elements, for vector code."""
+"""Ranges start at a multiple of this within their bucket: 256 bytes of 16-bit elements, for vector code."""
 
 
 class Dtype(StrEnum):
-    """Element types of weights and gradients."""
+    """Name the element types of weights and gradients."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -39,38 +40,40 @@ class Dtype(StrEnum):
 
 
 class MasterKind(StrEnum):
-    """How the fp32 master of a weight is stored."""
+    """Say how the fp32 main weight is stored."""
 
     WEIGHT = "weight"
-    """The weight is fp32 and is itself the master."""
+    """The weight is fp32 and is itself the fp32 main weight."""
     SPLIT = "split"
-    """bf16 weight (high half) and int16 remainder (low half): together the fp32 master, losslessly."""
+    """bf16 weight (high half) and int16 low bits, which are together the fp32 main weight, losslessly."""
     PLAIN = "plain"
-    """A 16-bit weight beside a separate fp32 master."""
+    """Separate fp32 main weight in addition to a 16-bit weight."""
 
 
 def master_kind(dtype: Dtype, *, split: bool = True) -> MasterKind:
-    """The master kept for a weight of `dtype`; `split=False` keeps a bf16 master unsplit."""
+    """Return the kind of main weight kept for `dtype`; with `split=False` that of bf16 is separate."""
     if dtype is Dtype.FP32:
         return MasterKind.WEIGHT
     return MasterKind.SPLIT if dtype is Dtype.BF16 and split else MasterKind.PLAIN
 
 
 def state_bytes_per_element(kind: MasterKind) -> int:
-    """Bytes of optimizer state that leave the device with one offloaded element: moments 8, remainder 2 or master 4."""
+    """Return the bytes of optimizer state per offloaded element: moments 8, low 16 bits 2 or main weight 4."""
     return {MasterKind.WEIGHT: 8, MasterKind.SPLIT: 10, MasterKind.PLAIN: 12}[kind]
 
 
 def host_bytes_per_element(dtype: Dtype, kind: MasterKind) -> int:
-    """Host bytes of one offloaded element, gradients aside: its state and its weight as the source of the upload."""
+    """Return the host bytes of one offloaded element, without gradients: its state and its weight as upload source."""
     return state_bytes_per_element(kind) + dtype.itemsize_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One trainable tensor, or the part of it that this process has: `numel` elements from `first` on. `layer` names
-    the part of the model that uses it, `group` its optimizer parameter group. `rows` is the first dimension of the
-    whole tensor, by which ranks divide it; 0: not known.
+    """Describe one trainable tensor, or the part of it that this process has.
+
+    The part has `numel` elements from `first` on. `layer` names the part of the model that uses the tensor, `group` its
+    optimizer parameter group. `rows` is the first dimension of the unsharded tensor, by which ranks divide it; 0: not
+    known.
     """
 
     name: str
@@ -84,7 +87,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, stop) of the flattened parameter `name`, counted from the first one that this process has."""
+    """Identify elements [start, stop) of the flattened parameter `name`, counted from the first one that this process
+    has.
+    """
 
     name: str
     start: int
@@ -97,8 +102,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of ranges that are placed, moved and stepped together. Without slots: sums over its ranges are kept, since
-    planning asks for them a million times.
+    """Hold consecutive ranges that are placed, copied and stepped together.
+
+    The class has no slots, so that it can cache sums over its ranges: planning reads them a million times.
     """
 
     index: int
@@ -118,7 +124,7 @@ class Bucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each range within the bucket's slabs; the last entry is the padded length."""
+        """Return the first element of each range within the bucket's slabs; the last entry is the padded length."""
         offsets = [0]
         for r in self.ranges:
             offsets.append(align(offsets[-1] + r.numel, RANGE_ALIGNMENT_ELEMENTS))
@@ -135,7 +141,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The trainable parameters and their buckets, in order of use in forward."""
+    """Hold the trainable parameters and their buckets, in order of use in forward."""
 
     parameters: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
@@ -150,12 +156,12 @@ class Inventory:
 
 
 def align(value: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is at least `value`."""
+    """Return the smallest multiple of `unit` that is at least `value`."""
     return -(-value // unit) * unit
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter by its dotted name: up to the first number, else the module that owns it.
+    """Return the layer of a parameter by its dotted name: up to the first number, else the module that owns it.
 
     >>> layer_of("model.layers.3.mlp.down_proj.weight"), layer_of("model.embed_tokens.weight"), layer_of("bias")
     ('model.layers.3', 'model.embed_tokens', '')
@@ -168,7 +174,7 @@ def layer_of(name: str) -> str:
 
 
 def bucket_cap(numel: int) -> int:
-    """Largest bucket, in elements, for a model of `numel`: a 64th of it, at least 64 Ki and at most 64 Mi."""
+    """Return the elements of the largest bucket for a model of `numel`: a 64th of it, from 64 Ki to 64 Mi."""
     return max(SMALLEST_BUCKET_CAP, min(LARGEST_BUCKET_CAP, numel // 64)) // SPLIT_ELEMENTS * SPLIT_ELEMENTS
 
 
@@ -177,10 +183,10 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut parameters, given in order of use in forward, into buckets of at most `cap` elements.
 
-    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest whole one:
-    a staging slot is as large as the largest bucket that it takes. Smaller ones stay whole. A part that begins within a
-    chunk of the norm is cut where the next chunk begins. Zero-size parameters belong to no bucket. Raises ConfigError
-    for a `cap` that is not a positive multiple of 4,096.
+    Tensors above `cap` are split at multiples of 4,096, into equal pieces of about the size of the largest unsplit one:
+    a GPU staging buffer is as large as the largest bucket that uses it. Smaller tensors are not split. A part that
+    begins within a chunk of the gradient norm is cut where the next chunk begins. Zero-size parameters belong to no
+    bucket. Raises ConfigError for a `cap` that is not a positive multiple of 4,096.
     """
     parameters = tuple(parameters)
     cap = bucket_cap(sum(p.numel for p in parameters)) if cap is None else cap

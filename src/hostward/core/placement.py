@@ -1,4 +1,4 @@
-"""The plan: one placement per bucket, as data that prints, and goes to JSON and back. No torch."""
+"""Hold a plan, one placement per bucket, as data that can be printed and written as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hostward.errors import ConfigError
 
 
 class Placement(StrEnum):
-    """Where the optimizer state of a bucket lives and where it is stepped."""
+    """Say where the optimizer state of a bucket is stored and where it is stepped."""
 
     DEVICE = "device"
-    """State and step on the device."""
+    """State and step are on the device."""
     STREAMED = "streamed"
-    """State on the host, step on the device: the state comes and goes at every step."""
+    """State offload with a GPU step: the state is prefetched for each step and written back."""
     HOST = "host"
-    """State and step on the host; the gradient goes there and the weight comes back."""
+    """CPU optimizer step: the gradient is offloaded and the updated weight is copied back."""
 
     @property
     def offloaded(self) -> bool:
-        """Whether the state lives on the host."""
+        """Return whether the state is stored on the host."""
         return self is not Placement.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedBucket:
-    """A bucket's name, size and placement."""
+    """Hold a bucket's name, size and placement."""
 
     name: str
     numel: int
@@ -43,9 +43,7 @@ class PlacedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Placements of all buckets, in order of use in forward, and the share of state bytes that was asked for the
-    host.
-    """
+    """Hold placements of all buckets, in order of use in forward, and the requested share of offloaded state bytes."""
 
     asked_fraction: float
     buckets: tuple[PlacedBucket, ...]
@@ -56,17 +54,17 @@ class Plan:
 
     @property
     def offloaded_bytes(self) -> int:
-        """State bytes that leave the device."""
+        """Return the state bytes that are offloaded."""
         return sum(b.state_bytes for b in self.buckets if b.placement.offloaded)
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes of the offloaded buckets, upload sources included, gradients not."""
+        """Return the host bytes of the offloaded buckets, with upload sources and without gradients."""
         streamed = sum(b.state_bytes for b in self.buckets if b.placement is Placement.STREAMED)
         return streamed + sum(b.host_bytes for b in self.buckets if b.placement is Placement.HOST)
 
     def count(self, placement: Placement) -> int:
-        """How many buckets have this placement."""
+        """Return the number of buckets with this placement."""
         return sum(b.placement is placement for b in self.buckets)
 
     @property
@@ -74,7 +72,7 @@ class Plan:
         return self.offloaded_bytes / self.state_bytes if self.state_bytes else 0.0
 
     def explain(self) -> str:
-        """One line: the share asked, the share placed, and what it is made of."""
+        """Describe in one line the requested share, the placed share, and its parts."""
         on_host, streamed = self.count(Placement.HOST), self.count(Placement.STREAMED)
         text = (
             f"optimizer state on the host: asked {self.asked_fraction:.4f}, placed {self.placed_fraction:.4f} "
@@ -99,7 +97,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises ConfigError if `text` is not a plan."""
+        """Parse a plan. Raises ConfigError if `text` is none."""
         try:
             data = json.loads(text)
             fraction, rows = data["asked_fraction"], data["buckets"]
@@ -129,18 +127,18 @@ def _count(row: dict[str, object], key: str) -> int:
 
 
 def placed(buckets: Sequence[Bucket], placements: Sequence[Placement], asked_fraction: float) -> Plan:
-    """The plan that gives `placements[i]` to `buckets[i]`."""
+    """Return the plan that gives `placements[i]` to `buckets[i]`."""
     rows = tuple(
         PlacedBucket(b.name, b.numel, b.state_bytes, b.host_bytes, p) for b, p in zip(buckets, placements, strict=True)
     )
     return Plan(asked_fraction, rows)
 
 
-# Choosing placements. Pure functions of the inventory and what the user asked; no torch.
+# Choosing placements: pure functions of the inventory and the user's request.
 
 
 LARGEST_STREAMED = 1.25
-"""Buckets above this many times the middle size are stepped on the host, where both ways are in use."""
+"""Buckets above this many times the median size have a CPU optimizer step, where both ways are in use."""
 
 
 _SHARE_OF = {
@@ -155,7 +153,9 @@ _HALF_OF = {
 
 
 def checked_fraction(value: object, option: str = "offload_fraction") -> float:
-    """`value` as a fraction in [0, 1]; None means 0. Raises ConfigError for anything else, strings and NaN included."""
+    """Return `value` as a fraction in [0, 1]; None means 0. Raises ConfigError for anything else, strings and NaN
+    included.
+    """
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -168,12 +168,13 @@ def checked_fraction(value: object, option: str = "offload_fraction") -> float:
 
 
 def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction: float = 0.0) -> Plan:
-    """Take `fraction` of the state bytes off the device, to within half of one bucket; of those, `streamed_fraction` is
-    streamed and the rest stepped on the host, to within one bucket.
+    """Offload `fraction` of the state bytes, to within half of one bucket.
+
+    Of those bytes, `streamed_fraction` is streamed and the rest has a CPU optimizer step, to within one bucket.
 
     Buckets used first in forward stay on the device first: the weights of the last buckets are the last that the next
-    forward needs, so their step and upload have the most time. Streamed and host buckets take turns, a streamed one
-    first: its state can be read while the norm is not yet known, so that the next forward starts without a bubble.
+    forward needs, so their step and upload have the most time. Streamed and host buckets alternate, a streamed one
+    first: its state can be prefetched while the norm is not yet known, so that the next forward starts without a stall.
     """
     fraction = checked_fraction(fraction)
     share = checked_fraction(streamed_fraction, "streamed_fraction")
@@ -184,7 +185,7 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
     on_device = len(buckets) - count
     placements = [Placement.DEVICE] * on_device
     offloaded = buckets[on_device:]
-    # A staging slot holds the largest streamed bucket: a few large ones would make every slot as large.
+    # A GPU staging buffer holds the largest streamed bucket: a few large ones would make every buffer as large.
     middle = sorted(b.state_bytes for b in offloaded)[len(offloaded) // 2] if offloaded else 0
     small_bytes = sum(b.state_bytes for b in offloaded if b.state_bytes <= LARGEST_STREAMED * middle)
     asked_bytes = share * sum(b.state_bytes for b in offloaded)
@@ -206,8 +207,10 @@ def place_fraction(buckets: Sequence[Bucket], fraction: float, streamed_fraction
 
 
 def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -> frozenset[int]:
-    """Positions of the buckets whose gradients can be added up on the host: a gradient is added up in one place, so
-    what shares a parameter with a bucket elsewhere, or with a bucket that shares one, stays out.
+    """Return the positions of the buckets whose gradients can be accumulated on the host.
+
+    A gradient is accumulated in one place, so a bucket is left out if it shares a parameter with a bucket elsewhere, or
+    with a bucket that does.
     """
     names = [{r.name for r in bucket.ranges} for bucket in buckets]
     found = {b for b, placement in enumerate(placements) if placement is Placement.HOST}
@@ -220,29 +223,31 @@ def summed_on_host(buckets: Sequence[Bucket], placements: Sequence[Placement]) -
 
 
 def host_step_bytes(*, state_bytes: int, weight_bytes: int) -> int:
-    """Host memory that the host's step moves per parameter: it reads and writes the state, reads the gradient, and
-    writes the weight, whose lines are read before.
+    """Return the host memory traffic of the CPU optimizer step, in bytes per parameter.
+
+    The step reads and writes the state, reads the gradient, and writes the weight, whose cache lines are read before.
     """
     return 2 * state_bytes + 3 * weight_bytes
 
 
 def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: float | None = None) -> float:
-    """The share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
+    """Return the share s of offloaded parameters to stream for the shortest step (bytes are per parameter).
 
-    Once the norm is known host and link start together, and slow one another down until one of them has ended; from
-    then on the other goes at the rate that it has alone. The host steps 1 - s. The link writes the state of s, and
-    reads what was not read while backward ran; and the weights that the host has stepped come over it. One direction
-    alone gets what both would, up to the rate that it has with nothing beside it. Host and link end together at one s:
-    the best is that, or one at which the link gains enough by a host that stands still, or the other way round.
+    Once the norm is known the CPU step and the copies start together, and slow one another down until one of them has
+    ended; from then on the other goes at the rate that it has alone. The CPU steps 1 - s. The copies write back the
+    state of s, prefetch the state that was not prefetched during backward, and upload the weights of the CPU step. One
+    direction alone gets the bandwidth of both, up to its own limit. CPU and copies end together at one s: the best s is
+    that one, or one at which either gains enough while the other is idle.
 
     Args:
-        ahead: share of the offloaded state that can be read while backward runs. None: not known; then that and the
-            weights are left out, which make up for one another in part.
+        ahead: share of the offloaded state that can be prefetched during backward. None: not known; then prefetch
+            and
+            weights are left out, which compensate one another in part.
     """
     early_bytes = 0.0 if ahead is None else ahead * state_bytes
 
     def seconds(s: float, host_per_s: float, duplex_per_s: float) -> tuple[float, float]:
-        """Of host and link, each for itself, per parameter."""
+        """Return the seconds per parameter of CPU step and copies, each by itself."""
         reads, writes = max(0.0, s * state_bytes - early_bytes), s * state_bytes
         if ahead is not None:
             reads += (1 - s) * weight_bytes
@@ -257,5 +262,5 @@ def streamed_share(rates: Rates, *, state_bytes: int, weight_bytes: int, ahead: 
         return together_s + max(left)
 
     busy_link = rates.busy_duplex_bytes_per_s / 2 / state_bytes
-    together = busy_link / (busy_link + rates.busy_host_parameters_per_s)  # as long as nothing is read ahead
+    together = busy_link / (busy_link + rates.busy_host_parameters_per_s)  # while no state is prefetched
     return min((together, 0.0, 1.0, *(k / 100 for k in range(1, 100))), key=until_both_end_s)

@@ -19,12 +19,12 @@ _UNITS = {
     "TB": 10**12,
 }
 UNKNOWN = "–"
-"""Stands where a figure is not known."""
+"""Shown where a figure is not known."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def size_bytes(text: str, option: str) -> int:
-    """Bytes of a text like `40GiB`, `512 MB` or `1.5TiB`. Raises ConfigError, which names `option`."""
+    """Parse a size like `40GiB`, `512 MB` or `1.5TiB` to bytes. Raises ConfigError, which names `option`."""
     match = _SIZE.fullmatch(text)
     if match is None:
         why = f"a size is a number and a unit; units are {', '.join(_UNITS)}"
@@ -40,12 +40,12 @@ def size_bytes(text: str, option: str) -> int:
 
 
 def gib(size: float) -> str:
-    """A size in GiB with one decimal, without the unit."""
+    """Format a size in GiB with one decimal, without the unit."""
     return f"{size / GIB:,.1f}"
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes for people, with three digits or so."""
+    """Format bytes for people, with three digits or so."""
     if nbytes is None:
         return UNKNOWN
     for unit in ("B", "KiB", "MiB"):
@@ -56,12 +56,12 @@ def size(nbytes: float | None) -> str:
 
 
 def unit_of(most_bytes: float) -> tuple[int, str]:
-    """The unit in which so many bytes are a figure of at least 1, up to GiB."""
+    """Return the unit, up to GiB, in which `most_bytes` is a figure of at least 1."""
     units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
     return next((unit for unit in units if most_bytes >= unit[0]), (1, "B"))
 
 
 def sizes_apart(asked_bytes: int, there_bytes: int) -> tuple[str, str]:
-    """Both as `size` writes them, or to the byte where that would be the same."""
+    """Format two sizes as `size` does, or to the byte where they would look equal."""
     asked, there = size(asked_bytes), size(there_bytes)
     return (asked, there) if asked != there else (f"{asked_bytes:,} bytes", f"{there_bytes:,} bytes")

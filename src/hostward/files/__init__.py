@@ -1,1 +1,1 @@
-"""Small files that are read and written whole: JSON with a schema, atomic replacement, folder locks."""
+"""Read and write small files as a whole: JSON with a schema, atomic replacement, folder locks."""

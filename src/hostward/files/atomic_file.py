@@ -1,4 +1,4 @@
-"""Small text files: read as a whole, and written so that a file is the new one whole, or as it was. No torch."""
+"""Read small text files as a whole, and replace them atomically. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from hostward.errors import ConfigError
 
 
 def read_text(path: Path, fix: str, *, what: str = "") -> str:
-    """The file's text. Raises ConfigError with this `fix` where it cannot be read; `what` is the kind of file."""
+    """Return the file's text, where `what` is the kind of file.
+
+    Raises ConfigError with this `fix` where the file cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
-"""Locks of folders that several processes write into. A lock goes with the process that holds it.
+"""Lock folders that several processes write into; a lock ends with the process that holds it.
 
-They are flock's: of one machine, and over NFS and Lustre of all machines where these are mounted so. No torch in here.
+The locks are flock's: they hold on one machine, and over NFS and Lustre on all machines where these are mounted so. No
+torch in here.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ FILE = ".run.lock"
 _KNOWS_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _POLL_S = 0.5
 _ENDING_S = 5.0
-"""A process that was killed gives its memory back before its locks."""
+"""Grace period: a killed process frees its memory before its locks."""
 _LEASE_S = 120.0
-"""For so long a file system may keep a lock of another machine, which is gone (NFS 4: 90 s)."""
+"""Longest time for which a file system may keep a lock of another machine that is gone (NFS 4: 90 s)."""
 
 
 def lock(descriptor: int, folder: Path) -> bool:
-    """Lock an open file of the folder; False: another process (or thread) holds the lock. Where the file system keeps
-    none, that is said, and the caller goes on as if it had it.
+    """Lock an open file of the folder; return False if another process (or thread) holds the lock.
+
+    Where the file system supports no locks, a warning is logged and the caller goes on as if it had the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,28 +50,28 @@ def lock(descriptor: int, folder: Path) -> bool:
 
 @functools.cache
 def _tell(folder: Path, reason: str) -> None:
-    """Once."""
-    log.warning("the file system of %s keeps no locks (%s): nothing keeps other runs out", folder, reason)
+    """Warn once per reason."""
+    log.warning("the file system of %s supports no locks (%s): other runs are not kept out", folder, reason)
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock. A child that was forked meanwhile has the file open too, so closing it is not enough."""
-    with suppress(OSError):  # of a file system that keeps none
+    """Release a lock explicitly: a child that was forked meanwhile has the file open too, so closing is not enough."""
+    with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 class FolderLock:
-    """A folder that a run has to itself, from before it looks what is there until it is over.
+    """Reserve a folder for one run, from before the run reads its contents until it is over.
 
-    Another run that has it may be ending: it is waited for, for seconds where it is a process of this machine, and for
-    as long as a file system may keep its lock where it is one of another machine.
+    Another run that holds the folder may be ending: it is waited for, for seconds if it is a process of this machine,
+    and for as long as a file system may keep its lock if it is one of another machine.
 
     As a context, an error in its body leaves the folder as it was before.
 
     Args:
-        told: what errors call it, as in "checkpoint.save=run".
+        told: the folder's name in errors, as in "checkpoint.save=run".
         folder: made if it is missing.
-        most_s: it is not waited for longer.
+        most_s: longest time to wait, in seconds.
 
     Raises:
         ConfigError: another run has it.
@@ -94,12 +96,12 @@ class FolderLock:
                     fix=f"name another folder, or wait until that run is over{gone}",
                 )
             if not waited:
-                log.info("%s: waiting up to %.0f s for %s, to let go of it", told, patience_s, holder)
+                log.info("%s: waiting up to %.0f s for %s to release it", told, patience_s, holder)
             waited = True
             time.sleep(_POLL_S)
         self._descriptor = descriptor
         since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        with suppress(OSError):  # a full disk, or the file of another user: who holds it is not told then
+        with suppress(OSError):  # a full disk, or another user's file: then the holder is not recorded
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {self._process} on {platform.node()}, since {since}\n".encode())
 
@@ -110,7 +112,7 @@ class FolderLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and self._descriptor is not None:
-            with suppress(OSError):  # what lies in it by now stays
+            with suppress(OSError):  # its contents stay
                 if self._made_file:
                     self._path.unlink()
                 for folder in self._made_folders:
@@ -121,28 +123,28 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        """Others may have the folder. Again: nothing."""
+        """Release the folder to others; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            if os.getpid() == self._process:  # and no child of it, whose lock it is as well
+            if os.getpid() == self._process:  # not a forked child, which shares the lock
                 unlock(descriptor)
             os.close(descriptor)
 
     def _locked(self) -> int | None:
-        """The file of the lock, opened and locked; None where another run has it."""
+        """Return the lock file, opened and locked; None where another run holds it."""
         while True:
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
                 descriptor = self._opened()
             except FileNotFoundError:
-                if self._folder.is_dir():  # one that takes no files
+                if self._folder.is_dir():  # a folder that cannot be written
                     raise
-                continue  # a run that was refused has removed it
+                continue  # a run that raised has removed it
             held = False
             try:
                 if not lock(descriptor, self._folder):
                     return None
-                # A run that was refused removes the file too: whoever opened that one has a lock of nothing.
+                # A run that raised removes the file too: a lock of that removed file protects nothing.
                 held = _is(descriptor, self._path)
             finally:
                 if not held:
@@ -160,7 +162,7 @@ class FolderLock:
             return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _holder(self) -> tuple[str, bool]:
-        """Who has it, and whether that is a process of another machine."""
+        """Return who holds the lock, and whether that is a process of another machine."""
         text = ""
         with suppress(OSError, UnicodeDecodeError):
             text = self._path.read_text().strip()

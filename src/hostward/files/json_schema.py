@@ -1,4 +1,4 @@
-"""Frozen dataclasses from JSON that a person may have edited: every key known, every value of its type."""
+"""Read frozen dataclasses from JSON that a person may have edited: every key known, every value of its type."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ T = TypeVar("T")
 
 
 def parse(cls: type[T], text: str) -> T:
-    """`text` as a `cls`: dataclasses of str, int, float, StrEnums, tuples, mappings of str, other dataclasses, each
-    `| None`; Any is taken as it is.
+    """Parse `text` as a `cls`: a dataclass of plain values, collections and other dataclasses.
 
-    Numbers are finite, and none is negative. A field with a default may be missing.
+    Fields may be str, int, float, StrEnums, tuples, mappings of str, or dataclasses, each `| None`; Any is taken as it
+    is. Numbers are finite, and none is negative. A field with a default may be missing.
 
     Raises:
         ValueError: no JSON, a key that is unknown, missing or there twice, or a value that is not of its type; the
-            text names the place.
+            text
+            names the place.
     """
     try:
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
@@ -32,7 +33,7 @@ def parse(cls: type[T], text: str) -> T:
 
 
 def require_version(text: str, version: int, format_name: str | None = None) -> None:
-    """Before the keys of a file are judged, which another version may have otherwise.
+    """Check the version before the keys of a file, which another version may have otherwise.
 
     Raises ValueError where `text` is an object of another version or, where `format_name` is given, of another format.
     """
@@ -50,7 +51,7 @@ def require_version(text: str, version: int, format_name: str | None = None) -> 
 
 
 def to_text(value: Any) -> str:
-    """JSON of a dataclass instance that `parse` reads back as an equal one."""
+    """Write a dataclass instance as JSON that `parse` reads back as an equal one."""
     return json.dumps(dataclasses.asdict(value), indent=1, allow_nan=False) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""What this machine is, and how fast: facts and measurements for `hostward doctor` and `hostward bench machine`."""
+"""Read facts and measure rates of this machine for `hostward doctor` and `hostward bench machine`."""

@@ -1,4 +1,4 @@
-"""What can be read about this machine and this process without measuring, gathered once. Loads no torch."""
+"""Gather once what can be read about this machine and this process without measuring. Loads no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )
-"""The environment variables that findings are about."""
+"""Environment variables that findings are about."""
 LOCK_LIMIT_WHY = "memory locked by the NVIDIA driver is normally not counted; look here first if page-locking fails"
 LOCK_LIMIT_FIX = "ulimit -l unlimited, or docker --ulimit memlock=-1"
 SLOW_HALVES_WHY = "torch multiplies 16-bit matrices with AVX-512 or newer, and in plain loops without it"
@@ -40,13 +40,16 @@ _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU that torch sees. `numa_node` is -1 where the system knows of none, None where it does not say."""
+    """Describe a GPU that torch sees.
+
+    `numa_node` is -1 where the system has none for it, None where the system does not report one.
+    """
 
     name: str
     capability: tuple[int, int]
     memory_bytes: int
     free_bytes: int | None
-    """Asked of the first GPU only: asking makes a context."""
+    """Read for the first GPU only: reading makes a context."""
     pci_address: str
     numa_node: int | None
     link_width: int | None
@@ -56,15 +59,15 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What torch and the driver say."""
+    """Hold what torch and the driver report."""
 
     cuda_build: str | None
-    """The CUDA version that torch was built for; None: a build without CUDA, or no torch."""
+    """CUDA version that torch was built for; None: a build without CUDA, or no torch."""
     error: str | None
-    """Why torch sees no GPU, or cannot be imported."""
+    """Reason why torch sees no GPU, or cannot be imported."""
     gpus: tuple[GpuFacts, ...]
     pinned_error: str | None
-    """Why a small block of host memory could not be page-locked."""
+    """Reason why a small block of host memory could not be pinned."""
 
 
 NO_DEVICES = DeviceFacts(None, None, (), None)
@@ -72,17 +75,17 @@ NO_DEVICES = DeviceFacts(None, None, (), None)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that the checks of `hostward doctor` look at. Sizes in bytes; None: unknown, or no limit."""
+    """Hold everything that the checks of `hostward doctor` read, with sizes in bytes; None: unknown, or no limit."""
 
     cpu_model: str | None
     processor_flags: frozenset[str]
     cpu: CpuFacts
     machine_cpus: int
     node_cpus: Mapping[int, frozenset[int]]
-    """CPUs of each NUMA node that has some."""
+    """CPUs by NUMA node, for nodes that have some."""
     numa_nodes: int
     affinity: frozenset[int]
-    """The CPUs that this process may run on."""
+    """CPUs that this process may run on."""
     instruction_sets: tuple[str, ...]
     native_error: str | None
     native_fix: str
@@ -96,11 +99,11 @@ class Facts:
     nvidia_addresses: tuple[str, ...]
     """PCI addresses of NVIDIA GPUs in this machine, hidden ones included."""
     environ: Mapping[str, str]
-    """Those of `VARIABLES` that are set."""
+    """Set variables among `VARIABLES`, by name."""
     python: str
     packages: Mapping[str, str]
     triton_wanted: str | None
-    """The version of triton that the installed torch asks for."""
+    """Triton version that the installed torch requires."""
     devices: DeviceFacts
     hardware: Hardware | None
     """Rates measured earlier."""
@@ -116,7 +119,7 @@ def gather(
     hardware: Hardware | None = None,
     hardware_error: str | None = None,
 ) -> Facts:
-    """Read the facts of this process. `root` is where `proc`, `sys` and `dev` are looked up."""
+    """Read the facts of this process; `proc`, `sys` and `dev` are looked up below `root`."""
     try:
         isas, native_error, native_fix = tuple(i.name.lower() for i in native().supported_isas()), None, ""
     except NativeError as error:
@@ -152,7 +155,7 @@ def gather(
 
 
 def cpu_model(root: Path = Path("/")) -> str | None:
-    """Name and numbers of the processor as the kernel tells them."""
+    """Return the name and numbers of the processor as the kernel reports them."""
     fields = _processor(root)
     name = fields.get("model name") or fields.get("CPU part")
     family, model = fields.get("cpu family"), fields.get("model")
@@ -160,18 +163,18 @@ def cpu_model(root: Path = Path("/")) -> str | None:
 
 
 def processor_flags(root: Path = Path("/")) -> frozenset[str]:
-    """What the processor can do, by the kernel's names; empty where it does not tell."""
+    """Return the processor's features by the kernel's names; empty where it reports none."""
     fields = _processor(root)
     return frozenset((fields.get("flags") or fields.get("Features") or "").split())
 
 
 def has_slow_halves(flags: frozenset[str]) -> bool:
-    """Whether torch multiplies 16-bit matrices by loops of its own there: oneDNN does so from AVX-512 on, of x86."""
+    """Return whether torch multiplies 16-bit matrices by its own loops: oneDNN does it on x86 from AVX-512 on."""
     return "fpu" in flags and "avx512f" not in flags
 
 
 def read_pci(pci_address: str, root: Path = Path("/")) -> tuple[int | None, int | None, int | None]:
-    """(NUMA node, lanes in use, lanes that there are) of the device at `pci_address`."""
+    """Return (NUMA node, PCI Express lanes in use, lanes of the device) of the device at `pci_address`."""
     folder = root / "sys/bus/pci/devices" / pci_address.lower()
     node, width, max_width = (
         _number(_read(folder / name)) for name in ("numa_node", "current_link_width", "max_link_width")
@@ -184,7 +187,7 @@ def _processor(root: Path) -> dict[str, str]:
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, separator, value = line.partition(":")
         if not separator:
-            break  # the first processor stands for all
+            break  # the first processor represents all
         fields[key.strip()] = value.strip()
     return fields
 
@@ -211,7 +214,7 @@ def _nvidia_addresses(root: Path) -> tuple[str, ...]:
 
 
 def lock_limit_bytes() -> int | None:
-    """Of pages that this process may lock; None: no limit."""
+    """Return the bytes of pages that this process may lock; None: no limit."""
     return _limit(resource.RLIMIT_MEMLOCK)
 
 
@@ -229,7 +232,7 @@ def _file_system_bytes(path: Path) -> int | None:
 
 
 def _chosen(text: str) -> str | None:
-    """The word in brackets."""
+    """Return the word in brackets."""
     return text.partition("[")[2].partition("]")[0] or None
 
 
@@ -263,14 +266,14 @@ def _number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?\d{1,9}\s*", text) else None
 
 
-# What torch and the CUDA driver say about the GPUs.
+# Facts about the GPUs from torch and the CUDA driver.
 
 PROBE_BYTES = 64 << 20
-"""Page-locked once, to see that it works."""
+"""Bytes pinned once, to see that pinning works."""
 
 
 def read_devices(root: Path = Path("/")) -> DeviceFacts:
-    """Ask torch, and page-lock a little host memory where there is a GPU. Never raises: what fails is a fact."""
+    """Ask torch, and pin a little host memory where there is a GPU. Never raises: a failure is a fact."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library that torch needs cannot be loaded

@@ -1,4 +1,4 @@
-"""Measures this machine: what `hostward bench machine` writes."""
+"""Measure this machine for `hostward bench machine`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _ROUNDS = 3
 class _Effort:
     copy_bytes: tuple[int, ...]
     span_bytes: int
-    """Copied round and round, in each direction."""
+    """Span that is copied repeatedly, in each direction."""
     copied_bytes: int
-    """In each direction, for one rate."""
+    """Bytes per direction, for one rate."""
     elements: int
-    """Of the memory roof and the host step."""
+    """Elements used for the memory bandwidth limit and the CPU optimizer step."""
     matmuls: int
 
 
@@ -55,15 +55,16 @@ _MATMUL_SIZE = 8192
 def measure_machine(
     *, quick: bool = False, threads: int | None = None, progress: Callable[[str], None] | None = None
 ) -> Hardware:
-    """Measure host memory and host step, and the first GPU where there is one; everything it takes is given back.
+    """Measure host memory and the CPU optimizer step, and the first GPU where there is one; all memory is released.
 
     Args:
         quick: fewer sizes and rounds.
-        threads: of the host step; None: as many as training would take.
-        progress: told what is being measured.
+        threads: threads of the CPU optimizer step; None: as many as training would take.
+        progress: called with the name of each measurement.
 
     Raises:
-        MemoryLimitError: less host memory (2.4 GB; 1 GB without a GPU) or device memory (2.3 GB) is left than it takes.
+        MemoryLimitError: less host memory (2.4 GB; 1 GB without a GPU) or device memory (2.3 GB) is left than it
+            takes.
         NativeError: the native library is missing.
     """
     effort = QUICK if quick else FULL
@@ -77,16 +78,16 @@ def measure_machine(
     pinned_s_per_gib: float | None = None
     links: tuple[LinkRate, ...] = ()
     if on_gpu:
-        say("host step and copies, alone and together")
+        say("CPU optimizer step and copies, alone and together")
         rates = measure_rates(backend)
         host_parameters_per_s = rates.host_parameters_per_s
-        say("page-locking")
+        say("pinning")
         pinned_s_per_gib = _pinned_s_per_gib(backend)
-        say("the link")
+        say("PCIe / NVLink")
         links = _link_rates(backend, effort)
         say("matrix products")
     else:
-        say("host step")
+        say("CPU optimizer step")
         host_parameters_per_s = measure_host_step(backend, effort.elements)
     facts = gather(os.environ, NO_DEVICES)
     gpu = _gpu(backend.device, effort) if on_gpu else None
@@ -161,7 +162,7 @@ def _gpu(device: torch.device, effort: _Effort) -> Gpu:
 
 
 def _matmul_flops_per_s(device: torch.device, count: int) -> float:
-    """Of bf16 products of square matrices, the median of three runs of `count`."""
+    """Return the median rate of three runs of `count` bf16 products of square matrices."""
     with torch.cuda.device(device), torch.no_grad():
         a, b = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=device).to(torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
@@ -178,21 +179,21 @@ def _matmul_flops_per_s(device: torch.device, count: int) -> float:
 
 
 def render(hardware: Hardware) -> Table:
-    """A table for a terminal."""
+    """Render a table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=hardware.name)
     table.add_column("what")
     table.add_column("rate", justify="right")
-    rows = [(f"link, {link.copy_bytes // MIB} MiB, to | from | both", _link_text(link)) for link in hardware.links]
+    rows = [(f"copies, {link.copy_bytes // MIB} MiB, H2D | D2H | both", _link_text(link)) for link in hardware.links]
     gpu = hardware.gpu
     rows += [
-        ("page-locking", _text(hardware.pinned_s_per_gib, 1, "s/GiB")),
+        ("pinning", _text(hardware.pinned_s_per_gib, 1, "s/GiB")),
         (f"host memory, threads: {hardware.threads}", _text(hardware.dram_bytes_per_s, 1e9, "GB/s")),
-        ("host step", _text(hardware.host_parameters_per_s, 1e9, "G parameters/s")),
-        ("host step beside copies", _text(hardware.busy_host_parameters_per_s, 1e9, "G parameters/s")),
-        ("copies beside the host step", _text(hardware.busy_duplex_bytes_per_s, 1e9, "GB/s")),
+        ("CPU optimizer step", _text(hardware.host_parameters_per_s, 1e9, "B parameters/s")),
+        ("CPU optimizer step during copies", _text(hardware.busy_host_parameters_per_s, 1e9, "B parameters/s")),
+        ("copies during the CPU optimizer step", _text(hardware.busy_duplex_bytes_per_s, 1e9, "GB/s")),
         ("bf16 matrix products", _text(None if gpu is None else gpu.bf16_matmul_flops_per_s, 1e12, "TFLOP/s")),
     ]
     for name, value in rows:

@@ -21,7 +21,7 @@ from hostward.model.fence import unfenced, without_functions
 from hostward.model.parameter_names import matched
 from hostward.model.parameters import Places, Tracked, check_no_overlap, check_trackable, named_groups, with_module
 from hostward.optim.bucket_state import (
-    Asked,
+    AllocationRequest,
     BucketState,
     allocate_partials,
     allocate_scalars,
@@ -355,7 +355,7 @@ class AdamW(torch.optim.Optimizer):
         placements = [b.placement for b in plan.buckets]
         grad_dtypes = landing_dtypes(buckets, {t.name: t.parameter for t in new}, self._grad_dtype)
         pinned = self._pin_gradients, self._pin_weights
-        asked = Asked(buckets, placements, grad_dtypes, self._sums_on_host, *pinned)
+        asked = AllocationRequest(buckets, placements, grad_dtypes, self._sums_on_host, *pinned)
         summed = asked.summed
         states = take_states(backend, asked)
         self._tracked += new

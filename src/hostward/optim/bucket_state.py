@@ -284,7 +284,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AllocationRequest:
     """Buckets that want memory, where they are placed, the dtypes in which their gradients land on the host, whether
     the host adds gradients up, and what of its memory is page-locked besides streamed state.
     """
@@ -321,7 +321,7 @@ class Asked:
     def _inbox_bytes(self) -> int:
         return sum(landing_buffer_bytes([self.buckets[b] for b in self.summed]))
 
-    def _changed(self, changes: Sequence[str]) -> Asked:
+    def _changed(self, changes: Sequence[str]) -> AllocationRequest:
         stepped, gradients, weights = (change in changes for change in _CHANGES)
         placements = [Placement.HOST if stepped and p.offloaded else p for p in self.placements]
         return replace(
@@ -343,7 +343,7 @@ class Asked:
         return found
 
 
-def take_states(backend: Backend, asked: Asked) -> list[BucketState]:
+def take_states(backend: Backend, asked: AllocationRequest) -> list[BucketState]:
     """Zero state for these buckets, with the landing places of their gradients. Raises MemoryLimitError; nothing stays
     allocated then.
     """
@@ -365,7 +365,7 @@ def take_states(backend: Backend, asked: Asked) -> list[BucketState]:
 
 
 @contextmanager
-def explained(backend: Backend, asked: Asked) -> Iterator[None]:
+def explained(backend: Backend, asked: AllocationRequest) -> Iterator[None]:
     """A refusal to lock pages inside says how many were locked, and which options need fewer."""
     try:
         yield

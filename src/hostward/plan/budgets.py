@@ -1,4 +1,4 @@
-"""Budgets in bytes, and what exceeds them. No torch."""
+"""Hold budgets in bytes and find which of them are exceeded. No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from hostward.plan.memory_model import RESUME, SAVE, SLEEP, TRAINING, Needs
 from hostward.plan.workload import Workload
 
 Required = Callable[[Workload, Choice], Needs]
-"""What tells the needs of a choice: `hostward.plan.memory_model.required`, or one of `hostward.plan.rank_partition`."""
+"""Function that returns the needs of a choice: `hostward.plan.memory_model.required`, or one from
+`hostward.plan.rank_partition`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Most bytes of one rank; None: no limit. `phases` are those that must keep to them."""
+    """Limit the bytes of one rank in `phases`; None: no limit."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -25,7 +27,7 @@ class Budgets:
     phases: tuple[str, ...] = TRAINING
 
     def over(self, needs: Needs) -> dict[str, int]:
-        """By how many bytes which budget is exceeded; empty where all are kept."""
+        """Return the excess in bytes of each exceeded budget; empty where all are kept."""
         limits = {"device": self.device_bytes, "host": self.host_bytes, "pinned": self.pinned_bytes}
         found = needed(needs, self.phases)
         return {
@@ -34,7 +36,7 @@ class Budgets:
 
 
 def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
-    """The most of each kind of memory in these phases."""
+    """Return the largest need of each kind of memory in these phases."""
     chosen = [phase for phase in needs.phases if phase.name in phases]
     return {
         "device": max((phase.device_bytes for phase in chosen), default=0),
@@ -43,7 +45,7 @@ def needed(needs: Needs, phases: Sequence[str]) -> dict[str, int]:
     }
 
 
-# Needs by phase beside their limits, as a table in text. No torch.
+# Needs by phase compared with their limits, as a table in text.
 
 
 _NOT_COUNTED = {
@@ -51,12 +53,12 @@ _NOT_COUNTED = {
     RESUME: "a run without checkpoint.load does not do it",
     SLEEP: "hostward has no call yet that does it",
 }
-"""Of phases that training can do without."""
+"""Reasons by phase that training does not need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """In which sizes and times of an answer are figures that differ from 0."""
+    """Choose the units of size and time in which the figures of an answer differ from 0."""
 
     scale_bytes: int
     memory: str
@@ -74,13 +76,13 @@ class Units:
 
 
 def units_of(needs: Needs, step_s: float = 1.0) -> Units:
-    """For this device peak, and steps of so many seconds."""
+    """Choose the units for this device peak and a step of `step_s` seconds."""
     small, quick = needs.device_peak_bytes < GIB, step_s < 0.1
     return Units(*((MIB, "MiB") if small else (GIB, "GiB")), *((1e3, "ms") if quick else (1.0, "s")))
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side; the first to the left, numbers to the right."""
+    """Lay out rows as columns: the first is left-aligned, the numbers are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -92,10 +94,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
-    """A row for each phase and one for the limits; below, where training fits, which phases exceed them uncounted.
+    """Render a row for each phase and one for the limits, as text.
+
+    Where training fits, lines below name the phases that exceed the limits and are not counted.
 
     Args:
-        gpus: of the node, each with these needs.
+        gpus: number of GPUs of the node, each with these needs.
     """
     rows = [[f"{units.memory} per GPU", "device", "host", "pinned", *(["host, node"] if gpus > 1 else [])]]
     outside, fits = [], not budgets.over(needs)
@@ -114,8 +118,8 @@ def by_phase(needs: Needs, budgets: Budgets, units: Units, gpus: int) -> str:
 
 
 def by_owner(needs: Needs, units: Units) -> str:
-    """Whose the memory of the fullest phases is."""
-    # Of phases that are equally full the later one, which is the one that lasts.
+    """Render the memory of the fullest phases by category, as text."""
+    # Of equally full phases, take the later one, which lasts.
     training = [phase for phase in reversed(needs.phases) if phase.name in TRAINING]
     fullest = max(training, key=lambda phase: phase.device_bytes)
     on_host = max(training, key=lambda phase: phase.host_bytes)
@@ -130,11 +134,11 @@ def _list(sizes: Mapping[str, int], units: Units) -> str:
     return ", ".join(f"{name} {units.size(size)}" for size, name in shown)
 
 
-# Refusing what does not fit, with the table that `hostward plan` shows. No torch.
+# Raising for needs that do not fit, with the table that `hostward plan` shows.
 
 
 def refuse(needs: Needs, free: Budgets, cure: str) -> None:
-    """Raises MemoryLimitError, with needs by phase and by owner, if they exceed what is free."""
+    """Raise MemoryLimitError, with needs by phase and by category, if they exceed the free memory."""
     over = free.over(needs)
     if not over:
         return
@@ -144,15 +148,15 @@ def refuse(needs: Needs, free: Budgets, cure: str) -> None:
     there = ", ".join(f"{name} {units.size(limits[name] or 0)} {units.memory}" for name in over)
     raise MemoryLimitError(
         f"the run needs more {named} than there is: free are {there}",
-        why=f"by the memory model, beside what is free:\n{table(needs, free)}",
+        why=f"by the memory model, compared with what is free:\n{table(needs, free)}",
         fix=cure,
     )
 
 
 def table(needs: Needs, free: Budgets) -> str:
-    """Needs by phase and, where they are known, by owner, beside what is free: indented lines."""
+    """Render needs by phase, and by category where known, with the free memory: indented lines."""
     units = units_of(needs)
     lines = by_phase(needs, free, units, gpus=1).splitlines()
-    if any(len(phase.device) > 1 or len(phase.host) > 1 for phase in needs.phases):  # a plan file knows the sums alone
+    if any(len(phase.device) > 1 or len(phase.host) > 1 for phase in needs.phases):  # a plan file has only the sums
         lines += by_owner(needs, units).splitlines()
     return "\n".join(f"    {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""How fast a machine does each kind of work of a training step, from its hardware file. No torch."""
+"""Compute how fast a machine does each kind of work of a training step, from its hardware file. No torch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ from hostward.plan.hardware_profile import Hardware, profile_of
 from hostward.plan.lane_simulator import Queue, Slowdown
 from hostward.plan.workload import Layer, PerToken, Workload
 
-# Of forward and backward of decoder models in benchmarks/results (1.7 G at 8 K and 32 K tokens, 8 G at 16 K), as a
-# share of one large matrix product's rate and of the device memory's peak rate.
+# Measured on forward and backward of decoder models in benchmarks/results (1.7 B at 8 K and 32 K tokens, 8 B at 16 K):
+# shares of one large matrix product's rate and of the device memory's peak bandwidth.
 MATMUL_SHARE = 0.877
 TRAFFIC_SHARE = 0.81
 GROUPED_SHARE = 0.36
-"""Rate of experts' matrix products over that of others, the way of tokens to the experts and back included. From how
-forward and backward grow with the tokens: Qwen3-30B-A3B, 12 layers on two GPUs, 8 K to 32 K (benchmarks/results,
-2026-11-22-scaling-two-8k-fractions.json, 16k and 32k). Rows of one GPU had no part in it; they are 2 % below to 12 %
-below.
+"""Rate reached by experts' matrix products over that of other ones, including the routing of tokens to the experts and
+back.
+
+Derived from how forward and backward grow with the tokens: Qwen3-30B-A3B, 12 layers on two GPUs, 8 K to 32 K
+(benchmarks/results, 2026-11-22-scaling-two-8k-fractions.json, 16k and 32k). Rows of one GPU were not used; they are 2 %
+below to 12 % below.
 """
 EXCHANGE_TRAFFIC = 7.0
-"""Traffic in device memory that compute loses by one gathering of a layer, or by one reduction of its gradient, over
-the layer's bytes. Writing what is gathered and copying it to its place and back are 3 to 4; the rest are kernels that
-share the device with those of the exchange. From the steps without offloading of the same runs, of which this is what
-does not grow with the tokens; with layers whole one at a time, and on H100s, it gives what was measured within 6 %.
-Links between GPUs are taken to be fast enough to hide behind a layer, as NVLink is.
+"""Device memory traffic that compute loses by one all-gather of a layer or one reduce-scatter of its gradient, over the
+layer's bytes.
+
+Writing what is gathered and copying it to its place and back are 3 to 4; the rest are kernels that share the device
+with those of the collective. Derived from the steps without offloading of the same runs: the part that does not grow
+with the tokens. With layers unsharded one at a time, and on H100s, it predicts the measurements within 6 %. NVLink
+between GPUs is assumed, which is fast enough to overlap with a layer.
 """
 LAYER_S = 150e-6
-"""What one pass over a layer takes beyond its operations and its traffic: kernels that do not fill the device."""
+"""Seconds that one pass over a layer takes beyond its operations and traffic: kernels that do not fill the device."""
 COPY_S = 13e-6
-"""What a copy takes beyond its bytes."""
+"""Seconds that a copy takes beyond its bytes."""
 HOST_STEP_BYTES = host_step_bytes(state_bytes=state_bytes_per_element(MasterKind.SPLIT), weight_bytes=2)
-"""Host memory that the step of the hardware file's rate, of bf16 weights, reads and writes per parameter."""
+"""Host memory that the CPU optimizer step of the hardware file's rate, of bf16 weights, reads and writes per parameter.
+"""
 
-# What stands in for rates that a hardware file does not know. Each use is said in `Speeds.assumed`.
+# Defaults for rates that a hardware file does not have. `Speeds.assumed` lists each use.
 _MATMUL_OF_PEAK = 0.7
 _LINK_OF_PEAK = 0.85
 _DUPLEX_OF_LINK = 1.6
@@ -49,29 +54,34 @@ _BUSY_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Rates of one GPU and its share of the node, each for work that runs alone; `slowdown` says what sharing costs."""
+    """Hold rates of one GPU and its share of the node, each for work that runs alone.
+
+    `slowdown` gives the speeds of lanes that share bandwidth.
+    """
 
     flops_per_s: float
-    """Of a model's matrix products."""
+    """Rate reached by a model's matrix products."""
     traffic_bytes_per_s: float
-    """Of its other operations, in device memory."""
+    """Rate reached by its other operations, in device memory."""
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     host_parameters_per_s: float
     slowdown: Slowdown
     assumed: tuple[str, ...]
-    """Rates that the hardware file does not know, and what was taken in their place."""
+    """Rates that the hardware file does not have, and the assumed values."""
 
     def copy_s(self, size_bytes: float, rate_bytes_per_s: float) -> float:
-        """Seconds of one copy."""
+        """Return the seconds of one copy."""
         return COPY_S + size_bytes / rate_bytes_per_s if size_bytes else 0.0
 
 
 def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = None) -> float:
-    """The share of offloaded state to stream for the shortest step: see `hostward.core.placement.streamed_share`.
+    """Return the share of offloaded state to stream for the shortest step.
+
+    See `hostward.core.placement.streamed_share`.
 
     Args:
-        ahead: share of the offloaded state that can be read while backward runs.
+        ahead: share of the offloaded state that can be prefetched during backward.
     """
     buckets = workload.inventory.buckets
     if not buckets:
@@ -89,8 +99,9 @@ def balanced_share(speeds: Speeds, workload: Workload, ahead: float | None = Non
 
 
 def measured(speeds: Speeds, rates: Rates) -> Speeds:
-    """`speeds` with the host and the link as they were measured on the machine, by all of its ranks at once. The
-    direction to the device counts as fast as the other.
+    """Replace the CPU and PCIe rates of `speeds` by those measured on the machine, by all of its ranks at once.
+
+    The direction to the device counts as fast as the other.
     """
     link, host = rates.d2h_bytes_per_s, rates.host_parameters_per_s
     slowdown = _slowdown(
@@ -107,7 +118,7 @@ def measured(speeds: Speeds, rates: Rates) -> Speeds:
 
 
 def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
-    """Speeds of one of `gpus` GPUs of a machine that all do the same.
+    """Compute the speeds of one of `gpus` GPUs of a machine that all do the same.
 
     Raises ConfigError for a machine without a GPU, and where not even the vendor's rates of it are known.
     """
@@ -138,29 +149,29 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
 
     peak, link_peak = gpu.bf16_peak_flops_per_s, gpu.link_peak_bytes_per_s
     matmul = known(gpu.bf16_matmul_flops_per_s, "gpu.bf16_matmul_flops_per_s", peak and peak * _MATMUL_OF_PEAK)
-    shipped = profile_of(gpu.name)  # a measured file knows no figures of the vendor
+    shipped = profile_of(gpu.name)  # a measured file has no figures of the vendor
     vendors = shipped.gpu.memory_peak_bytes_per_s if shipped is not None and shipped.gpu is not None else None
     memory = known(gpu.memory_peak_bytes_per_s, "gpu.memory_peak_bytes_per_s", vendors)
     largest = hardware.links[-1] if hardware.links else None
     link = link_peak and link_peak * _LINK_OF_PEAK
-    h2d = largest.h2d_bytes_per_s if largest else known(None, "link bytes/s in each direction", link)
+    h2d = largest.h2d_bytes_per_s if largest else known(None, "PCIe / NVLink bytes/s in each direction", link)
     d2h = largest.d2h_bytes_per_s if largest else h2d
     duplex = known(hardware.duplex_bytes_per_s, "duplex_bytes_per_s", _DUPLEX_OF_LINK * min(h2d, d2h))
     busy_duplex = known(hardware.busy_duplex_bytes_per_s, "busy_duplex_bytes_per_s", duplex)
     host = known(hardware.host_parameters_per_s, "host_parameters_per_s", _HOST_PARAMETERS_PER_S)
     busy_host = known(hardware.busy_host_parameters_per_s, "busy_host_parameters_per_s", host * _BUSY_SHARE)
     if gpus > 1:
-        # All GPUs of a node share its memory: a rank has its part where that is less than it reaches alone.
+        # All GPUs of a node share its memory bandwidth: a rank gets its part where that is less than its rate alone.
         node_host = known(hardware.node_host_parameters_per_s, "node_host_parameters_per_s", host * 1.6)
         node_duplex = known(hardware.node_duplex_bytes_per_s, "node_duplex_bytes_per_s", duplex * 2)
         alone_bytes_per_s = busy_host * HOST_STEP_BYTES + busy_duplex
         shared_host, shared_duplex = min(host, node_host / gpus), min(duplex, node_duplex / gpus)
         busy_host *= shared_host / host
         busy_duplex *= shared_duplex / duplex
-        # One direction alone is held up by memory as well, at the node's rate for both.
+        # Memory bandwidth limits one direction alone as well, at the node's rate for both.
         h2d, d2h = min(h2d, shared_duplex), min(d2h, shared_duplex)
-        # What memory gives to host and link of all ranks together is not in the file. Taken for it: the most that one
-        # of them alone draws, or all of one kind.
+        # The file has no memory bandwidth for CPU steps and copies of all ranks together. The largest known use is
+        # assumed: of one rank alone, or of one kind of work on all ranks.
         given = max(node_host * HOST_STEP_BYTES, node_duplex, alone_bytes_per_s) / gpus
         part = min(1.0, given / (busy_host * HOST_STEP_BYTES + busy_duplex))
         busy_host, busy_duplex = busy_host * part, busy_duplex * part
@@ -177,8 +188,10 @@ def speeds_of(hardware: Hardware, gpus: int = 1) -> Speeds:
 
 
 def _slowdown(h2d: float, d2h: float, duplex: float, busy_duplex: float, host: float, busy_host: float) -> Slowdown:
-    """Speeds by which lanes run. Beside copies in both directions the host goes at its busy rate; beside one copy it
-    loses as much of that as that copy's part of the bytes.
+    """Compute the speeds of lanes that run concurrently.
+
+    With copies in both directions the CPU runs at its busy rate; with one copy it loses a part of that slowdown, in
+    proportion to the copy's part of the bytes.
     """
     both = min(1.0, duplex / (h2d + d2h))
     busy_both = min(both, busy_duplex / (h2d + d2h))
@@ -188,33 +201,33 @@ def _slowdown(h2d: float, d2h: float, duplex: float, busy_duplex: float, host: f
         copies, steps = bits & 3, bits & 4
         moved = {0: 0.0, 1: d2h, 2: h2d, 3: busy_duplex if steps else duplex}[copies]
         link = both if copies == 3 else 1.0
-        if steps and copies:  # one direction gets no more than both would
+        if steps and copies:  # one direction gets at most the rate of both
             link = busy_both if copies == 3 else min(1.0, busy_duplex / moved)
         table.append((1.0, link, link, 1.0 - lost * min(1.0, moved / busy_duplex)))
     return tuple(table)
 
 
-# What each layer and bucket of a workload costs on a machine, before anything is decided. No torch.
+# Costs of each layer and bucket of a workload on a machine, before anything is decided.
 
 
 _ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward over those of its forward: it makes the scores again."""
+"""Operations in attention's backward over those of its forward: it recomputes the scores."""
 _TRAFFIC_BACKWARD = 2.0
 EXPERTS = "expert_fc1"
-"""The part of a layer whose matrix products are in groups, one for each expert."""
+"""Name for the part of a layer whose matrix products are in groups, one for each expert."""
 SUM_BYTES = 4
-"""Of an element of a gradient that waits for the step in float32, wherever it lies."""
+"""Bytes per element in a gradient that waits for the step in fp32, wherever it is stored."""
 LARGEST_UNIT = 160
 """Neighbouring buckets are timed as one where they are less than one part in so many of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds and bytes of one layer and one microbatch.
+    """Hold seconds and bytes of one layer and one microbatch.
 
     Args:
-        computed_s: of forward.
-        forward_s, backward_s: with what several GPUs exchange.
+        computed_s: seconds of forward.
+        forward_s, backward_s: seconds including the collectives of several GPUs.
     """
 
     layer: Layer
@@ -222,20 +235,20 @@ class LayerCost:
     forward_s: float
     backward_s: float
     elementwise_s: float
-    """To make norms and activations again."""
+    """Seconds to recompute layer norms and activations."""
     saved_bytes: float
     elementwise_bytes: float
-    """Of `saved_bytes`, what norms and activations save."""
+    """Bytes that layer norms and activations save, part of `saved_bytes`."""
     input_bytes: float
 
     def held_bytes(self, keep: Keep) -> float:
-        """What the layer keeps for backward, wherever it lies."""
+        """Return the bytes that the layer keeps for backward, wherever they are stored."""
         if keep in RECOMPUTED:
             return self.input_bytes
         return self.saved_bytes - (self.elementwise_bytes if keep in ELEMENTWISE else 0.0)
 
     def again_s(self, keep: Keep) -> float:
-        """What backward computes again."""
+        """Return the seconds of recomputation in backward."""
         if keep in RECOMPUTED:
             return self.computed_s
         return self.elementwise_s if keep in ELEMENTWISE else 0.0
@@ -243,7 +256,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Neighbouring buckets of one layer with one placement, timed as one."""
+    """Describe neighbouring buckets of one layer with one placement, timed as one."""
 
     layer: str
     placement: Placement
@@ -256,7 +269,7 @@ class Unit:
 
 
 class Costs:
-    """Of one workload on one machine; what depends on no choice is computed once."""
+    """Compute the costs of one workload on one machine; what depends on no choice is computed once."""
 
     def __init__(self, workload: Workload, speeds: Speeds) -> None:
         self.workload, self.speeds = workload, speeds
@@ -297,7 +310,7 @@ class Costs:
         )
 
     def _exchange_s(self, layer: Layer) -> tuple[float, float]:
-        """What gathering a layer and reducing its gradient take from compute, in forward and in backward."""
+        """Return the compute seconds lost to gathering a layer and reducing its gradient: forward, backward."""
         workload = self.workload
         if workload.ranks == 1:
             return 0.0, 0.0
@@ -307,17 +320,19 @@ class Costs:
         reduce_s = wider * workload.ranks * layer.trained_weight_bytes / traffic_bytes_per_s
         if workload.resharded:
             return gather_s, reduce_s + (gather_s if layer.repeated else 0.0)
-        return gather_s / workload.microbatches, reduce_s  # gathered once for all of them
+        return gather_s / workload.microbatches, reduce_s  # gathered once for all microbatches
 
     @cached_property
     def accumulation_s(self) -> float:
-        """Adding one microbatch's gradients, per parameter: read it, read and write the fp32 total."""
+        """Return the seconds per parameter to accumulate one microbatch's gradients: read, then read and write the fp32
+        sum.
+        """
         made_bytes = SUM_BYTES if self.workload.reduced_in_fp32 else self.workload.weight_dtype.itemsize_bytes
         several = self.workload.microbatches > 1
         return (made_bytes + 2 * SUM_BYTES) / self.speeds.traffic_bytes_per_s if several else 0.0
 
     def keep_of(self, choice: Choice) -> dict[int, Keep]:
-        """By position in `layers`, for repeated layers."""
+        """Return the treatment of repeated layers, by position in `layers`."""
         return dict(zip(self.repeated, choice.activations, strict=True))
 
     @cached_property
@@ -325,7 +340,7 @@ class Costs:
         return [_bucket_bytes(bucket) for bucket in self.workload.inventory.buckets]
 
     def units(self, choice: Choice) -> Sequence[Unit]:
-        """In order of use in forward; for all choices with the same placements the same."""
+        """Return the units in order of use in forward, cached by placements."""
         placements, merge_below = choice.placements, sum(self.numels) / LARGEST_UNIT
         if placements not in self._units:
             self._units[placements] = [self._unit(*run) for run in _runs(self._buckets, placements, merge_below)]
@@ -356,7 +371,7 @@ class _BucketBytes:
     weight_bytes: int
     state_bytes: int
     source_bytes: int
-    """What the host's step reads and writes of the weight."""
+    """Weight bytes that the CPU optimizer step reads and writes."""
 
 
 def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
@@ -368,7 +383,7 @@ def _bucket_bytes(bucket: Bucket) -> _BucketBytes:
 def _runs(
     buckets: Sequence[_BucketBytes], placements: Sequence[Placement], merge_below: float
 ) -> Iterator[tuple[str, Placement, list[_BucketBytes]]]:
-    """Buckets of one layer and placement together while they are few parameters; those of a layer interleave."""
+    """Group buckets of one layer and placement while they are few parameters; those of a layer interleave."""
     open_runs: dict[Placement, list[_BucketBytes]] = {}
     layer = None
     for bucket, placement in zip(buckets, placements, strict=True):

@@ -1,4 +1,4 @@
-"""What is decided about a workload: a placement for each bucket, and what becomes of each layer. No torch."""
+"""Define what is decided about a workload: a placement for each bucket and a treatment for each layer. No torch."""
 
 from __future__ import annotations
 
@@ -9,57 +9,59 @@ from hostward.core.placement import Placement
 
 
 class Keep(StrEnum):
-    """What becomes of what a layer saves for backward."""
+    """Say how a layer treats the tensors that it saves for backward."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
-    """All that it saves goes to the host."""
+    """Offload every tensor that the layer saves."""
     RECOMPUTE = "recompute"
-    """The layer keeps its input and runs again in backward."""
+    """Keep the layer's input and recompute the layer in backward."""
     RECOMPUTE_OFFLOAD = "recompute_offload"
-    """As recompute, and the input goes to the host."""
+    """Recompute the layer in backward and offload its input."""
     ELEMENTWISE = "elementwise"
-    """Norms and activations run again, the rest stays."""
+    """Recompute layer norms and activations; keep the other saved tensors."""
     ELEMENTWISE_OFFLOAD = "elementwise_offload"
-    """Norms and activations run again, the rest goes to the host."""
+    """Recompute layer norms and activations; offload the other saved tensors."""
 
 
 RECOMPUTED = (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD)
 ELEMENTWISE = (Keep.ELEMENTWISE, Keep.ELEMENTWISE_OFFLOAD)
 ELEMENTWISE_MODULES = ("layernorm", "mlp_act", "moe_act")
-"""What costs little to run again: it reads and writes memory, and multiplies no matrices."""
+"""Modules that are cheap to recompute: they read and write memory, and multiply no matrices."""
 LEAVES = (Keep.OFFLOAD, Keep.RECOMPUTE_OFFLOAD, Keep.ELEMENTWISE_OFFLOAD)
-"""What a layer keeps for backward goes to the host."""
+"""Choices that offload the tensors which a layer keeps for backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to train a workload."""
+    """Describe one way to train a workload."""
 
     placements: tuple[Placement, ...]
-    """Of the inventory's buckets, in their order."""
+    """Placements by bucket, in the inventory's order."""
     activations: tuple[Keep, ...]
-    """Of the workload's repeated layers, in order."""
+    """Treatments by repeated layer, in the workload's order."""
     offloaded_weights: frozenset[str] = frozenset()
     """Names of layers whose weights live on the host."""
     gradients_on_host: bool = False
-    """Whether gradients of several microbatches are added up on the host."""
+    """True if gradients of several microbatches are accumulated on the host."""
     staging_bytes: int | None = None
-    """Most device bytes of staging slots; None: what backward has freed."""
+    """Largest number of device bytes for GPU staging buffers; None: the memory that backward has freed."""
     captured: bool = False
-    """Whether forward and backward are a CUDA graph, whose memory nothing else may use between them."""
+    """True if forward and backward are a CUDA graph, whose memory nothing else may use between them."""
     serial: bool = False
-    """Whether all of the step comes between backward and forward: no gradient leaves before, no state is read ahead."""
+    """True if the whole step runs between backward and forward: no gradient is offloaded and no state prefetched
+    earlier.
+    """
 
     @property
     def overlapped(self) -> bool:
-        """Whether gradients leave while backward runs, and the step hides behind it and the next forward."""
+        """Return whether gradients are offloaded during backward and the step overlaps with both passes."""
         return not (self.captured or self.serial)
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One plan among those that trade device memory for time, with its predicted peak and step time."""
+    """Hold one plan of those that trade device memory for time, with its predicted peak and step time."""
 
     label: str
     device_bytes: int

@@ -1,4 +1,4 @@
-"""Which gradients the device holds, at each moment of backward. No torch."""
+"""Predict which gradients the device holds at each moment of backward. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hostward.schedule.optimizer import GRADIENTS_IN_FLIGHT, grads_to_copy_out
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """After a gradient was made: bytes of all that are on the device, and buckets whose gradient points have come."""
+    """Hold the state after a gradient was made: bytes of all gradients on the device, and buckets that are ready."""
 
     held_bytes: int
     completed: Sequence[int] = ()
 
 
 class Facts:
-    """What does not depend on the choice: which buckets hold a parameter's gradient, and which parameters a bucket."""
+    """Map buckets to parameters and back: everything that does not depend on the choice."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -39,23 +39,24 @@ class Facts:
             layer.name: frozenset(b for name in layer.gradients for b in self.buckets_of.get(name, ()))
             for layer in (workload.layers if workload.ranks > 1 else ())
         }
-        """By layer, of several ranks: buckets whose gradients are made in one memory."""
+        """Buckets whose gradients are reduced into one memory by several ranks, by layer."""
         self.numels = [bucket.numel for bucket in buckets]
         self.padded = [bucket.offsets[-1] for bucket in buckets]
-        """Elements, with what aligns ranges."""
+        """Bucket sizes in elements, with the padding that aligns ranges."""
         self.curves: dict[tuple[str, Way], Curve] = {}
-        """Of layers that come without, as they are made."""
+        """Made for layers that come without."""
 
 
 class Gradients:
-    """Of one step in steady state.
+    """Predict the gradient memory of one step in steady state.
 
-    With one microbatch, or where the host adds them up, gradients of host buckets leave during backward, a few at a
-    time; with more, all are there from the second microbatch on, in float32. So are those of one that several ranks
-    reduce so. Those that a CUDA graph writes all stay, and so do those of a serial step.
+    With one microbatch, or where the host accumulates gradients, those of host buckets are offloaded during backward, a
+    few at a time. With more microbatches, all gradients are on the device from the second microbatch on, in fp32, and
+    so are those that several ranks reduce in fp32. Gradients that a CUDA graph writes all stay, and so do those of a
+    serial step.
 
-    Several ranks reduce a layer's gradients into one memory, which is there until the last that leaves of it has left:
-    those that stay are copied out of it.
+    Several ranks reduce a layer's gradients into one memory, which is freed when the last gradient offloaded from it
+    has gone; gradients that stay are copied out of it.
     """
 
     def __init__(self, facts: Facts, choice: Choice) -> None:
@@ -77,12 +78,14 @@ class Gradients:
         together = {} if several or not choice.overlapped else facts.reduced_together
         self._apart = grads_to_copy_out(choice.placements, together.values())
         self._memory_of = {name: name for name in facts.buckets_of}
-        """By parameter, what its gradient is made in: a memory of its own, or that of a layer which parts leave."""
+        """Memory in which a parameter's gradient is made, by parameter: its own, or its layer's if parts of it are
+        offloaded.
+        """
         for layer in workload.layers if self._apart else ():
             if not self._apart.isdisjoint(together[layer.name]):
                 self._memory_of |= dict.fromkeys(layer.gradients, layer.name)
         self.accumulate = several
-        """Whether those that stay are added to what is there already."""
+        """True if gradients that stay are accumulated."""
         self._stays = {name: not self._leaving.issuperset(held) for name, held in facts.buckets_of.items()}
         self._bytes_of = {p.name: p.numel * self._itemsize(p.name, p.dtype) for p in facts.parameters.values()}
         self._added_bytes = {
@@ -91,7 +94,7 @@ class Gradients:
             if self._stays[p.name] and (made := self._reduced_bytes(p.dtype))
         }
         self.staying_bytes = sum(n for name, n in self._bytes_of.items() if self._stays[name])
-        """Of those that stay on the device until the step."""
+        """Bytes that stay on the device until the step."""
 
     def _itemsize(self, name: str, dtype: Dtype) -> int:
         if not self._in_fp32 or (self.summed and self.summed.issuperset(self._facts.buckets_of[name])):
@@ -99,27 +102,27 @@ class Gradients:
         return 4
 
     def _reduced_bytes(self, dtype: Dtype) -> int:
-        """Of an element as autograd made it, or as several ranks have reduced it."""
+        """Return the bytes per element as autograd made it, or as several ranks have reduced it."""
         return 4 if self._reduced_in_fp32 else dtype.itemsize_bytes
 
     def landed_itemsize_bytes(self, bucket: Bucket) -> int:
-        """Of a gradient on the host."""
+        """Return the bytes per element of an offloaded gradient."""
         return 4 if self._in_fp32 else bucket.dtype.itemsize_bytes
 
     @property
     def before_bytes(self) -> int:
-        """On the device when backward begins."""
+        """Return the bytes on the device when backward begins."""
         return self.staying_bytes if self.accumulate else 0
 
     def temporary_bytes(self, layer: Layer, made: int) -> int:
-        """Of a gradient on its way to be added to what is there: as autograd made it, and in float32."""
+        """Return the bytes of a gradient that is being accumulated: as autograd made it, and in fp32."""
         if not self.accumulate:
             return 0
         return max((self._added_bytes.get(name, 0) for name in layer.gradients[:made]), default=0)
 
     @cached_property
     def backward(self) -> Sequence[Sequence[Made]]:
-        """By layer, from last to first: after each of its gradients, in order."""
+        """Compute the state after each gradient, in order, for each layer from last to first."""
         facts, held = self._facts, self.before_bytes
         missing = [len(names) for names in facts.names_of]
         nbytes, users = self._memories()
@@ -148,7 +151,7 @@ class Gradients:
         return made
 
     def _memories(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of each memory that gradients are made in, and how many buckets use it."""
+        """Return the bytes of each memory that gradients are made in, and how many buckets use it."""
         nbytes: dict[str, int] = {}
         for name, memory in self._memory_of.items():
             nbytes[memory] = nbytes.get(memory, 0) + self._bytes_of.get(name, 0)
@@ -164,13 +167,13 @@ class Gradients:
         return freed
 
     def _part_bytes(self, bucket: int, name: str) -> int:
-        """Of a parameter's gradient, what is in a bucket."""
+        """Return the bytes of a parameter's gradient that are in a bucket."""
         ranges = self._facts.workload.inventory.buckets[bucket].ranges
         numel = sum(r.numel for r in ranges if r.name == name)
         return numel * self._bytes_of[name] // self._facts.parameters[name].numel
 
     def used_in_forward(self) -> dict[str, int]:
-        """By layer, bytes of gradients that wait for its next forward: of streamed buckets."""
+        """Return the bytes of streamed buckets' gradients that wait for the next forward, by layer."""
         found: dict[str, int] = {}
         seen = set[str]()
         for b, bucket in enumerate(self._facts.workload.inventory.buckets):

@@ -1,4 +1,4 @@
-"""What a machine can do, as a file: written by `hostward bench machine`, or shipped for common GPUs. No torch."""
+"""Read and write hardware files: a machine's rates and limits, measured or shipped for common GPUs. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROFILES = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. `peak` rates are the vendor's, the others are measured; None: unknown."""
+    """Describe one GPU: `peak` rates are the vendor's, the others are measured; None: unknown."""
 
     name: str
     memory_bytes: int
@@ -34,88 +34,98 @@ class Gpu:
     bf16_peak_flops_per_s: float | None
     memory_peak_bytes_per_s: float | None
     link_peak_bytes_per_s: float | None
-    """Of the link to the host, in one direction."""
+    """Peak rate of PCIe or NVLink to the host, in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The host's processors. `cpus` are those that the process may use; `quota_cpus` is the cgroup's share of them."""
+    """Describe the host's processors.
+
+    `cpus` counts those that the process may use; `quota_cpus` is the cgroup's share of them.
+    """
 
     model: str | None
     cpus: int | None
     quota_cpus: float | None
     numa_nodes: int | None
     instruction_sets: tuple[str, ...]
-    """Those with a host kernel, slowest first."""
+    """Instruction sets with a CPU kernel, slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the process in bytes; None: none, or unknown in a shipped profile."""
+    """Hold limits of the process in bytes; None: no limit, or unknown in a shipped profile."""
 
     memory_bytes: int | None
-    """The machine's memory, or its container's where that is less; `limited_by` says which."""
+    """Machine's memory, or its container's where that is less; `limited_by` names which."""
     limited_by: str | None
     locked_bytes: int | None
     """`ulimit -l`."""
     address_space_bytes: int | None
     """`ulimit -v`."""
     shared_memory_bytes: int | None
-    """The size of /dev/shm."""
+    """Size in bytes, from /dev/shm."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """Bytes per second between page-locked host memory and the GPU, in copies of `copy_bytes`."""
+    """Hold bytes per second between pinned host memory and the GPU, in copies of `copy_bytes`."""
 
     copy_bytes: int
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     duplex_bytes_per_s: float | None
-    """Both directions at once, in sum."""
+    """Copies in both directions at once, in sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Facts and rates of a machine. Rates are of one process and one GPU; a rate that is None is unknown."""
+    """Hold facts and rates of a machine.
+
+    Rates are of one process and one GPU; a rate that is None is unknown.
+    """
 
     version: int
     name: str
     measured_at: str | None
     """UTC, ISO 8601; None for a shipped profile."""
     threads: int | None
-    """Threads of the host step in the rates below."""
+    """Thread count for the CPU optimizer step in the rates below."""
     gpu: Gpu | None
     gpu_count: int
     cpu: Cpu
     limits: Limits
     links: tuple[LinkRate, ...]
-    """By growing size; none without a GPU."""
+    """Rates ordered by growing copy size; empty without a GPU."""
     pinned_s_per_gib: float | None
-    """Seconds to touch and page-lock 1 GiB of host memory."""
+    """Seconds to touch and pin 1 GiB of host memory."""
     dram_bytes_per_s: float | None
-    """Read-modify-write roof: what the threads move in a loop with the traffic of a host step."""
+    """Bandwidth limit of read-modify-write: bytes that the threads move in a loop with the traffic of a CPU optimizer
+    step.
+    """
     host_parameters_per_s: float | None
-    """The host's AdamW: 16-bit gradient and weight, split master."""
+    """CPU AdamW with 16-bit gradient and weight, and a split fp32 main weight."""
     duplex_bytes_per_s: float | None
-    """Large copies in both directions, in sum, the host step idle."""
+    """Sum of large copies in both directions while the CPU optimizer step is idle."""
     busy_host_parameters_per_s: float | None
-    """As `host_parameters_per_s` while copies run, and below the other way round."""
+    """CPU AdamW as in `host_parameters_per_s`, while copies run; the next field is the reverse."""
     busy_duplex_bytes_per_s: float | None
     node_host_parameters_per_s: float | None
-    """The host step of all processes of a full machine in sum: they share its memory. Not measured by one process."""
+    """CPU optimizer steps of all processes of a full machine, in sum: they share its memory bandwidth. One process
+    cannot measure it.
+    """
     node_duplex_bytes_per_s: float | None
-    """Copies in both directions of all GPUs of a full machine in sum."""
+    """Sum of copies in both directions of all GPUs of a full machine."""
     sources: Mapping[str, str]
-    """Where numbers of a shipped profile come from, by field."""
+    """Source for each number of a shipped profile, by field."""
     matmul_share: float | None = None
-    """Rate of a model's matrix products over `gpu.bf16_matmul_flops_per_s`. May be missing, as the next."""
+    """Rate reached by a model's matrix products over `gpu.bf16_matmul_flops_per_s`. May be missing, as may the next."""
     traffic_share: float | None = None
-    """Rate of a model's other operations in device memory over `gpu.memory_peak_bytes_per_s`."""
+    """Rate reached by a model's other operations in device memory over `gpu.memory_peak_bytes_per_s`."""
 
     @property
     def rates(self) -> Rates | None:
-        """What the mix of host-stepped and streamed state is chosen from; None where one of them is unknown."""
+        """Return the rates that choose the mix of CPU-stepped and streamed state; None where one is unknown."""
         found = (
             self.host_parameters_per_s,
             self.duplex_bytes_per_s,
@@ -131,7 +141,7 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> Hardware:
-        """Raises ConfigError if `text` is no hardware file; `origin` names it there."""
+        """Parse a hardware file; `origin` names the text in errors. Raises ConfigError if it is none."""
         try:
             json_schema.require_version(text, VERSION)
             hardware = json_schema.parse(cls, text)
@@ -177,22 +187,22 @@ def _check(hardware: Hardware) -> None:
 
 
 def load(path: Path) -> Hardware:
-    """Raises ConfigError where the file cannot be read or is no hardware file."""
+    """Read a hardware file. Raises ConfigError where it cannot be read or is none."""
     return Hardware.from_json(read_text(path, _WRITE_ONE), str(path))
 
 
 def save(hardware: Hardware, path: Path) -> None:
-    """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the file atomically. Raises ConfigError where it cannot be written."""
     replace_text(path, hardware.to_json(), what="hardware file")
 
 
 def profile(name: str) -> Hardware:
-    """A shipped profile by name, as in `PROFILES`. Raises ConfigError for another name."""
+    """Return a shipped profile by its name in `PROFILES`. Raises ConfigError for another name."""
     if name not in PROFILES:
         raise ConfigError(f"there is no hardware profile {name!r}", fix=f"choose from {', '.join(PROFILES)}")
     return load(_FOLDER / f"{name}.json")
 
 
 def profile_of(gpu_name: str) -> Hardware | None:
-    """The shipped profile of a GPU by the driver's name of it; None where there is none."""
+    """Return the shipped profile of a GPU by its name in the driver; None where there is none."""
     return next((profile(name) for name, names in PROFILES.items() if gpu_name in names), None)

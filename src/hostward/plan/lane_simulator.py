@@ -1,7 +1,8 @@
-"""Lanes of work side by side: when each piece of work ends, given what slows what down. Pure arithmetic; no torch.
+"""Simulate lanes of work that run concurrently, and return when each piece of work ends. No torch.
 
-Every lane does its work in order. A piece of work starts when the one before it on its lane has ended and all that it
-waits for has. Lanes that run at the same time share the link and host memory: each then goes on at a part of its speed.
+Every lane (compute, both directions of PCIe or NVLink, the CPU) does its work in order. A piece of work starts when its
+predecessor on the lane has ended and so have all the pieces that it waits for. Lanes that run at the same time share
+PCIe and memory bandwidth, so each of them then runs at a fraction of its speed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import IntEnum
 
 
 class Queue(IntEnum):
-    """The lanes of a step that take time of their own."""
+    """Name the lanes of a step that take time of their own."""
 
     COMPUTE = 0
     D2H = 1
@@ -26,7 +27,7 @@ _LANES = range(len(Queue))
 
 @dataclass(slots=True)
 class Work:
-    """One piece of work: `seconds` where nothing else runs."""
+    """Describe one piece of work, which takes `seconds` when no other lane is busy."""
 
     name: str
     queue: Queue
@@ -35,34 +36,38 @@ class Work:
 
 
 Slowdown = tuple[tuple[float, float, float, float], ...]
-"""Speed of each lane, 1 alone, by which of D2H, H2D and HOST run: the entry at `d2h + 2 * h2d + 4 * host`."""
+"""Speed of each lane (1 when it runs alone) by which of D2H, H2D and HOST are busy: the entry at `d2h + 2 * h2d + 4 *
+host`.
+"""
 UNSHARED: Slowdown = ((1.0, 1.0, 1.0, 1.0),) * 8
 
 
 @dataclass(slots=True)
 class Program:
-    """Pieces of work, in order of issue; a piece waits only for earlier ones."""
+    """Hold pieces of work in order of issue; a piece waits only for earlier ones."""
 
     works: list[Work] = field(default_factory=list)
 
     def add(self, name: str, queue: Queue, seconds: float, waits: Sequence[int | None] = ()) -> int:
-        """Append one piece of work; None among `waits` is nothing to wait for. Its number."""
+        """Append one piece of work and return its number; a None in `waits` is ignored."""
         self.works.append(Work(name, queue, seconds, tuple([w for w in waits if w is not None])))
         return len(self.works) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each piece of work started and ended, in seconds, in order of issue."""
+    """Hold the start and the end of each piece of work, in seconds, in order of issue."""
 
     starts_s: tuple[float, ...]
     ends_s: tuple[float, ...]
 
 
 def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
-    """Play the program from an idle machine.
+    """Simulate the program, starting from an idle machine.
 
     Speeds change only when a piece of work starts or ends, so the time from one such moment to the next is exact.
+
+    Raises ValueError if a piece of work waits for one that was issued after it.
     """
     works = program.works
     count = len(works)
@@ -105,7 +110,7 @@ def run(program: Program, slowdown: Slowdown = UNSHARED) -> Timeline:
 
 
 def busy_s(program: Program, first: int, last: int) -> dict[Queue, float]:
-    """Seconds of work per lane, alone, among the pieces first <= number < last."""
+    """Sum the seconds of work per lane, as if each ran alone, of the pieces first <= number < last."""
     found = dict.fromkeys(Queue, 0.0)
     for work in program.works[first:last]:
         found[work.queue] += work.seconds

@@ -1,10 +1,10 @@
-"""How many bytes a run needs, by phase and owner, from a workload and what is decided about it. No torch.
+"""Predict the bytes that a run needs, by phase and category, from a workload and a choice. No torch.
 
-The device's peak is the most at any moment of a step. Moments are those of the workload's curves; what lives around
-them (weights, what earlier layers keep, gradients that have not left, staging slots) follows the schedules that the
-engine carries out: gradients leave as `hostward.schedule.optimizer` says, saved tensors as
-`hostward.schedule.activations`, weights as `hostward.schedule.weights`, and slots are counted by
-`hostward.schedule.staging` from the same spans that the engine measures.
+The device's peak is the largest sum at any moment of a step. Moments are those of the workload's curves; the memory
+around them (weights, tensors that earlier layers keep, gradients that are not offloaded yet, GPU staging buffers)
+follows the schedules that the runtime carries out: `hostward.schedule.optimizer` for gradients,
+`hostward.schedule.activations` for saved tensors, `hostward.schedule.weights` for weights. Staging buffers are counted
+by `hostward.schedule.staging` from the same spans that the runtime measures.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hostward.plan.workload import Workload
 from hostward.schedule.optimizer import landing_buffer_bytes
 
 CUBLAS_WORKSPACES = 2
-"""One of the thread that runs forward, one of autograd's; as many more on the stream of a capture."""
+"""Workspaces for the thread that runs forward and for autograd's; as many more on the stream of a capture."""
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
-"""Of each on a GPU of compute capability 9.0 and later; less on earlier ones."""
+"""Workspace size on a GPU of compute capability 9.0 and later; earlier ones use less."""
 KERNEL_TABLES_BYTES = 2 * MIB
-"""Page-locked, for addresses and constants on their way to kernels: one for each lane that launches them."""
+"""Pinned memory for addresses and constants on their way to kernels: one table for each stream that launches them."""
 _PARTIAL_BYTES = 12
-"""Of the norm, for each chunk of a gradient."""
+"""Gradient norm's bytes for each chunk of a gradient."""
 _SCALARS_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseNeeds:
-    """Bytes by owner: on the device at its peak, on the host, and page-locked of those on the host."""
+    """Hold bytes by category: on the device at its peak, on the host, and the pinned part of the host bytes."""
 
     name: str
     device: Mapping[str, int]
@@ -63,13 +63,16 @@ TRAINING = (LOAD, FIRST_STEP, STEADY_STEP)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes by phase, in the order of `LOAD` to `SLEEP`. Totals are those of every run: the most of `TRAINING`."""
+    """Hold bytes by phase, in the order of `LOAD` to `SLEEP`.
+
+    Totals are the largest of the phases that every run has (`TRAINING`).
+    """
 
     phases: tuple[PhaseNeeds, ...]
     slots: int = 0
-    """Staging slots from the fourth step on."""
+    """GPU staging buffers from the fourth step on."""
     stage_at: tuple[int, ...] = ()
-    """The buckets at whose gradient points they are taken, one by one."""
+    """Buckets whose ready gradients trigger the acquisition of a staging buffer, one by one."""
 
     @property
     def device_peak_bytes(self) -> int:
@@ -84,40 +87,40 @@ class Needs:
         return max(phase.pinned_bytes for phase in self.phases if phase.name in TRAINING)
 
     def phase(self, name: str) -> PhaseNeeds:
-        """The phase of that name. Raises KeyError."""
+        """Return the phase with that name. Raises KeyError."""
         return {phase.name: phase for phase in self.phases}[name]
 
 
 def required(workload: Workload, choice: Choice) -> Needs:
-    """What a run needs, in each of its phases.
+    """Predict the needs of a run in each of its phases.
 
-    Not counted are the context of the CUDA driver and its modules (about 0.5 GiB on either side), and what the caching
-    allocator holds besides what is allocated.
+    The context of the CUDA driver and its modules (about 0.5 GiB on either side) are not counted, nor the memory that
+    the caching allocator reserves and does not allocate.
 
     Raises:
-        ConfigError: a choice that is not of this workload.
+        ConfigError: the choice is not of this workload.
     """
     return MemoryModel(workload).required(choice)
 
 
 class MemoryModel:
-    """`required` for many choices of one workload."""
+    """Compute `required` for many choices of one workload."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._facts = Facts(workload)
         parameters = workload.inventory.parameters
         self._loaded_bytes = sum(p.numel * (8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters)
-        """Host bytes of a whole state beside the one that is being filled."""
+        """Host bytes of a complete state, besides the state that is being filled."""
         chunks = (-(-r.numel // SPLIT_ELEMENTS) for bucket in workload.inventory.buckets for r in bucket.ranges)
         self._partial_bytes = _PARTIAL_BYTES * sum(chunks)
         self._save_bytes = save_bytes(workload)
         self._gradients: dict[tuple[tuple[Placement, ...], bool, bool], Gradients] = {}
 
     def required(self, choice: Choice) -> Needs:
-        """Raises ConfigError for a choice that is not of this workload."""
+        """Predict the needs of a run in each of its phases. Raises ConfigError for a choice of another workload."""
         _check(self.workload, choice)
-        # What is decided about activations changes nothing of them.
+        # Gradients do not depend on the treatment of activations.
         key = choice.placements, choice.gradients_on_host, choice.overlapped
         gradients = self._gradients[key] = self._gradients.get(key) or Gradients(self._facts, choice)
         step = StepModel(self._facts, choice, gradients)
@@ -136,15 +139,15 @@ class MemoryModel:
         first: dict[Owner, float] = {**rest, **step.peak(step.first_slots)}
         steady: dict[Owner, float] = {**rest, **step.peak(slots)}
         resident = step.resident_weight_bytes
-        # Weights that leave come from the CPU, and are on the device one layer at a time (`hostward.move`). They cannot
-        # wait there where several ranks share a model.
+        # Offloaded weights are loaded on the CPU, and are on the device one layer at a time (`hostward.move`). They
+        # cannot stay on the CPU where several ranks shard a model.
         layers = self.workload.layers if self.workload.ranks == 1 else ()
         waiting = [layer.weight_bytes for layer in layers if layer.name in choice.offloaded_weights]
         there = self.workload.weight_bytes - sum(waiting) + max(waiting, default=0)
         loading = {**rest, Owner.WEIGHTS: there, Owner.WORKSPACE: self._partial_bytes}
         buffers, copy = self._save_bytes
         kept = copy if self.workload.snapshot else 0
-        copied = kept or frozen  # what is not trained and away, while it is saved, unless a snapshot has it
+        copied = kept or frozen  # untrained offloaded weights while they are saved, unless a snapshot has them
         loaded = {Owner.WEIGHTS: host[Owner.WEIGHTS] + sum(waiting), Owner.ACTIVATIONS: 0.0}
         locked = {**pinned, Owner.ACTIVATIONS: 0.0}
         phases = (
@@ -165,8 +168,10 @@ class MemoryModel:
     def _host(
         self, choice: Choice, gradients: Gradients, parked_bytes: float, frozen: int
     ) -> tuple[dict[Owner, float], dict[Owner, float]]:
-        """Host bytes of a step, and the page-locked ones of them: what copies reach. `frozen`: of weights that are not
-        trained and away.
+        """Return the host bytes of a step, and the pinned bytes among them, which copies reach.
+
+        Args:
+            frozen: bytes of offloaded weights that are not trained.
         """
         buckets, padded, workload = self.workload.inventory.buckets, self._facts.padded, self.workload
         streamed = stepped = weights = landing = 0.0
@@ -205,15 +210,19 @@ def _with(held: Mapping[Owner, float], state: float, weights: float) -> dict[Own
 
 
 def save_bytes(workload: Workload) -> tuple[int, int]:
-    """Host bytes besides the state while it is saved: of the buffers, at most (several ranks share the threads that
-    write), and of a snapshot where one is taken, weights that are not trained among it.
+    """Return the host bytes that a save needs besides the state: of write buffers and of a snapshot.
+
+    Write buffers are an upper bound: several ranks share the threads that write. A snapshot, where one is taken,
+    includes weights that are not trained.
     """
     parameters = workload.inventory.parameters
     frozen = [layer.frozen_weight_bytes for layer in workload.layers]
     roles = [(p.numel, 8 if master_kind(p.dtype) is MasterKind.WEIGHT else 12) for p in parameters]
     written = sum(n * state for n, state in roles) + sum(p.numel * p.dtype.itemsize_bytes for p in parameters)
     threads = max(1, min(MOST_WRITERS, (written + sum(frozen)) // PIECE_BYTES))
-    largest = max([*(4 * n for n, _ in roles), *frozen], default=0)  # of what is frozen a layer's is known, no tensor's
+    largest = max(
+        [*(4 * n for n, _ in roles), *frozen], default=0
+    )  # of frozen weights the size per layer is known, not per tensor
     copied = sum(bucket.host_bytes for bucket in workload.inventory.buckets) + sum(frozen)
     return threads * 2 * min(PIECE_BYTES, largest), copied
 
@@ -236,22 +245,27 @@ def _check(workload: Workload, choice: Choice) -> None:
         raise ConfigError(f"weights of {min(unknown)!r} are to be offloaded, which is none of the layers", fix=fix)
 
 
-# Host memory that a save takes besides the state: constants of the writer that plans count with. No torch.
+# Host memory that a save needs besides the state: constants of the checkpoint writer that plans count with.
 
 
 PIECE_BYTES = 32 * 1024 * 1024
-"""Tensors are read, written and checked in pieces of at most so many bytes."""
+"""Largest piece in which tensors are read, written and checked."""
 BLOCK_BYTES = 4096
-"""Past the page cache memory, places in files and lengths are multiples of it: of a page, and of any disk's block."""
+"""Unit of places in files and of lengths where I/O bypasses the page cache: a multiple of a page and of any disk's
+block.
+"""
 MOST_WRITERS = 8
-"""Threads of one machine that write, each into a file of its own: to read, check and hand over what a disk takes in
-parallel needs several.
+"""Largest number of writer threads on one machine, each with its own file.
+
+Reading, checking and submitting as much as a disk takes in parallel needs several threads.
 """
 
 
 def writer_count(ranks: int = 1) -> int:
-    """Threads by which one of so many ranks of this machine writes. They share its disk, and the cores that their steps
-    need; two are left to each, so that one reads while the other writes.
+    """Return the number of writer threads for one of `ranks` ranks on this machine.
+
+    The ranks share the disk, and the cores that their steps need. Each has at least two threads, so that one reads
+    while the other writes.
     """
     most = min(MOST_WRITERS, len(os.sched_getaffinity(0)))
     return max(min(2, most), most // ranks)

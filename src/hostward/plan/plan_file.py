@@ -1,7 +1,8 @@
-"""The plan as a file: read, edited and fed back. No torch.
+"""Read, write and compare plans as files. No torch.
 
-A plan says for each bucket where its optimizer state is and where it is stepped, for each layer what becomes of what it
-saves and whether its weights leave, and what was predicted of that. docs/plan-file.md describes the file.
+A plan gives for each bucket where its optimizer state is and where it is stepped, for each layer how its saved tensors
+are treated and whether its weights are offloaded, and the predictions for that choice. docs/plan-file.md describes the
+file.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ _WRITE_ONE = "write one with: hostward plan --json FILE"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a plan is for."""
+    """Identify the workload that a plan is for."""
 
     name: str
     parameters: int
     digest: str
-    """Of names, sizes and dtypes of buckets and layers: a plan fits no model with another one."""
+    """Digest for names, sizes and dtypes of buckets and layers: a plan fits no model with another one."""
     sequence_tokens: int
     microbatch_sequences: int
     microbatches: int
     ranks: int
     resharded: bool = False
-    """Layers that the ranks share are whole only while they run."""
+    """Layers that the ranks share are unsharded only while they run."""
 
     def other_sizes(self, sequence_tokens: int, microbatch_sequences: int, microbatches: int) -> str:
-        """How a step of these sizes differs from that of the plan, for people; "" where it does not."""
+        """Describe how a step of these sizes differs from the plan's; "" where it does not."""
         pairs = (
             ("sequences of {:,} tokens", self.sequence_tokens, sequence_tokens),
             ("{:,} sequences in a microbatch", self.microbatch_sequences, microbatch_sequences),
@@ -58,7 +59,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of the rates that the plan was made with."""
+    """Identify the machine whose rates the plan was made with."""
 
     name: str
     gpu: str
@@ -67,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """Where the state of a bucket is, and where it is stepped."""
+    """Hold where the state of a bucket is, and where it is stepped."""
 
     bucket: str
     numel: int
@@ -75,13 +76,13 @@ class BucketRow:
 
     @property
     def layer(self) -> str:
-        """The bucket's name is its number and its layer."""
+        """Return the layer from the bucket's name, which is its number and its layer."""
         return self.bucket.partition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """What becomes of what a layer saves, and where its weights are: `device` or `host`."""
+    """Hold the treatment of a layer's saved tensors, and the place of its weights: `device` or `host`."""
 
     layer: str
     activations: Keep
@@ -90,7 +91,7 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Of one GPU and one step."""
+    """Hold the predictions for one GPU and one step."""
 
     step_s: float
     compute_s: float
@@ -102,7 +103,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets in bytes of one GPU; None: no limit."""
+    """Hold budgets in bytes of one GPU; None: no limit."""
 
     device_bytes: int | None
     host_bytes: int | None
@@ -111,7 +112,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """All that the file holds."""
+    """Hold the contents of a plan file."""
 
     format: str
     version: int
@@ -122,21 +123,23 @@ class PlanFile:
     gradients_on_host: bool
     staging_bytes: int | None
     buckets: tuple[BucketRow, ...]
-    """In order of use in forward."""
+    """Buckets in order of use in forward."""
     layers: tuple[LayerRow, ...]
     frontier: tuple[FrontierPoint, ...] = ()
-    """The plans that this one was chosen from, for reports; it decides nothing."""
+    """Plans that this one was chosen from, for reports; nothing is decided by it."""
     pin_gradients: bool = True
-    """Whether host memory where gradients of host-stepped buckets arrive is page-locked. May be missing, as below."""
+    """True if host memory to which gradients of CPU-stepped buckets are offloaded is pinned. May be missing, as may the
+    next.
+    """
     pin_weights: bool = True
-    """Whether that is where their weights come back from."""
+    """True if host memory from which their weights are copied back is pinned."""
 
     def to_json(self) -> str:
         return json_schema.to_text(self)
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> PlanFile:
-        """Raises ConfigError, which names `origin` and the place, if `text` is no plan."""
+        """Parse a plan. Raises ConfigError, which names `origin` and the place, if `text` is no plan."""
         try:
             json_schema.require_version(text, VERSION, FORMAT)
             found = json_schema.parse(cls, text)
@@ -148,7 +151,7 @@ class PlanFile:
         return found
 
     def choice(self, workload: Workload) -> Choice:
-        """What the plan decides about `workload`. Raises ConfigError if it is a plan of something else."""
+        """Return the plan's choice for `workload`. Raises ConfigError if the plan is for something else."""
         self.require_ranks(workload.ranks)
         self._require_same(workload.inventory.buckets, [layer.name for layer in workload.repeated])
         if self.workload.digest != digest(workload):
@@ -162,8 +165,10 @@ class PlanFile:
         )
 
     def placements(self, buckets: Sequence[Bucket]) -> Plan:
-        """Placements of the optimizer alone, of buckets in order of use. Layers may be used in another order than in
-        the plan: what FSDP2's root owns comes first. Raises ConfigError if the buckets are others.
+        """Return the placements of buckets in order of use, for the optimizer alone.
+
+        Layers may be used in another order than in the plan: parameters that FSDP2's root owns come first. Raises
+        ConfigError if the buckets are others.
         """
         position = {row.layer: i for i, row in reversed([*enumerate(self.buckets)])}
         order = sorted(range(len(buckets)), key=lambda i: position.get(buckets[i].layer, len(self.buckets)))
@@ -173,21 +178,21 @@ class PlanFile:
 
     @property
     def asked_fraction(self) -> float:
-        """Share of parameters whose state is off the device."""
+        """Return the share of parameters whose state is offloaded."""
         total = sum(row.numel for row in self.buckets)
         away = sum(row.numel for row in self.buckets if row.placement.offloaded)
         return away / total if total else 0.0
 
     @property
     def streamed_fraction(self) -> float:
-        """Of that, the share that is streamed."""
+        """Return the share of offloaded parameters whose state is streamed."""
         away = sum(row.numel for row in self.buckets if row.placement.offloaded)
         streamed = sum(row.numel for row in self.buckets if row.placement is Placement.STREAMED)
         return streamed / away if away else 0.0
 
     @property
     def needs(self) -> Needs:
-        """What was predicted of a step, as needs of one phase."""
+        """Return the predicted memory of a step, as needs of one phase."""
         sizes = self.predicted.device_peak_bytes, self.predicted.host_bytes, self.predicted.pinned_bytes
         return Needs((PhaseNeeds(STEADY_STEP, *({"the plan": size} for size in sizes)),))
 
@@ -207,28 +212,30 @@ class PlanFile:
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raises ConfigError if the model is shared among another number of GPUs."""
+        """Raise ConfigError if the model is sharded among another number of GPUs."""
         if self.workload.ranks != ranks:
             raise ConfigError(
-                f"the plan shares the model among {self.workload.ranks} GPUs, and here it is {ranks}",
+                f"the plan shards the model among {self.workload.ranks} GPUs, and here it is {ranks}",
                 why="its buckets are the part that one of them has",
                 fix=f"make a plan for that many: hostward plan --gpus {ranks} --json FILE",
             )
 
     def require_resharded(self, resharded: bool) -> None:
-        """Raises ConfigError if layers stay whole from forward to backward where the plan counts on one at a time. (The
-        other way round a GPU takes less.)
+        """Raise ConfigError if layers stay unsharded until backward where the plan counts on resharding.
+
+        (In the reverse case a GPU takes less memory than planned.)
         """
         if self.workload.resharded and not resharded:
             raise ConfigError(
-                "the plan is for layers that are whole only while they run, and here they stay whole until backward",
-                why="each GPU would take up to the whole weights besides what was planned",
-                fix="ddp.data_parallel_sharding_strategy=optim_grads_params, or in a loop of your own fully_shard(..., "
-                "reshard_after_forward=True); or make a plan without that option",
+                "the plan is for layers that are unsharded only while they run, and here they stay unsharded until "
+                "backward",
+                why="each GPU would need up to all of the unsharded weights on top of the plan",
+                fix="ddp.data_parallel_sharding_strategy=optim_grads_params, or in a custom training loop "
+                "fully_shard(..., reshard_after_forward=True); or make a plan without that option",
             )
 
     def require_machine(self, gpu: str) -> None:
-        """Raises ConfigError if the plan's rates are of another GPU than the one of this name."""
+        """Raise ConfigError if the plan's rates are of another GPU than the one of this name."""
         if self.machine.gpu != gpu:
             raise ConfigError(
                 f"the plan is for {self.machine.gpu}, this GPU is {gpu}",
@@ -238,7 +245,7 @@ class PlanFile:
 
 
 def _require_whole(plan: PlanFile) -> None:
-    """Raises ValueError where parts of the file do not belong together."""
+    """Raise ValueError where parts of the file do not belong together."""
     of = plan.workload
     for name in ("sequence_tokens", "microbatch_sequences", "microbatches", "ranks"):
         if not getattr(of, name):
@@ -255,7 +262,7 @@ def _require_whole(plan: PlanFile) -> None:
         if layer.weights == "host" and layer.layer in not_stepped:
             raise ValueError(
                 f"layers[{i}].weights is host, and buckets[{not_stepped[layer.layer]}] of that layer is not: weights "
-                f"leave only where the host steps them"
+                f"are offloaded only with a CPU optimizer step"
             )
 
 
@@ -267,7 +274,7 @@ def _first_difference(what: str, ours: Sequence[object], theirs: Sequence[object
 
 
 def digest(workload: Workload) -> str:
-    """The same for workloads that a plan can be exchanged between."""
+    """Return a digest that is equal for workloads between which a plan can be exchanged."""
     rows = [f"{b.name} {b.numel} {b.dtype.value} {b.kind.value}" for b in workload.inventory.buckets]
     rows += [f"{layer.name} {layer.weight_bytes} {layer.repeated}" for layer in workload.layers]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
@@ -281,7 +288,7 @@ def plan_of(
     candidate: Candidate,
     frontier: tuple[FrontierPoint, ...] = (),
 ) -> PlanFile:
-    """The file of a candidate, and what it was chosen from."""
+    """Build the plan file of a candidate, with the frontier that it was chosen from."""
     choice, needs, prediction = candidate.choice, candidate.needs, candidate.prediction
     repeated = [layer.name for layer in workload.repeated]
     return PlanFile(
@@ -324,26 +331,28 @@ def plan_of(
 
 
 def load(path: Path) -> PlanFile:
-    """Raises ConfigError where the file cannot be read or is no plan."""
+    """Read a plan. Raises ConfigError where the file cannot be read or is no plan."""
     return PlanFile.from_json(read_text(path, _WRITE_ONE), str(path))
 
 
 def save(plan: PlanFile, path: Path) -> None:
-    """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write the file atomically. Raises ConfigError where it cannot be written."""
     replace_text(path, plan.to_json(), what="plan")
 
 
-# What differs between two plans, for people.
+# The differences between two plans, as text.
 
 _LINES = 4
-"""That tell of the state of repeated layers, at most. Plans often place it in another way in nearly each: where that
-makes more lines, one says what the layers hold together; the files say the rest.
+"""Largest number of lines for the state of repeated layers.
+
+Plans often place it differently in nearly every layer: where that makes more lines, one line sums up the layers; the
+files have the rest.
 """
 _NONE = "(not there)"
 
 
 def differences(a: PlanFile, b: PlanFile) -> list[str]:
-    """What differs, line by line; empty for equal plans."""
+    """List what differs, line by line; empty for equal plans."""
     lines = []
     for part in ("workload", "machine", "limits", "predicted"):
         old, new = getattr(a, part), getattr(b, part)
@@ -363,7 +372,7 @@ def differences(a: PlanFile, b: PlanFile) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours that changed alike."""
+    """Hold neighbouring names with the same change."""
 
     names: tuple[str, ...]
     change: str
@@ -373,7 +382,7 @@ class _Run:
 
     @property
     def stem(self) -> str:
-        """What the names of repeated layers begin with, as `model.layers`; empty if they are not of one list."""
+        """Return the common stem of the names of repeated layers, as `model.layers`; "" if they are not of one list."""
         stems = {_stem(name) for name in self.names}
         return stems.pop() if len(stems) == 1 else ""
 
@@ -402,7 +411,7 @@ def _rows_of(plan: PlanFile, layer: str) -> list[tuple[int, Placement]]:
 
 
 def _state_by_layer(plan: PlanFile) -> dict[str, Counter[Placement]]:
-    """By layer, how many of its parameters have their state where."""
+    """Count the parameters of each layer by the placement of their state."""
     counts: dict[str, Counter[Placement]] = {}
     for row in plan.buckets:
         counts.setdefault(row.layer, Counter())[Placement(row.placement)] += row.numel
@@ -410,7 +419,7 @@ def _state_by_layer(plan: PlanFile) -> dict[str, Counter[Placement]]:
 
 
 def _shares(held: Counter[Placement]) -> str:
-    """A placement, or shares of the parameters."""
+    """Render a placement, or shares of the parameters."""
     if not held:
         return _NONE
     if len(held) == 1:
@@ -419,7 +428,7 @@ def _shares(held: Counter[Placement]) -> str:
 
 
 def summary(a: PlanFile, b: PlanFile) -> str:
-    """What the second gains and loses, in a line."""
+    """Summarize in one line what the second plan gains and loses."""
     if a.predicted == b.predicted and a != b:
         return "both hold the same predictions: those of the second plan are from before it was edited"
     changes = []
@@ -439,7 +448,7 @@ def _value(value: object) -> str:
 
 
 def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str]:
-    """By name, how it changed; empty where it did not."""
+    """Describe by name how it changed; empty where it did not."""
     pairs = {name: (old.get(name, _NONE), new.get(name, _NONE)) for name in (*old, *new)}
     return {name: "" if before == after else f"{before} -> {after}" for name, (before, after) in pairs.items()}
 

@@ -1,7 +1,8 @@
-"""What each of several ranks has of parameters that are divided by rows, and buckets that are alike on all of them.
+"""Compute the part of row-sharded parameters that each rank has, and buckets that match on all ranks.
 
-FSDP2 gives each rank the same number of rows, and the last ones what is left, if anything: the first rank's part is the
-largest. A plan for several GPUs is one for that part; the others cut theirs in the same places. No torch.
+FSDP2 gives each rank the same number of rows, and the last ranks the remaining rows, if any, so the first rank's part
+is the largest. A plan for several GPUs is a plan for the first rank's part; the other ranks cut theirs in the same
+places. No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hostward.plan.workload import Layer, Workload
 
 
 def first_parts(parameters: Iterable[Parameter], ranks: int) -> tuple[Parameter, ...]:
-    """Of whole parameters, the part that the first of `ranks` has. Where rows are not known, elements are divided."""
+    """Return the first rank's part of each unsharded parameter; elements are divided where rows are not known."""
     return tuple(replace(p, numel=_largest(p.numel, p.rows, ranks)) for p in parameters)
 
 
@@ -30,9 +31,10 @@ def _largest(numel: int, rows: int, ranks: int) -> int:
 def cut_alike(
     first: Sequence[Bucket], parts: Mapping[str, Parameter], *, first_index: int = 0
 ) -> tuple[tuple[Bucket, ...], tuple[int, ...]]:
-    """Buckets of another rank's `parts`, by name, that hold what those of the `first` rank hold: its elements at the
-    same places of its part. A cut is moved on to the next chunk of the norm, by less than 4,096 elements; what a rank
-    has none of makes no bucket.
+    """Cut another rank's `parts` (by name) into buckets that match the buckets of the `first` rank.
+
+    A bucket holds the same places of the rank's part as the first rank's bucket. A cut moves on to the next chunk of
+    the gradient norm, by less than 4,096 elements. Where a rank has no elements, no bucket is made.
 
     Returns:
         The buckets, and for each of them its number among those of the first rank.
@@ -51,7 +53,10 @@ def cut_alike(
 
 
 def _pieces(of_first: Range, part: Parameter, end: int) -> list[Range]:
-    """A range of the first rank's part, in another: with the rest of a chunk that begins before the part by itself."""
+    """Map a range of the first rank's part to another rank's part.
+
+    The rest of a chunk that begins before the part becomes a range of its own.
+    """
     start = _cut(of_first.start, part)
     stop = part.numel if of_first.stop == end else _cut(of_first.stop, part)
     head = min(_cut_up(0, part), stop) if start == 0 else start
@@ -63,24 +68,25 @@ def _cut(at: int, part: Parameter) -> int:
 
 
 def _cut_up(at: int, part: Parameter) -> int:
-    """The first place from `at` on where a chunk of the norm begins."""
+    """Return the first place from `at` on where a chunk of the gradient norm begins."""
     return align(part.first + at, SPLIT_ELEMENTS) - part.first
 
 
-# A workload of which each of several GPUs holds a part: parameters, gradients and state, divided by rows. No torch.
+# A workload whose parameters, gradients and state are sharded by rows among several GPUs.
 
 
 class UndividedError(ConfigError):
-    """A step has not as many microbatches as would do for each GPU to have some."""
+    """Report a step with fewer microbatches than every GPU needs."""
 
 
 def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, resharded: bool = False) -> Workload:
-    """The first rank's part, which is the largest: of every parameter its rows, and a `ranks`-th of the microbatches of
-    a step.
+    """Return the first rank's part of a workload, which is the largest.
+
+    The part has the rank's rows of every parameter and a `ranks`-th of the microbatches of a step.
 
     Args:
-        reduced_in_fp32: gradients are, which of 16-bit weights takes more than their own dtype.
-        resharded: layers are whole only while they run.
+        reduced_in_fp32: gradients are reduced in fp32, where 16-bit weights need more than their own dtype.
+        resharded: layers are unsharded only while they run (`reshard_after_forward=True`).
 
     Raises ConfigError where the microbatches cannot be divided.
     """
@@ -110,7 +116,7 @@ def sharded(workload: Workload, ranks: int, *, reduced_in_fp32: bool = False, re
 def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
     return replace(
         layer,
-        # Layers that a caller has named have parameters of other names.
+        # A caller may have named layers otherwise than their parameters.
         trained_weight_bytes=sum(p.numel * p.dtype.itemsize_bytes for p in parts if p.layer == layer.name)
         or -(-layer.trained_weight_bytes // ranks),
         frozen_weight_bytes=-(-layer.frozen_weight_bytes // ranks),
@@ -118,7 +124,7 @@ def _part(layer: Layer, parts: Sequence[Parameter], ranks: int) -> Layer:
 
 
 def required_of(workload: Workload) -> Required:
-    """The memory model of a workload and of others of the same ranks."""
+    """Build the memory model of a workload and of other workloads with the same ranks."""
     model = MemoryModel(workload)
 
     def needs(asked: Workload, choice: Choice) -> Needs:

@@ -1,4 +1,4 @@
-"""An answer as text for a terminal: needs by phase, placements, time and why, the frontier. No torch."""
+"""Render an answer as text for a terminal: needs by phase, placements, time and why, the frontier. No torch."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hostward.plan.search import Candidate
 from hostward.plan.workload import Workload
 
 _APART = 0.005
-"""The share of a step's time that a row of the table of choices saves at least."""
+"""Smallest share of a step's time by which consecutive rows of the frontier's table differ."""
 _KEEPS = {
     Keep.KEEP: "keep",
     Keep.OFFLOAD: "offload",
     Keep.RECOMPUTE: "recompute",
     Keep.RECOMPUTE_OFFLOAD: "recompute, input offloaded",
-    Keep.ELEMENTWISE: "recompute norms and activations",
-    Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute norms and activations",
+    Keep.ELEMENTWISE: "recompute layer norms and activations",
+    Keep.ELEMENTWISE_OFFLOAD: "offload, but recompute layer norms and activations",
 }
 
 
 def render(found: Answer) -> str:
-    """The whole answer."""
+    """Render the whole answer as text."""
     question, shown = found.question, found.shown
     workload = question.workload
     blocks = [_title(found), verdict(found)]
     if found.chosen is None:
         blocks.append("\n".join(["What would make it fit, any one of:", *(f"  {change}" for change in found.changes)]))
-        blocks.append("The choice that comes nearest:")
+        blocks.append("The nearest choice:")
     units = units_of(shown.needs, shown.prediction.step_s)
     table = by_phase(shown.needs, question.budgets, units, question.gpus)
     blocks.append("\n".join([table, *_loading(shown.choice, workload.ranks), *_in_vain(found, units)]))
@@ -53,7 +53,7 @@ def _title(found: Answer) -> str:
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
     sequences = "sequence" if workload.microbatch_sequences == 1 else "sequences"
     numel = workload.inventory.numel * workload.ranks
-    what = f"{workload.name}: {f'{numel / 1e9:.2f} G' if numel >= 1e7 else f'{numel:,}'} trained parameters"
+    what = f"{workload.name}: {f'{numel / 1e9:.2f} B' if numel >= 1e7 else f'{numel:,}'} trained parameters"
     counts = f"{workload.microbatches} x {workload.microbatch_sequences} {sequences} of {workload.sequence_tokens:,}"
     measured = f", measured {hardware.measured_at}" if hardware.measured_at else ""
     lines = [
@@ -61,29 +61,29 @@ def _title(found: Answer) -> str:
         f"on {question.gpus} x {gpu} (hardware {hardware.name}{measured})",
     ]
     if workload.ranks > 1:
-        whole = "while they run" if workload.resharded else "from forward to backward"
-        shared = f"state, gradients and weights shared among {workload.ranks} GPUs, layers whole {whole}"
-        lines.append(f"{shared}; links between GPUs are taken to be NVLink's")
+        unsharded = "while they run" if workload.resharded else "from forward to backward"
+        shared = f"state, gradients and weights sharded among {workload.ranks} GPUs, layers unsharded {unsharded}"
+        lines.append(f"{shared}; NVLink between GPUs is assumed")
     pinned = {"gradients": workload.pin_gradients, "weights": workload.pin_weights}
     plain = " and ".join(what for what, locked in pinned.items() if not locked)
     if plain:
-        lines.append(f"{plain} of what the host steps are not page-locked: their copies take longer than is timed")
+        lines.append(f"{plain} of CPU-stepped buckets are not pinned: their copies take longer than predicted")
     if found.speeds.assumed:
         lines.append(f"not measured, assumed: {'; '.join(found.speeds.assumed)}")
     return "\n".join(lines)
 
 
 def _loading(choice: Choice, ranks: int) -> list[str]:
-    """What the load phase takes for granted."""
+    """Name the assumption that the load phase makes."""
     count = len(choice.offloaded_weights)
     if not count or ranks > 1:
         return []
     move = f"hostward.move(model, device, weights={count})"
-    return [f"load is that of hostward train; a loop of one's own begins with {move}"]
+    return [f"load is that of hostward train; a custom training loop begins with {move}"]
 
 
 def _in_vain(found: Answer, units: Units) -> list[str]:
-    """Whether weights that leave do not lower the peak, as where it is at a moment for which they have come back."""
+    """Say if offloaded weights do not lower the peak, as when they are reloaded by the time of the peak."""
     needs, stayed = found.shown.needs, found.peak_without_bytes
     if stayed is None or stayed > needs.device_peak_bytes:
         return []
@@ -96,7 +96,7 @@ def _in_vain(found: Answer, units: Units) -> list[str]:
 
 
 def _placements(workload: Workload, choice: Choice) -> str:
-    """One row per run of layers that are treated alike."""
+    """Render one row per run of layers that are treated alike."""
     by_layer: dict[str, Counter[Placement]] = {}
     for bucket, placement in zip(workload.inventory.buckets, choice.placements, strict=True):
         by_layer.setdefault(bucket.layer, Counter())[placement] += bucket.numel
@@ -136,11 +136,11 @@ def _state_line(workload: Workload, choice: Choice) -> str:
     where = {
         Placement.DEVICE: "on the device",
         Placement.STREAMED: "on the host, stepped on the GPU",
-        Placement.HOST: "on the host, stepped there",
+        Placement.HOST: "on the host, stepped on the CPU",
     }
     parts = [f"{_percent(shares[p])} {where[p]}" for p in Placement if shares[p]]
     line = f"optimizer state: {'; '.join(parts)}"
-    return f"{line}; gradients added up on the host" if choice.gradients_on_host else line
+    return f"{line}; gradients accumulated on the host" if choice.gradients_on_host else line
 
 
 def _time(found: Answer, units: Units) -> str:
@@ -154,18 +154,18 @@ def _time(found: Answer, units: Units) -> str:
         said += f", {told(prediction.exposed_s)} exposed"
     if found.shown is not base:
         ratio = prediction.step_s / base.prediction.step_s
-        other = "nothing but what was asked for" if offloads(base.choice) else "everything on the device"
+        other = "only what was asked for" if offloads(base.choice) else "everything on the device"
         other = f"{other}, {told(base.prediction.step_s)}"
         said += f"; {ratio:.2f} times the step with {other}"
     return "\n".join([said, *(f"  why: {reason}" for reason in found.why if found.offloads)])
 
 
 def label(workload: Workload, choice: Choice) -> str:
-    """A choice in a few words."""
+    """Describe a choice in a few words."""
     shares = _state_shares(workload, choice)
     state = [f"{_percent(shares[p])} {p.value}" for p in Placement if p.offloaded and shares[p]]
     parts = [f"state {', '.join(state)}"] if state else []
-    parts += ["gradients added up on the host"] if choice.gradients_on_host else []
+    parts += ["gradients accumulated on the host"] if choice.gradients_on_host else []
     kept = Counter(choice.activations)
     parts += [f"{_layers(kept[k])} {_KEEPS[k]}" for k in Keep if k is not Keep.KEEP and kept[k]]
     if choice.offloaded_weights:
@@ -185,19 +185,19 @@ def _state_shares(workload: Workload, choice: Choice) -> dict[Placement, float]:
 
 
 def frontier_points(found: Answer) -> tuple[FrontierPoint, ...]:
-    """The choices that less device memory, or less time, leads to, by device memory."""
+    """Return the choices that no other one beats in both device memory and time, by device memory."""
     return points_of(found.question.workload, _unbeaten(found))
 
 
 def points_of(workload: Workload, candidates: Sequence[Candidate]) -> tuple[FrontierPoint, ...]:
-    """Choices as reports keep them."""
+    """Convert candidates to the points that reports store."""
     return tuple(
         FrontierPoint(label(workload, c.choice), c.needs.device_peak_bytes, c.prediction.step_s) for c in candidates
     )
 
 
 def _unbeaten(found: Answer) -> list[Candidate]:
-    """Those within the budgets of host memory, and the chosen one."""
+    """Return the unbeaten candidates within the budgets of host memory, and the chosen one."""
     shown = {id(c): c for c in (*found.frontier.unbeaten(found.question.budgets), *filter(None, [found.chosen]))}
     return sorted(shown.values(), key=lambda c: c.needs.device_peak_bytes)
 
@@ -222,7 +222,7 @@ def _frontier(found: Answer, units: Units) -> str:
 
 
 def _apart(found: Answer) -> list[Candidate]:
-    """Of the unbeaten those that one would tell from the one before, and the chosen one."""
+    """Return the unbeaten candidates that differ visibly from the one before, and the chosen one."""
     shown: list[Candidate] = []
     for candidate in _unbeaten(found):
         enough = (1 - _APART) * shown[-1].prediction.step_s if shown else float("inf")
@@ -232,14 +232,14 @@ def _apart(found: Answer) -> list[Candidate]:
 
 
 def _named(rows: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    """Lines of a table of numbers, each with words behind it."""
+    """Render a table of numbers with words after each row."""
     lines = columns(rows).split("\n")
     width = max(len(line) for line in lines)
     return [f"{line.ljust(width)}  {name}" for line, name in zip(lines, names, strict=True)]
 
 
 def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] | None = None) -> str:
-    """Answers for several numbers of GPUs, a line for each; below, those among which the step cannot be divided."""
+    """Render answers for several numbers of GPUs, one line each, and those that cannot divide the step."""
     first = answers[0]
     units = units_of(first.shown.needs, first.shown.prediction.step_s)
     rows = [["GPUs", f"device {units.memory}", f"host {units.memory}, node", f"step {units.time}", "tokens/s"]]
@@ -260,21 +260,21 @@ def compared(answers: Sequence[Answer], undivided: Mapping[int, HostwardError] |
         names.append(missing if found.chosen is None else label(workload, shown.choice))
     recipe, hardware = first.question.workload.name, first.question.hardware
     gpu = hardware.gpu.name if hardware.gpu else "no GPU"
-    title = f"{recipe} on {gpu} (hardware {hardware.name}); links between GPUs are taken to be NVLink's"
+    title = f"{recipe} on {gpu} (hardware {hardware.name}); NVLink between GPUs is assumed"
     refused = [f"{gpus} GPUs: {error.what}; {error.fix}" for gpus, error in (undivided or {}).items()]
     return "\n".join([title, "", *_named(rows, names), *refused]) + "\n"
 
 
-# The frontier as a picture: predicted step time against device memory. Needs matplotlib.
+# The frontier as a picture: predicted step time over device memory. Needs matplotlib.
 
 
 _INK, _LINE, _CHOSEN, _OTHER = "#1f2933", "#3b7dc4", "#c2410c", "#98a1ae"
 
 
 def draw(found: Answer, path: Path) -> None:
-    """Write the picture, in the format that the file's name ends with.
+    """Write the frontier as a picture, in the format that the file name's ending gives.
 
-    Raises ConfigError where matplotlib is missing, and for an ending that it does not know.
+    Raises ConfigError where matplotlib is missing, and for an ending that it does not support.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

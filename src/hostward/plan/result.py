@@ -1,4 +1,4 @@
-"""What planning has to say: the plan, or why nothing fits and the smallest change that would. No torch."""
+"""Answer a planning question: the plan, or why nothing fits and the smallest change that would. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from hostward.plan.step_time import explain
 from hostward.plan.workload import Workload
 
 DEVICE_RESERVE_BYTES = 2 * GIB
-"""Of the GPU's memory: the driver's context, libraries, and what the allocator cannot use."""
+"""GPU memory left for the driver's context, for libraries, and for what the allocator cannot use."""
 POOLS_SHARE = 0.055
-"""Of what is allocated on each of several GPUs, what torch's allocator needs besides: it keeps memory for each stream,
-FSDP2 gathers and reduces on streams of its own, and none has what another keeps. Two H200, Qwen3-30B-A3B: it took
-134.6 GB for 127.7 GB with 21 layers; with 24 it had 147.9 GB for 144.3 GB, and gave memory back in every iteration
-(benchmarks/results, 2026-11-23-recipe-30b-a3b-21-layers-two-h200.json and 24-layers).
+"""Additional share of allocated memory that torch's allocator needs on each of several GPUs.
+
+The allocator keeps memory for each stream, FSDP2 gathers and reduces on streams of its own, and no stream can use
+another's reserve. On two H200 with Qwen3-30B-A3B it took 134.6 GB for 127.7 GB with 21 layers; with 24 it took 147.9 GB
+for 144.3 GB, and released memory in every iteration (benchmarks/results,
+2026-11-23-recipe-30b-a3b-21-layers-two-h200.json and 24-layers).
 """
 HOST_RESERVE_SHARE = 0.1
-"""Of the machine's memory: the system and the process itself."""
+"""Share left for the system and the process itself."""
 RESHARDED = "ddp.data_parallel_sharding_strategy=optim_grads_params"
 _WORTH_IT = 0.005
 _FEWEST_TOKENS = 256
@@ -33,7 +35,7 @@ _FEWEST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned. `budgets` are of one GPU and its share of the node."""
+    """Describe what is to be planned; `budgets` are for one GPU and its share of the node."""
 
     workload: Workload
     hardware: Hardware
@@ -44,8 +46,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`chosen` is None where nothing fits; then `nearest` misses the budgets by least, and `changes` would make it
-    fit.
+    """Hold the answer; `chosen` is None where nothing fits.
+
+    Then `nearest` exceeds the budgets by least, and `changes` would make the run fit.
     """
 
     question: Question
@@ -55,7 +58,7 @@ class Answer:
     nearest: Candidate
     changes: tuple[str, ...]
     peak_without_bytes: int | None = None
-    """The device's peak of what is shown if all weights stayed there; None where they do."""
+    """Peak of the shown choice on the device if all weights stayed there; None where they do."""
 
     @property
     def shown(self) -> Candidate:
@@ -63,23 +66,26 @@ class Answer:
 
     @property
     def why(self) -> Sequence[str]:
-        """Sentences on what is exposed; none where nothing fits. They try longer steps: only who prints them asks."""
+        """Explain what is exposed, in sentences; empty where nothing fits.
+
+        This simulates longer steps, so read it only to print it.
+        """
         return explain(self.frontier.costs, self.chosen.choice, self.chosen.prediction) if self.chosen else ()
 
     @property
     def offloads(self) -> bool:
-        """Whether the plan moves anything off the device."""
+        """Return whether the plan offloads anything."""
         return offloads(self.shown.choice)
 
 
 def offloads(choice: Choice) -> bool:
-    """Whether it moves anything off the device."""
+    """Return whether the choice offloads anything."""
     leaves = any(keep in LEAVES for keep in choice.activations)
     return leaves or bool(choice.offloaded_weights) or any(p.offloaded for p in choice.placements)
 
 
 def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
-    """What the machine has less a reserve, per GPU; no limit where the hardware file knows none."""
+    """Return the machine's memory less a reserve, per GPU; no limit where the hardware file has none."""
     memory = hardware.limits.memory_bytes
     locked = hardware.limits.locked_bytes
     pools = 1 + (POOLS_SHARE if gpus > 1 else 0)
@@ -91,7 +97,7 @@ def default_budgets(hardware: Hardware, gpus: int) -> Budgets:
 
 
 def answer(question: Question, required: Required) -> Answer:
-    """Plan it.
+    """Plan the question.
 
     Raises:
         ConfigError: the hardware file has no GPU, or SciPy is missing.
@@ -111,28 +117,27 @@ def answer(question: Question, required: Required) -> Answer:
 
 
 def verdict(found: Answer) -> str:
-    """One sentence: whether offloading helps."""
+    """Say in one sentence whether offloading helps."""
     base, budgets = found.frontier.base, found.question.budgets
     if found.chosen is None:
         return "It does not fit."
     if not budgets.over(base.needs) and found.chosen.prediction.step_s >= base.prediction.step_s * (1 - _WORTH_IT):
-        if found.offloads:  # by hand, or by options
+        if found.offloads:  # chosen by hand, or by options
             return "It fits with what was asked for: offloading more will not help, it only takes time."
         peak = size(base.needs.device_peak_bytes)
         return f"Everything fits on the device ({peak} at the peak): offloading will not help, it only takes time."
     if not found.offloads:
-        return "Nothing needs to be offloaded: what is saved for backward is computed again instead."
+        return "Nothing needs to be offloaded: saved tensors are recomputed in backward instead."
     if found.chosen.prediction.exposed_s > found.chosen.prediction.compute_s:
-        return (
-            "It fits, but the GPU stands still for longer than it computes: a larger batch or more GPUs will help more."
-        )
+        return "It fits, but the GPU is idle for longer than it computes: a larger batch or more GPUs will help more."
     return "It fits with offloading."
 
 
 def _changes(question: Question, frontier: Frontier, required: Required) -> list[str]:
-    """The smallest raise of one budget that would make it fit, whether the planner would make it fit if nothing were
-    chosen for it, or if layers did not stay gathered, and the largest microbatch that does; if none does, the longest
-    sequences.
+    """List changes that would each make the run fit.
+
+    They are the smallest raise of one budget, the planner's own choice instead of forced ones, layers that do not stay
+    gathered, and the largest microbatch that fits; if no microbatch fits, the longest sequences.
     """
     found, over = [], question.budgets.over(frontier.nearest(question.budgets).needs)
     for name, option in (("device", "--device-memory"), ("host", "--host-memory"), ("pinned", "--pinned-memory")):
@@ -146,12 +151,14 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
     if question.forced != Forced():
         free = Frontier(question.workload, frontier.costs.speeds, required, Forced())
         if free.best_at_last(question.budgets) is not None:
-            found.append("the planner's own choice: no --place, --keep, --weights, and no options that say what leaves")
+            found.append(
+                "the planner's own choice: no --place, --keep, --weights, and no options that force offloading"
+            )
     if question.workload.ranks > 1 and not question.workload.resharded:
         tried = replace(question.workload, resharded=True)
         again = Frontier(tried, frontier.costs.speeds, required, question.forced)
         if again.best_at_last(question.budgets) is not None:
-            found.append(f"layers that are whole only while they run: {RESHARDED}, or with --config --reshard")
+            found.append(f"layers that are unsharded only while they run: {RESHARDED}, or with --config --reshard")
     sequences = question.workload.microbatch_sequences
     in_step = sequences * question.workload.microbatches
     while sequences > 1:
@@ -171,7 +178,7 @@ def _changes(question: Question, frontier: Frontier, required: Required) -> list
 
 
 def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str]:
-    """The longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
+    """Propose the longest of half, a quarter, ... of a sequence that fits, as many of them in a step."""
     asked = question.workload
     workload = replace(asked, microbatch_sequences=1, microbatches=asked.microbatch_sequences * asked.microbatches)
 
@@ -181,19 +188,19 @@ def _shorter(question: Question, speeds: Speeds, required: Required) -> list[str
 
     halves = [asked.sequence_tokens >> n for n in range(1, asked.sequence_tokens.bit_length())]
     lengths = [tokens for tokens in halves if tokens >= _FEWEST_TOKENS]
-    if not lengths or not fits(lengths[-1]):  # asked first: where weights alone are too many no length fits
+    if not lengths or not fits(lengths[-1]):  # the shortest first: where weights alone exceed the memory no length fits
         return []
     tokens = next(filter(fits, lengths[:-1]), lengths[-1])
     return [f"sequences of {tokens:,} tokens: model.seq_length={tokens}, or with --config --seq {tokens}"]
 
 
 def _tenths(nbytes: int) -> float:
-    """In GiB, rounded up."""
+    """Convert bytes to GiB, rounded up to tenths."""
     return -(-nbytes // (GIB // 10)) / 10
 
 
 def _fits_unpinned(question: Question, frontier: Frontier, required: Required) -> bool:
-    """Whether it is page-locked gradients and weights alone that are too many."""
+    """Return whether only pinned gradients and weights exceed the budgets."""
     budgets, workload = question.budgets, question.workload
     unpinned = replace(workload, pin_gradients=False, pin_weights=False)
     near = [c.choice for c in frontier.candidates if set(budgets.over(c.needs)) == {"pinned"}]

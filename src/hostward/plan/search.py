@@ -1,9 +1,9 @@
-"""The best choice within budgets, and what less device memory costs. No torch.
+"""Find the best choice within budgets, and the price in time of less device memory. No torch.
 
-First the *frontier* is made, without regard to budgets: a linear programme for each of a ladder of device limits, and
-of host limits, each solution weighed by the memory model, and timed by `hostward.plan.step_time` where it may be the
-best. Budgets then select among these. So what fits in a budget also fits in a larger one, and a larger budget never
-gives a slower plan.
+The *frontier* is made first, without regard to budgets: a linear program for each of a ladder of device limits, and of
+host limits. The memory model estimates each solution, and `hostward.plan.step_time` predicts its time where it may be
+the best. Budgets then select among these solutions. So a choice that fits in a budget also fits in a larger one, and a
+larger budget never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from hostward.plan.budgets import Budgets, Required
 from hostward.plan.cost_model import SUM_BYTES, Costs, Speeds, balanced_share
 from hostward.plan.decisions import LEAVES, Choice, Keep
 from hostward.plan.memory_model import LOAD, MemoryModel, Needs
-from hostward.plan.solver import LAST_STAY, Forced, Limits, Programme
+from hostward.plan.solver import LAST_STAY, Forced, Limits, LinearProgram
 from hostward.plan.step_time import Prediction, least_s, predict_of
 from hostward.plan.workload import Workload
 from hostward.schedule.staging import staging_buffer_bytes, streamed_bytes
 
 DEVICE_LEVELS = 10
-"""Steps of the ladder in equal differences, and as many in equal ratios: rungs are closest where memory is short."""
+"""Ladder rungs in equal differences, and as many in equal ratios: they are closest where memory is short."""
 HOST_LEVELS = (0.7, 0.4, 0.2)
-"""Of the most host memory that any choice on the ladder of device limits takes."""
+"""Tried shares of the largest host memory that any choice on the ladder of device limits takes."""
 _HOST_DEVICE_LEVELS = 4
 _REACH = 1.1
-"""Times what the device has, by the programme's own count of bytes, which is a little off that of the memory model."""
+"""Factor on the device's memory, by the program's own count of bytes, which differs a little from the memory model's.
+"""
 _EVEN_PARTS = 16
 _HOST_PARTS = 8
 _SAME_SHARE = 0.05
-"""Shares of streamed state that differ by no more are not both tried."""
+"""Streamed shares that differ by no more are not both tried."""
 _BOTH_AT = 2
-"""They are tried at every second fraction, and at the least ones: each candidate takes a plan some milliseconds."""
+"""Both are tried at every second fraction, and at the least ones: each candidate costs a plan some milliseconds."""
 _EVEN = (Keep.KEEP, Keep.ELEMENTWISE, Keep.RECOMPUTE)
 
 
@@ -45,7 +46,7 @@ def _only(share: float, _: int) -> Sequence[float]:
 
 
 def _ladder(low: float, high: float, levels: int) -> list[float]:
-    """Device limits from `low` to `high`."""
+    """Return device limits from `low` to `high`."""
     equal = [low + (high - low) * level / levels for level in range(levels + 1)]
     ratios = [low * (high / low) ** (level / levels) for level in range(1, levels)] if low > 0 else []
     return sorted({*equal, *ratios})
@@ -53,7 +54,10 @@ def _ladder(low: float, high: float, levels: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice and its needs. `plain`: where nothing is offloaded that need not be; None where this is that."""
+    """Hold a choice and its needs.
+
+    `plain` is the candidate that offloads only what is forced; None where this is that candidate.
+    """
 
     choice: Choice
     needs: Needs
@@ -62,25 +66,27 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Its predicted time. What the device saves by not stepping some state itself has never been seen in a measured
-        step: no offloading is promised to be faster than none.
+        """Predict the time of a step.
+
+        The time that the device saves when it does not step some of the state has never been seen in a measured step,
+        so offloading is never predicted to be faster than no offloading.
         """
         found = predict_of(self.costs, self.choice, self.needs)
         return replace(found, step_s=max(found.step_s, self.plain.prediction.step_s)) if self.plain else found
 
     @cached_property
     def least_s(self) -> float:
-        """A bound on its predicted step from below, which takes no playing of it."""
+        """Return a lower bound on the predicted step time, which needs no simulation."""
         return max(least_s(self.costs, self.choice), self.plain.prediction.step_s if self.plain else 0.0)
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Faster first; of equally fast ones, what takes less of the host, then of the device."""
+        """Return a sort key: faster first, then less host memory, then less device memory."""
         return self.prediction.step_s, self.needs.host_bytes, self.needs.device_peak_bytes
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The first by `order`; None of none."""
+    """Return the first candidate by `order`; None if there are none."""
     best: Candidate | None = None
     for candidate in sorted(candidates, key=lambda c: c.least_s):
         if best is not None and candidate.least_s > best.prediction.step_s:
@@ -90,12 +96,13 @@ def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 class Frontier:
-    """Candidates for one workload on one machine.
+    """Hold candidates for one workload on one machine.
 
     Args:
         required: the memory model.
-        forced: what is not to be chosen.
-        most_bytes: that the device has: what takes more is weighed as far as it is met, until `widen`. None: all is.
+        forced: what the planner may not choose.
+        most_bytes: the device's memory. Choices beyond it are estimated only as they come up, until `widen`; None:
+            all are.
     """
 
     def __init__(
@@ -115,20 +122,21 @@ class Frontier:
         plain = self._plain()
         choice = self._settled(plain, on_host=bool(self._forced.gradients_on_host))
         self.base = self._seen[choice] = Candidate(choice, required(workload, choice), self.costs)
-        """Everything on the device, nothing computed twice, as far as nothing else is forced."""
+        """Candidate with everything on the device and nothing recomputed, as far as nothing else is forced."""
         self._add(plain)
         last_resort = workload.ranks > 1 and self._forced.offloaded_weights is None
         self._sets = [frozenset()] if last_resort else self._weight_sets()
         self._weigh_all()
 
     def widen(self) -> None:
-        """Weigh what takes more than the device has as well: what else it would take is asked then."""
+        """Estimate also the choices beyond the device's memory, to find what more memory would allow."""
         self._most_bytes = math.inf
         self._weigh_all()
 
     def best_at_last(self, budgets: Budgets) -> Candidate | None:
-        """As `best`, and if that is none, among all there is. Parts of weights that ranks share leave only then: what
-        gathers wait for is not timed.
+        """Return the fastest candidate within the budgets, offloading sharded weights only if nothing else fits.
+
+        Sharded weights are a last resort because the time for which gathers wait for them is not predicted.
         """
         found = self.best(budgets)
         if found is None:
@@ -159,7 +167,10 @@ class Frontier:
         return Choice(placements, keeps, weights)
 
     def _weight_sets(self) -> list[frozenset[str]]:
-        """Weights leave as a last resort, so few numbers of layers are tried: none, half, all but the last."""
+        """List the sets of offloaded layers to try: none, half, all but the last.
+
+        Weights are offloaded as a last resort, so few numbers of layers are tried.
+        """
         if self._forced.offloaded_weights is not None:
             return [self._forced.offloaded_weights]
         names = [layer.name for layer in self.workload.repeated]
@@ -173,8 +184,10 @@ class Frontier:
         return [chosen for chosen in sets if not chosen & elsewhere]
 
     def _add(self, choice: Choice) -> Candidate:
-        """With gradients added up where less device memory is taken; on the device as well where that is another place,
-        and it has the memory: every microbatch's gradients take the link, and the host's memory.
+        """Add a choice with the place of gradient accumulation that takes less device memory.
+
+        Accumulation on the device is added as well where that differs and fits: on the host, every microbatch's
+        gradients take PCIe bandwidth and host memory.
         """
         asked = self._forced.gradients_on_host
         if asked is not None:
@@ -198,36 +211,37 @@ class Frontier:
         return replace(choice, gradients_on_host=on_host, staging_bytes=self._forced.staging_bytes)
 
     def _climb(self, weights: frozenset[str]) -> None:
-        programme = Programme(self.costs, self._forced, weights)
-        least = programme.solve(Limits(), least_device=True)
+        program = LinearProgram(self.costs, self._forced, weights)
+        least = program.solve(Limits(), least_device=True)
         if least is None:
             return
         for keep in (Keep.RECOMPUTE, Keep.RECOMPUTE_OFFLOAD):
             self._alike(1.0, 0.0, keep, weights)
-        low = programme.device_bytes(least)
+        low = program.device_bytes(least)
         self._add(least)
-        best = programme.solve(Limits())
+        best = program.solve(Limits())
         if best is None:
             return
-        high = programme.device_bytes(best)
+        high = program.device_bytes(best)
         found = [self._add(best)]
         whole = not weights or self._forced.offloaded_weights is not None
         reach = _REACH * self._most_bytes
         for limit in _ladder(low, high, DEVICE_LEVELS if whole else 2):
-            choice = programme.solve(Limits(device_bytes=limit * (1 + 1e-9))) if limit <= reach else None
+            choice = program.solve(Limits(device_bytes=limit * (1 + 1e-9))) if limit <= reach else None
             if choice is not None:
                 found.append(self._add(choice))
-        most = max(programme.host_bytes(candidate.choice) for candidate in found)
+        most = max(program.host_bytes(candidate.choice) for candidate in found)
         for share in HOST_LEVELS if whole else ():
             for level in range(_HOST_DEVICE_LEVELS):
                 limit = low + (high - low) * level / _HOST_DEVICE_LEVELS
-                choice = programme.solve(Limits(limit, most * share)) if limit <= reach else None
+                choice = program.solve(Limits(limit, most * share)) if limit <= reach else None
                 if choice is not None:
                     self._add(choice)
 
     def _even(self) -> None:
-        """All layers alike, and a share of the state off the device: what the programme, whose times are linear, may
-        pass by.
+        """Add choices that treat all layers alike and offload a share of the state.
+
+        The program, whose times are linear, may miss them.
         """
         speeds, workload = self.costs.speeds, self.workload
         ahead = {keep: self._read_ahead(keep) for keep in _EVEN}
@@ -235,17 +249,17 @@ class Frontier:
 
         def shares(part: int, keep: Keep) -> Sequence[float]:
             early = balanced_share(speeds, workload, min(1.0, ahead[keep] * _EVEN_PARTS / part))
-            # What is streamed takes slots and page-locked memory: two shares, two ways of using it.
+            # Streamed state needs staging buffers and pinned memory: two shares use it in two ways.
             both = part % _BOTH_AT == 0 or part <= _BOTH_AT
             return (share, early) if both and abs(early - share) > _SAME_SHARE else (share,)
 
         for keep in _EVEN:
             self._alike(0.0, 0.0, keep, frozenset())
             self._less_and_less(keep, _EVEN_PARTS, partial(shares, keep=keep))
-            # Nothing streamed: that state is not page-locked, and takes no staging slots.
+            # Nothing streamed: CPU-stepped state is not pinned, and needs no staging buffers.
             self._less_and_less(keep, _HOST_PARTS, partial(_only, 0.0))
         if self.workload.microbatches > 1:
-            # Gradients of what the host steps are added up there; those of streamed state stay, and take memory.
+            # Gradients of CPU-stepped buckets are accumulated on the host; those of streamed ones stay on the device.
             for part in range(4):
                 streamed = share * part / 4
                 self._less_and_less(Keep.RECOMPUTE, 8, partial(_only, streamed), down_to=5)
@@ -253,12 +267,12 @@ class Frontier:
     def _less_and_less(
         self, keep: Keep, parts: int, shares: Callable[[int], Sequence[float]], down_to: int = 1
     ) -> None:
-        """From all of the state off the device to little of it, until the device has no memory for what stays."""
+        """Add choices from all of the state offloaded to little of it, until the device's memory is exceeded."""
         before = math.inf
         for part in range(parts, down_to - 1, -1):
             found = [self._alike(part / parts, streamed, keep, frozenset()) for streamed in shares(part)]
             least = min(candidate.needs.device_peak_bytes for candidate in found)
-            if least > max(before, self._most_bytes):  # it may fall at first: staging is less
+            if least > max(before, self._most_bytes):  # the peak may fall at first: fewer staging buffers
                 return
             before = least
 
@@ -282,18 +296,20 @@ class Frontier:
     # ------------------------------------------------------------------ answers
 
     def best(self, budgets: Budgets) -> Candidate | None:
-        """The fastest candidate within the budgets; None where none fits."""
+        """Return the fastest candidate within the budgets; None where none fits."""
         return fastest(c for c in self._seen.values() if not budgets.over(c.needs))
 
     def nearest(self, budgets: Budgets) -> Candidate:
-        """The candidate that needs the smallest change of the budgets."""
+        """Return the candidate that needs the smallest change of the budgets."""
         missing = {choice: sum(budgets.over(c.needs).values()) for choice, c in self._seen.items()}
         least = min(missing.values())
         return fastest([self._seen[choice] for choice, size in missing.items() if size == least]) or self.base
 
     def unbeaten(self, budgets: Budgets | None = None) -> Sequence[Candidate]:
-        """Candidates than which none is both faster and smaller on the device, by device memory; within the budgets of
-        host memory, and of what the device has, but for everything on the device.
+        """Return candidates that no other one beats in both time and device memory, by device memory.
+
+        They keep to the budgets of host memory and to the device's memory; the candidate with everything on the device
+        always counts.
         """
         within = replace(budgets or Budgets(), device_bytes=None)
         ordered = sorted(
@@ -318,21 +334,24 @@ def _peak(candidate: Candidate) -> int:
 
 
 def _summed_elsewhere(costs: Costs, choice: Choice) -> bool:
-    """Whether adding gradients up on the host frees device memory: several microbatches, and whole parameters there."""
+    """Return whether accumulating gradients on the host frees device memory.
+
+    It does with several microbatches, and parameters that are wholly there.
+    """
     if costs.workload.microbatches == 1:
         return False
     return bool(summed_on_host(costs.workload.inventory.buckets, choice.placements))
 
 
-# How much streamed state can be read while backward runs: as far as its time and the memory that it frees allow.
+# The streamed state that can be prefetched during backward, as far as time and freed memory allow.
 
 
 def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
-    """That state as a share of all of the workload's.
+    """Return the state that can be prefetched during backward, as a share of the workload's state.
 
     Args:
-        choice: that streams all state which may be streamed.
-        needs: of that choice: its staging slots, and the buckets at whose gradient points they are taken.
+        choice: streams all state which may be streamed.
+        needs: of that choice: its staging buffers, and the buckets whose ready gradients trigger their acquisition.
     """
     buckets = costs.workload.inventory.buckets
     streamed = [b for b, p in zip(buckets, choice.placements, strict=True) if p is Placement.STREAMED]
@@ -345,7 +364,7 @@ def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
     for i in reversed(range(len(costs.layers))):
         over_s += costs.layers[i].backward_s + (costs.layers[i].again_s(keep[i]) if i in keep else 0.0)
         ends_s[costs.layers[i].layer.name] = over_s
-    # Saved tensors that come back go first.
+    # Reloads of saved tensors go first.
     reloaded = sum(costs.layers[i].held_bytes(kept) for i, kept in keep.items() if kept in LEAVES)
     read_s, count = reloaded / costs.speeds.h2d_bytes_per_s, 0
     for bucket in needs.stage_at:
@@ -354,20 +373,21 @@ def read_ahead(costs: Costs, choice: Choice, needs: Needs) -> float:
     return min(1.0, count * size_bytes / sum(b.state_bytes for b in buckets))
 
 
-# The mix of streamed and host-stepped state whose predicted step is the shortest.
+# The share of streamed and CPU-stepped state with the shortest predicted step.
 
 
 _COARSE, _FINE = 10, 40
-"""Shares are tried in such parts of the whole, the fine ones beside the best of the coarse."""
+"""Shares are tried in such parts of the whole, the fine ones around the best of the coarse."""
 
 
 def best_share(costs: Costs, choice: Choice, offload_fraction: float, budgets: Budgets | None = None) -> float:
-    """Of the offloaded state, the share to stream: of those in steps of 0.1, and then of 0.025 beside the best of them,
-    that with the shortest predicted step, and of several the one that streams least.
+    """Return the share of the offloaded state to stream for the shortest predicted step.
+
+    Shares in steps of 0.1 are tried, and then of 0.025 around the best; of equal ones, the least streamed state wins.
 
     Args:
         choice: what else is chosen; its placements are not read.
-        offload_fraction: of the state's bytes that is off the device.
+        offload_fraction: share of the state's bytes that is offloaded.
         budgets: shares that keep to them come first. None: there are none.
     """
     buckets, seen = costs.workload.inventory.buckets, dict[int, tuple[bool, float]]()

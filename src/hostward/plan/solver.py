@@ -1,10 +1,10 @@
-"""Which buckets and layers get what: a linear programme, solved by HiGHS through SciPy. No torch.
+"""Choose placements of buckets and treatments of layers by a linear program, solved by HiGHS through SciPy. No torch.
 
-Layers that are alike are counted, not told apart: the programme chooses how many of them get what, and which shares of
-the state get which placement; `hostward.core.placement.place_fraction` then says which buckets. Numbers of layers are
-rounded towards less device memory, and what is either so or so is tried both ways: as an integer programme the same
-takes ten times as long. Times are linear: what the GPU computes, plus what does not fit behind forward or backward on
-each lane. `hostward.plan.step_time` judges what comes out.
+Equal layers are counted, not distinguished: the program chooses how many of them get which treatment, and which shares
+of the state get which placement; `hostward.core.placement.place_fraction` then selects the buckets. Numbers of layers
+are rounded towards less device memory, and both values of a binary decision are tried: an integer program takes ten
+times as long. Times are linear: what the GPU computes, plus the work on each lane that does not fit within forward or
+backward. `hostward.plan.step_time` judges the result.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ from hostward.schedule.weights import weight_prefetch_depth
 
 _GB = 1e9
 _ROUNDED = 1e-6
-"""Of a layer: the solver's tolerance."""
+"""Solver's tolerance, in layers."""
 LAST_STAY = 2
-"""Layers whose activations stay: with fewer, each layer would wait for the copy of the one before it."""
+"""Layers whose activations stay: with fewer, each layer would wait for the copy of the previous one."""
 _ORDER = (*LEAVES, Keep.RECOMPUTE, Keep.ELEMENTWISE, Keep.KEEP)
-"""What leaves belongs to the first layers: it comes back last, so its copies have the most time. What keeps less on the
-device comes before what keeps more.
+"""Treatments in order, from the first layer on.
+
+The first layers are offloaded: backward reaches them last, so their copies have the most time. Treatments that keep
+less on the device come before those that keep more.
 """
 _STAYING = dict(zip(LEAVES, (Keep.KEEP, Keep.RECOMPUTE, Keep.ELEMENTWISE), strict=True))
-"""What each of them is where its tensors stay."""
+"""Treatments by offloading one, where its tensors stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """What is not the planner's to choose: placements by bucket, activations by position among repeated layers, layers
-    whose weights leave, whether the host adds gradients up (None: the planner's choice), and the most device bytes of
-    staging slots (None: what backward has freed).
+    """Hold the decisions that are not the planner's.
+
+    They are placements by bucket, activations by position among repeated layers, layers with offloaded weights, whether
+    the host accumulates gradients (None: the planner's choice), and the most device bytes of GPU staging buffers (None:
+    what backward has freed).
     """
 
     placements: Mapping[int, Placement] = field(default_factory=dict)
@@ -53,7 +57,7 @@ class Forced:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the programme; None: no limit."""
+    """Limit the memory of a choice; None: no limit."""
 
     device_bytes: float | None = None
     host_bytes: float | None = None
@@ -61,7 +65,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Rows:
-    """Constraints `coefficients . x <= bound`, coefficients by variable."""
+    """Hold constraints `coefficients . x <= bound`, with coefficients by variable."""
 
     coefficients: list[dict[int, float]] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
@@ -79,7 +83,7 @@ Terms = dict[int, float]
 
 
 def _sum(*parts: tuple[Terms, float]) -> Terms:
-    """Linear combination of linear expressions."""
+    """Return a linear combination of linear expressions."""
     found: Terms = {}
     for terms, factor in parts:
         for variable, coefficient in terms.items():
@@ -87,11 +91,11 @@ def _sum(*parts: tuple[Terms, float]) -> Terms:
     return found
 
 
-class Programme:
-    """The programme of one workload on one machine, for many limits.
+class LinearProgram:
+    """Build the linear program of one workload on one machine, for many limits.
 
     Args:
-        weights: names of layers whose weights lie on the host; their buckets are stepped there.
+        weights: names of layers whose weights are on the host; their buckets have CPU optimizer steps.
     """
 
     def __init__(self, costs: Costs, forced: Forced, weights: frozenset[str]) -> None:
@@ -158,9 +162,7 @@ class Programme:
         return [k for k in Keep if k not in ELEMENTWISE or cost.elementwise_bytes]
 
     def _one_recomputation(self) -> None:
-        """Elementwise parts run again in the first layers, and nothing else with it: neither whole layers run again,
-        nor layers leave as they are.
-        """
+        """Exclude whole-layer recomputation and plain offloading where any layer uses elementwise recomputation."""
         whole = self._so_or_so()
         count = sum(len(members) for members in self.layer_kinds)
         free = [k for k in self.kept if len(k) > 1]
@@ -179,7 +181,7 @@ class Programme:
     # ------------------------------------------------------------------ expressions
 
     def _of_buckets(self, of: Any, *placements: Placement) -> Terms:
-        """Sum of `of(bucket)` over buckets with one of the placements."""
+        """Return the sum of `of(bucket)` over buckets with one of the placements."""
         return {
             kinds[p]: float(sum(of(self.buckets[member]) for member in members))
             for members, kinds in zip(self.bucket_kinds, self.placed, strict=True)
@@ -188,7 +190,7 @@ class Programme:
         }
 
     def _of_layers(self, of: Any, keeps: Sequence[Keep]) -> Terms:
-        """Sum of `of(cost, keep)` over repeated layers with one of `keeps`."""
+        """Return the sum of `of(cost, keep)` over repeated layers with one of `keeps`."""
         return {
             kinds[k]: float(of(self.costs.layers[self.costs.repeated[members[0]]], k))
             for members, kinds in zip(self.layer_kinds, self.kept, strict=True)
@@ -214,7 +216,7 @@ class Programme:
         duplex = speeds.h2d_bytes_per_s + speeds.d2h_bytes_per_s
         busy = speeds.slowdown[7][Queue.D2H] * duplex
         lost = (1 - speeds.slowdown[7][Queue.HOST]) / busy
-        # In seconds of the link.
+        # In seconds of copies.
         staged_terms = {staged: speeds.h2d_bytes_per_s}
         moved = _sum((uploads, 1.0), (state, 2.0), (staged_terms, -1.0))
         rows = self.rows
@@ -234,7 +236,7 @@ class Programme:
         pause = ({middle: 1.0}, -1.0)
         rows.at_most(_sum((parked, 1 / speeds.d2h_bytes_per_s), pause), forward)
         rows.at_most(_sum((parked, 1 / speeds.h2d_bytes_per_s), pause), backward)
-        # Of equal times the one that moves least.
+        # Of equal times, prefer the fewest copied bytes.
         self.objective = _sum(
             (again, float(microbatches)), (device, 1.0), ({after: 1.0, behind: 1.0}, 1.0),
             ({middle: 1.0}, float(microbatches - 1)), (moved, 0.01 / duplex), (parked, 0.01 / duplex),
@@ -266,7 +268,7 @@ class Programme:
             (_sum((always, 1.0), (stays, 1.0)), fixed + once),
         ]
         parked = self._of_layers(lambda c, k: c.held_bytes(k), LEAVES)
-        # Pools grow by an eighth where a size was not foreseen; what counts in the end is the memory model.
+        # Pools grow by an eighth on a prefetch miss; the memory model has the last word.
         host = _sum(
             (self._of_buckets(lambda b: b.host_bytes + b.numel * b.dtype.itemsize_bytes, Placement.HOST), 1.0),
             (self._of_buckets(lambda b: b.state_bytes, Placement.STREAMED), 1.0),
@@ -277,8 +279,9 @@ class Programme:
     # ------------------------------------------------------------------ solving
 
     def solve(self, limits: Limits, *, least_device: bool = False) -> Choice | None:
-        """The fastest choice within the limits by linear times, or the one with the least device memory; None where
-        there is none.
+        """Return the fastest choice within the limits by linear times, or the one with the least device memory.
+
+        None where there is no such choice.
         """
         rows, bounds = list(self.rows.coefficients), list(self.rows.bounds)
         objective, count = self.objective, len(self.upper)
@@ -300,7 +303,7 @@ class Programme:
         return None if found is None else self._choice(found[: len(self.upper)])
 
     def _values(self, choice: Choice) -> list[float]:
-        """The variables of a choice that this programme made."""
+        """Return the variables of a choice that this program made."""
         values = [0.0] * len(self.upper)
         for members, kinds in zip(self.bucket_kinds, self.placed, strict=True):
             total = sum(self.buckets[m].state_bytes for m in members) or 1
@@ -313,12 +316,12 @@ class Programme:
         return values
 
     def device_bytes(self, choice: Choice) -> float:
-        """Device bytes by linear estimate."""
+        """Return the device bytes by linear estimate."""
         values = self._values(choice)
         return max(fixed + sum(c * values[v] for v, c in terms.items()) for terms, fixed in self.device)
 
     def host_bytes(self, choice: Choice) -> float:
-        """Host bytes by linear estimate."""
+        """Return the host bytes by linear estimate."""
         values = self._values(choice)
         return self.host[1] + sum(c * values[v] for v, c in self.host[0].items())
 
@@ -351,7 +354,7 @@ class Programme:
 
 
 def rounded_up(counts: Sequence[float]) -> list[int]:
-    """By count, the first whole number that the sum of it and of those before it does not exceed."""
+    """Return the running sums of the counts, each rounded up to a whole number."""
     return [math.ceil(total - _ROUNDED) for total in accumulate(counts)]
 
 
@@ -366,7 +369,7 @@ def _solve(
     upper: Sequence[float],
     either: Sequence[int],
 ) -> list[float] | None:
-    """The values with the least objective, those of `either` 0 or 1; None where there are none."""
+    """Return the values with the least objective, where those of `either` are 0 or 1; None where there are none."""
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -37,11 +37,11 @@ _NOTHING = PerToken(0.0)
 
 
 class Owner(StrEnum):
-    """What bytes are for."""
+    """Name the categories of device memory."""
 
     WEIGHTS = "weights"
     GATHERED = "gathered weights"
-    """Of several ranks' parts, with the gradients of whole layers that are scattered again."""
+    """Weights gathered from several ranks, with the gradients of whole layers that are scattered again."""
     GRADIENTS = "gradients"
     STATE = "optimizer state"
     SLOTS = "staging slots"
@@ -53,7 +53,7 @@ class Owner(StrEnum):
 
 @dataclass(slots=True)
 class Sample:
-    """What is on the device at one moment, slots and optimizer state left out."""
+    """Hold the device memory at one moment, without GPU staging buffers and optimizer state."""
 
     weights: float
     gradients: float
@@ -68,8 +68,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """Staging slots: how many there are, at most would be, from which buckets' gradient points they are held one by
-    one, and to which layers' next forward; None: the last one's.
+    """Describe GPU staging buffers: how many there are, and how many there would be at most.
+
+    `stage_at` names the buckets whose ready gradients trigger the acquisition of one buffer each, and `unstage_at` the
+    layers whose next forward releases it; None: the last layer.
     """
 
     count: int
@@ -82,7 +84,8 @@ class SlotCount:
 class Timeline:
     samples: list[Sample] = field(default_factory=list)
     points: list[tuple[int, str | None, int | None]] = field(default_factory=list)
-    """(first sample after it, layer of a use point, bucket of a gradient point)"""
+    """Triggers, as (first sample after it, layer of a pre-forward or pre-backward trigger, bucket of a ready gradient).
+    """
 
     def use(self, layer: str) -> None:
         self.points.append((len(self.samples), layer, None))
@@ -92,7 +95,7 @@ class Timeline:
 
 
 class StepModel:
-    """One step in steady state: the last microbatch, with what earlier ones have left."""
+    """Simulate the memory of one step in steady state: the last microbatch, and what earlier ones left."""
 
     def __init__(self, facts: Facts, choice: Choice, gradients: Gradients) -> None:
         workload = self._workload = facts.workload
@@ -101,37 +104,39 @@ class StepModel:
         layers = workload.layers
         self._numbers = [i for i, layer in enumerate(layers) if layer.repeated]
         self._visits = [0, *accumulate(int(layer.repeated) for layer in layers)][:-1]
-        """By layer, how many of the list's come before."""
+        """Listed layers before each layer."""
         keeps: list[Keep | None] = [None] * len(layers)
         for i, keep in zip(self._numbers, choice.activations, strict=True):
             keeps[i] = keep
         ways = [Way.KEEP if keep is None else _WAYS[keep] for keep in keeps]
         self._curves = [_curve_of(layer, way, facts.curves) for layer, way in zip(layers, ways, strict=True)]
         self._bytes_at: dict[int, float] = {}
-        """By the moment's object: layers of a kind share theirs."""
+        """Bytes by the moment's object: layers of a kind share theirs."""
         kept = [self._at(curve.kept) for curve in self._curves]
         self._recomputed = [keep is Keep.RECOMPUTE_OFFLOAD for keep in keeps]
         self._away = [keep in LEAVES for keep in keeps]
         self._kept = [0.0 if away else n for away, n in zip(self._away, kept, strict=True)]
         self.parked_bytes = sum(n for away, n in zip(self._away, kept, strict=True) if away)
-        """Of saved tensors on the host."""
+        """Bytes in saved tensors on the host."""
         self._parked = [n if away else 0.0 for away, n in zip(self._away, kept, strict=True)]
         self._parked_before = [0.0, *accumulate(self._parked[i] for i in self._numbers)]
-        """By place among the list's layers, of all before it."""
+        """Host bytes of all layers before a place among the listed layers."""
         last_away = max((at for at, i in enumerate(self._numbers) if self._away[i]), default=-1)
         self._window = max(1, len(self._numbers) - 1 - last_away)
         self._weights = [layer.weight_bytes for layer in layers]
         self._whole = [n * workload.ranks if workload.ranks > 1 else 0 for n in self._weights]
-        """Of layers that are gathered from several ranks."""
+        """Bytes that each layer has when it is gathered from several ranks."""
         self._whole_before = [0, *accumulate(self._whole), sum(self._whole)]
-        """By layer, those of all before it."""
+        """Gathered bytes of all layers before each layer."""
         tied = not layers[0].repeated and layers[-1].weight_bytes < layers[0].weight_bytes
         self._root = self._whole[0] if tied and workload.resharded else 0
-        """An embedding that is the output layer as well: gathered by the root, it is whole in all of a pass."""
+        """Bytes in an embedding that is the output layer as well: the root gathers it, so it is unsharded in all of a
+        pass.
+        """
         self._reduced = 2 if workload.reduced_in_fp32 else 1
         """Bytes of what is scattered over those of the gradients in it, which are 16-bit."""
         self._left = self._reduced * self._whole[0]
-        """What a backward has scattered last: it stays until the next microbatch's has something to scatter."""
+        """Bytes scattered last in a backward: they stay until the next microbatch has something to scatter."""
         self._left_until = len(layers) - (2 if tied else 1)
         self._offloaded = [layer.name in choice.offloaded_weights for layer in layers]
         self._fetched = bool(choice.offloaded_weights)
@@ -151,7 +156,7 @@ class StepModel:
 
     @property
     def resident_weight_bytes(self) -> int:
-        """Between steps: the first of the offloaded layers are on their way already."""
+        """Return the bytes of weights between steps, when the first offloaded layers are already being prefetched."""
         first = [self._weights[i] for i in self._numbers[: self._ahead] if self._offloaded[i]]
         return round(self._always + sum(first))
 
@@ -170,7 +175,7 @@ class StepModel:
 
     @cached_property
     def _between(self) -> Sequence[Sample]:
-        """Of a backward before the last, in which layers that are gathered stay so: no slot is taken there."""
+        """Sample a backward before the last, in which gathered layers stay so and no staging buffer is acquired."""
         timeline, total = Timeline(), sum(self._kept)
         if self._workload.fetched_anew or self._workload.microbatches == 1:
             return ()  # the last is the fullest
@@ -223,11 +228,13 @@ class StepModel:
         after: Sequence[int],
         weights: tuple[float, float, float],
     ) -> None:
-        """The moments of a layer's backward, with gradient points where they come; `weights`: and what is gathered, and
-        what is of that when the layer is done.
+        """Add the moments of a layer's backward, with the triggers of its gradients.
+
+        Args:
+            weights: bytes of weights, of gathered layers, and of those that remain gathered when the layer is done.
         """
         done = 0
-        # Once a layer has run again, nobody holds its input if that was reloaded. The first gradient tells that it has.
+        # After a layer was recomputed, nothing holds its reloaded input; the first gradient marks that moment.
         reloaded = self._parked[i] if self._recomputed[i] else 0.0
         for moment in self._curves[i].backward:
             while done < min(moment.gradients, len(made)):
@@ -261,19 +268,27 @@ class StepModel:
             timeline.samples.append(Sample(weights, gradients, kept, loss, gathered))
 
     def _leaving(self, i: int) -> float:
-        """Of layers before `i` in forward, saved tensors that are on their way to the host and still here."""
+        """Return the bytes of earlier layers' saved tensors whose D2H copies still hold device memory, in forward of
+        layer `i`.
+        """
         at = self._visits[i]
         return self._parked_before[at] - self._parked_before[min(at, max(0, at - self._window + 1))]
 
     def _back(self, i: int) -> float:
-        """Of layers before `i` in backward, saved tensors that are here again, or on their way."""
+        """Return the bytes of earlier layers' saved tensors that are reloaded or being reloaded, in backward of layer
+        `i`.
+        """
         at = self._visits[i]
         if at == len(self._numbers):
             return 0.0
         return self._parked_before[at] - self._parked_before[max(0, at - self._window)]
 
     def _weights_at(self, i: int, step: int) -> float:
-        """While layer `i` runs, and those are fetched that come after it: `step` is 1 in forward, -1 in backward."""
+        """Return the bytes of weights while layer `i` runs and the next ones are prefetched.
+
+        Args:
+            step: 1 in forward, -1 in backward.
+        """
         whole = not self._workload.fetched_anew and (step < 0 or self._workload.microbatches > 1)
         if whole or not self._fetched:
             return self._always
@@ -283,9 +298,11 @@ class StepModel:
         )
 
     def _gathered(self, i: int) -> float:
-        """While layer `i` runs forward: layers are gathered one by one, the next one while this one runs, and stay
-        until their backward; those of several microbatches until that of the last. What is resharded leaves what it was
-        copied from until the next is gathered.
+        """Return the gathered bytes while layer `i` runs forward.
+
+        Layers are gathered one by one, the next one while this one runs, and stay until their backward; with several
+        microbatches, until that of the last. With resharding, the memory that a layer was copied from stays until the
+        next layer is gathered.
         """
         if self._workload.resharded:
             left = self._left if self._workload.microbatches > 1 else 0
@@ -295,36 +312,44 @@ class StepModel:
         return self._whole_before[i + 2]
 
     def _gathered_behind(self, i: int) -> float:
-        """In backward: the gradient of the whole layer is made, and that of the one behind it scattered. What was
-        resharded is gathered one layer ahead; what the root has is whole until the end. (Where a gradient has two
-        halves, the curves tell how the first waits for the other.)
+        """Return the gathered bytes in backward of layer `i`, while its gradient is made and the previous one is
+        scattered.
+
+        A resharded layer is gathered one layer ahead; the root's parameters are unsharded until the end. (Where a
+        gradient has two halves, the curves show how long the first waits for the other.)
         """
         return self._others(i) + self._whole[i] + self._scattered(i, self._workload.microbatches > 1)
 
     def _others(self, i: int) -> float:
-        """Of other layers, what is whole in backward of layer `i`."""
+        """Return the unsharded bytes of other layers in backward of layer `i`."""
         if not self._workload.resharded:
             return self._whole_before[i]
         return (self._whole[i - 1] if i > 0 else 0) + (self._root if i > 1 else 0)
 
     def _reducing(self, i: int) -> float:
-        """When layer `i` is done: it is divided again, and its gradient is copied to where it is scattered from. What
-        was scattered of the layer behind it has gone before.
+        """Return the gathered bytes when backward of layer `i` is done.
+
+        The layer is sharded again, and its gradient is copied to where it is scattered from. The memory from which the
+        previous layer's gradient was scattered is free by then.
         """
         return self._others(i) + (1 + self._reduced) * self._whole[i]
 
     def _scattered(self, i: int, again: bool) -> float:
-        """`again`: another microbatch's backward was before."""
+        """Return the bytes of layer `i`'s gradient and of the one being scattered.
+
+        Args:
+            again: whether another microbatch's backward ran before.
+        """
         before, left = self._whole_before, self._left if again and i >= self._left_until else 0
         return before[i + 1] - before[i] + self._reduced * (before[i + 2] - before[i + 1]) + left
 
-    # ---------------------------------------------------------------- slots
+    # ---------------------------------------------------------------- GPU staging buffers
 
     def slots(self) -> SlotCount:
-        """As the engine settles them after its profile of the third step."""
+        """Count the staging buffers that the runtime settles on after its profile of the third step."""
         if not self._most:
             return SlotCount(0, 0, (), ())
-        if self._serial:  # taken when backward is over
+        if self._serial:  # acquired when backward is over
             return replace(self.first_slots, stage_at=(-1,) * self.first_slots.count)
         settled = decide_staging(
             self._spans(),
@@ -337,8 +362,13 @@ class StepModel:
 
     @property
     def first_slots(self) -> SlotCount:
+<<<<<<< HEAD
         """Before that profile."""
         count = min(MIN_STAGING_BUFFERS, self._most)
+=======
+        """Return the staging buffers before that profile of the third step."""
+        count = min(FEWEST, self._most)
+>>>>>>> words3
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
     def _spans(self) -> list[TriggerInterval]:
@@ -346,13 +376,13 @@ class StepModel:
         ends = [*(at for at, _, _ in points[1:]), len(samples)]
         found = []
         for (start, layer, bucket), end in zip(points, ends, strict=True):
-            # What is there at a point is there in its span, even if no moment falls into it.
+            # Bytes at a trigger count for its span, even if no moment falls into it.
             peak = max(samples[min(start, len(samples) - 1) : max(end, start + 1)])
             found.append(TriggerInterval(layer, bucket, 0, round(peak)))
         return found
 
     def peak(self, slots: SlotCount) -> Mapping[Owner, float]:
-        """By owner, at the moment at which the device holds the most."""
+        """Return the bytes by category at the moment at which the device holds the most."""
         samples, points = self.timeline.samples, self.timeline.points
         last = len(samples) - 1
         staged = [next((at for at, _, b in points if b is not None and b <= stage), last) for stage in slots.stage_at]
@@ -361,11 +391,11 @@ class StepModel:
         back = [uses.get(layer, behind) if layer is not None else behind for layer in slots.unstage_at]
 
         def slots_at(t: int) -> int:
-            # The graph's memory is there during the step as well.
+            # The graph's memory exists during the step as well.
             kept = slots.count if self._captured else slots.count - bisect_right(back, t)
             return max(kept, bisect_right(staged, t)) * self._slot_bytes
 
-        # From one change of the slots to the next, what else is there decides.
+        # Between two changes of the staging buffers, the other memory decides.
         spans = pairwise(sorted({0, *staged, *back, len(samples)}))
         fullest_of = [(max(self._totals[start:end]), slots_at(start), start, end) for start, end in spans]
         most, slots_held, start, end = max(fullest_of, key=lambda span: span[0] + span[1])
@@ -384,8 +414,9 @@ class StepModel:
 
 
 def _curve_of(layer: Layer, way: Way, made: dict[tuple[str, Way], Curve]) -> Curve:
-    """How a layer runs: one without norms and activations that can run again keeps all. Without curves, from what is
-    known in sum, once: `made`.
+    """Return the curve of a layer; one without layer norms and activations to recompute keeps all.
+
+    Without curves, build one from the known sums, once per layer and way, in `made`.
     """
     if layer.curves:
         return layer.curves.get(way) or layer.curves[Way.KEEP]

@@ -1,8 +1,9 @@
-"""Predicted seconds of a training step, for a workload, a choice and a machine. Pure arithmetic; no torch.
+"""Predict the seconds of a training step, for a workload, a choice and a machine. Pure arithmetic; no torch.
 
-A step is played as work on four lanes (`hostward.plan.lane_simulator`): compute, both directions of the link, and the
-host's step. Two steps in a row are played, and the second counts, so that what drains into the next step is counted.
-Each follows the schedules of `hostward.schedule` as far as they take time, in the same order on each lane.
+A step is simulated as work on four lanes (`hostward.plan.lane_simulator`): compute, both directions of PCIe or NVLink,
+and the CPU optimizer step. Two consecutive steps are simulated and the second counts, so that work which continues into
+the next step is counted. Each step follows the schedules of `hostward.schedule` as far as they take time, in the same
+order on each lane.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from hostward.schedule.staging import MIN_STAGING_BUFFERS
 from hostward.schedule.weights import weight_prefetch_depth
 
 _IN_FLIGHT = 2
-"""Layers after which the memory of gradients that leave is wanted back."""
+"""Layers after which the memory of gradients that are being offloaded is needed again."""
 
 
-class Turn:
-    """Appends the parts of a step to a program, with what each waits for across parts.
+class StepTimeline:
+    """Append the parts of a step to a program, with the work that each waits for across parts.
 
     Args:
-        needs: of the choice: staging slots of streamed buckets, and when they are taken.
+        needs: of the choice: GPU staging buffers of streamed buckets, and when they are acquired.
         units: as `costs` makes them of the choice.
     """
 
@@ -57,13 +58,13 @@ class Turn:
         self.arrivals: dict[int, int] = {}
         self.reads: dict[int, int] = {}
         self._began_s = self._reading_s = 0.0
-        """Of the last backward: its seconds, and those of it that pass until the link has read what was staged."""
+        """Seconds taken by the last backward, and those of it until the staged state has been read."""
         self.writes: list[int] = []
         self.downloaded: list[int] = []
         self.added: list[int] = []
 
     def _units_staged(self, slots: int) -> int:
-        """Streamed units that fit in so many slots, each for the largest streamed bucket."""
+        """Return the number of streamed units that fit in the staging buffers, each for the largest streamed bucket."""
         if not self.streamed:
             return 0
         buckets = zip(self.costs.workload.inventory.buckets, self.choice.placements, strict=True)
@@ -72,7 +73,9 @@ class Turn:
         return max(1, min(len(self.streamed), slots * slot_bytes // largest))
 
     def _layer_of(self, bucket: int) -> int:
-        """The first, whose gradients come last, for what is in none of the layers: a caller may have named others."""
+        """Return the layer of a bucket; the first layer where none has that name, as a caller may name layers
+        otherwise.
+        """
         names = [cost.layer.name for cost in self.costs.layers]
         layers = [b.layer for b in self.costs.workload.inventory.buckets[bucket : bucket + 1]]
         return names.index(layers[0]) if layers and layers[0] in names else 0
@@ -83,13 +86,17 @@ class Turn:
     # ------------------------------------------------------------------ parts
 
     def forward(self, *, first: bool) -> None:
-        """`first`: the one after a step, whose layers wait for their weights."""
+        """Append a forward.
+
+        Args:
+            first: whether it follows a step, so that its layers wait for their weights.
+        """
         anew = self.costs.workload.fetched_anew
         for i, cost in enumerate(self.costs.layers):
             waits: list[int | None] = []
             if first:
                 waits += [self.arrivals[u] for u in self._of(i) if u in self.arrivals]
-                # Before the last layer staging goes back, behind the last write.
+                # Staging buffers are released before the last layer, after the last write.
                 waits += self.writes[-1:] if i == len(self.costs.layers) - 1 else []
             waits += [self._fetch(i)] if first or anew else []
             if cost.layer.repeated:
@@ -100,7 +107,7 @@ class Turn:
             if i in self.leaving:
                 speeds = self.costs.speeds
                 size = cost.held_bytes(self.keep[i])
-                # An input is there when the layer begins, and leaves then if it is worth a group of its own.
+                # An input exists when the layer begins, and is offloaded then if it fills a group of its own.
                 at_once = self.keep[i] is Keep.RECOMPUTE_OFFLOAD and size >= FIRST_GROUP_BYTES
                 self.offloads[i] = self.program.add(
                     "offload",
@@ -110,10 +117,10 @@ class Turn:
                 )
 
     def _fetch(self, i: int) -> int | None:
-        """Weights of a layer that lie on the host come while the layer before runs; parts of them one layer earlier."""
+        """Prefetch the offloaded weights of a layer while its predecessor runs; parts of them one layer earlier."""
         if i not in self.fetched:
             return None
-        # Issued when that layer was entered: its own start is not known as a wait, the end of the one before is.
+        # Issued in that layer's pre-forward hook: its start cannot be a wait, the end of the layer before can.
         entered = self.compute
         for _ in range(self._ahead):
             entered = None if entered is None else self._previous_compute(entered)
@@ -127,7 +134,12 @@ class Turn:
         return next((i for i in reversed(range(number)) if works[i].queue is Queue.COMPUTE), None)
 
     def backward(self, *, last: bool) -> None:
-        """`last`: of the step's microbatches, whose gradients leave and behind which state is staged."""
+        """Append a backward.
+
+        Args:
+            last: whether it is the step's last microbatch, during which gradients are offloaded and state is
+                prefetched.
+        """
         costs, speeds = self.costs, self.costs.speeds
         reloads: dict[int, int] = {}
         released = self.leaving[: max(0, len(costs.repeated) - self.window)]
@@ -159,7 +171,7 @@ class Turn:
             waits = [reloads.get(i), fetch, left_before[-_IN_FLIGHT]]
             self.compute = self.program.add(f"backward/{cost.layer.name}", Queue.COMPUTE, seconds, waits)
             for u in reversed(units if leaves else []):
-                unit = self.units[u]  # sums leave as they are, parts of sums as they come
+                unit = self.units[u]  # accumulated gradients are offloaded as they are, summands as they come
                 as_made = self.choice.gradients_on_host and not costs.workload.reduced_in_fp32
                 size = unit.weight_bytes if as_made else unit.gradient_bytes
                 copy_s = speeds.copy_s(size, speeds.d2h_bytes_per_s)
@@ -182,8 +194,10 @@ class Turn:
         self.reads[u] = self.program.add("read", Queue.H2D, seconds, waits)
 
     def _stage(self, layer: int, left_s: float) -> None:
-        """Before this layer's backward, which is `left_s` from its end: what there is room for, and what the link can
-        read until then.
+        """Prefetch state before a layer's backward, as far as buffers and the rest of backward allow.
+
+        Args:
+            left_s: seconds from the layer's backward to the end of backward.
         """
         if layer == len(self.costs.layers) - 1:
             self.reads, self._reading_s, self._began_s = {}, 0.0, left_s
@@ -198,7 +212,7 @@ class Turn:
             self._reading_s += self.program.works[self.reads[self.streamed[at]]].seconds
 
     def step(self) -> None:
-        """Norm, steps and uploads, in order of use in forward."""
+        """Append the norm, the optimizer steps and the uploads, in order of use in forward."""
         costs, speeds, program = self.costs, self.costs.speeds, self.program
         on_device = sum(u.device_s for u in self.units if u.placement is Placement.DEVICE)
         norm_s = sum(u.gradient_bytes for u in self.units) / speeds.traffic_bytes_per_s
@@ -228,88 +242,93 @@ class Turn:
 
 
 _SHORTEST_S = 1e-4
-"""Waits shorter than this are not told."""
+"""Waits shorter than this are not reported."""
 _HIDDEN = 0.02
-"""Of a step: less than this exposed counts as hidden."""
+"""Share below which exposed time counts as overlapped."""
 _TOLD = 0.05
-"""Of what is exposed: lesser waits are not told."""
+"""Share below which waits are not reported, of the exposed time."""
 _TOLD_S = 5e-6
-"""What is exposed and less is told as nothing."""
+"""Exposed time below this is reported as nothing."""
 _MOST_DOUBLINGS = 6
 _ROUNDING = 1 - 1e-9
 """Sums in another order differ."""
 
 RESOURCES = {
     Queue.COMPUTE: "GPU",
-    Queue.D2H: "link to the host",
-    Queue.H2D: "link to the GPU",
-    Queue.HOST: "host AdamW",
+    Queue.D2H: "D2H copy engine",
+    Queue.H2D: "H2D copy engine",
+    Queue.HOST: "CPU AdamW",
 }
 _NAMES = {
-    "upload": "host AdamW and the weights' way back",
-    "host": "host AdamW",
-    "read": "optimizer state on its way to the GPU",
-    "write": "optimizer state on its way to the host",
-    "gradient": "gradients on their way to the host",
-    "offload": "activations on their way to the host",
-    "reload": "activations on their way to the GPU",
-    "fetch": "weights on their way to the GPU",
-    "add": "gradients added up on the host",
+    "upload": "CPU AdamW and the H2D copy of weights",
+    "host": "CPU AdamW",
+    "read": "optimizer state being prefetched",
+    "write": "optimizer state being written back",
+    "gradient": "gradients being offloaded",
+    "offload": "activations being offloaded",
+    "reload": "activations being reloaded",
+    "fetch": "weights being prefetched",
+    "add": "gradients being accumulated on the host",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of one step."""
+    """Hold the predicted seconds of one step."""
 
     step_s: float
     compute_s: float
-    """What the GPU computes, recomputation and its own optimizer step included."""
+    """Computation on the GPU, with recomputation and its own optimizer step."""
     forward_s: float
-    """Of the first microbatch: what hides the work between two steps."""
+    """First microbatch's forward, which overlaps with the work between two steps."""
     backward_s: float
-    """Of the last."""
+    """Last microbatch's backward."""
     busy_s: Mapping[Queue, float]
     """Work per lane, each alone."""
     waited_s: Mapping[str, float]
-    """What compute waited for, by kind."""
+    """Seconds for which compute waited, by kind of work."""
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that the GPU stands still for offloading."""
+        """Return the seconds for which the GPU is idle because of offloading."""
         return max(0.0, self.step_s - self.compute_s)
 
 
 def predict(workload: Workload, choice: Choice, speeds: Speeds) -> Prediction:
-    """The step of `workload` as `choice` has it."""
+    """Predict the step of `workload` under `choice`."""
     return predict_of(Costs(workload, speeds), choice, required(workload, choice))
 
 
 def predict_of(costs: Costs, choice: Choice, needs: Needs) -> Prediction:
-    """As `predict`, for many choices of one workload; `needs`: of the choice."""
+    """Predict the step of a choice, for many choices of one workload.
+
+    Args:
+        needs: memory needs of the choice.
+    """
     microbatches = costs.workload.microbatches
     units = costs.units(choice)
-    pair_s, pair_busy_s = _middle_s(costs, Turn(costs, choice, needs, units)) if microbatches > 2 else (0.0, {})
-    turn = Turn(costs, choice, needs, units)
+    pair_s, pair_busy_s = _middle_s(costs, StepTimeline(costs, choice, needs, units)) if microbatches > 2 else (0.0, {})
+    step = StepTimeline(costs, choice, needs, units)
     marks = []
     for _ in range(2):
-        first = len(turn.program.works)
-        turn.backward(last=True)
-        turn.step()
-        turn.forward(first=True)
+        first = len(step.program.works)
+        step.backward(last=True)
+        step.step()
+        step.forward(first=True)
         if microbatches > 1:
-            turn.backward(last=False)
-            turn.forward(first=False)
+            step.backward(last=False)
+            step.forward(first=False)
         if microbatches > 2:
-            turn.compute = turn.program.add("middle", Queue.COMPUTE, (microbatches - 2) * pair_s)
-        marks.append((first, len(turn.program.works)))
-    timeline = run(turn.program, costs.speeds.slowdown)
-    return _prediction(costs, turn.program, timeline, marks, pair_s, pair_busy_s)
+            step.compute = step.program.add("middle", Queue.COMPUTE, (microbatches - 2) * pair_s)
+        marks.append((first, len(step.program.works)))
+    timeline = run(step.program, costs.speeds.slowdown)
+    return _prediction(costs, step.program, timeline, marks, pair_s, pair_busy_s)
 
 
 def least_s(costs: Costs, choice: Choice) -> float:
-    """Seconds that `predict` never falls below, where all buckets are of the workload's layers: compute alone, and what
-    host or link do between a step and the end of the forward behind it.
+    """Return a lower bound on the seconds of `predict`, where all buckets are of the workload's layers.
+
+    The bound is compute alone, plus the work of CPU or PCIe between a step and the end of the next forward.
     """
     units, speeds = costs.units(choice), costs.speeds
     device_s = sum(u.device_s for u in units if u.placement is Placement.DEVICE)
@@ -323,26 +342,26 @@ def least_s(costs: Costs, choice: Choice) -> float:
 
 
 def _computed_s(costs: Costs, keeps: Mapping[int, Keep]) -> float:
-    """Of one microbatch, adding its gradients included."""
+    """Return the compute seconds of one microbatch, with the accumulation of its gradients."""
     again = sum(costs.layers[i].again_s(keep) for i, keep in keeps.items())
     computed = sum(c.forward_s + c.backward_s for c in costs.layers)
     return computed + again + sum(costs.numels) * costs.accumulation_s
 
 
-def _middle_s(costs: Costs, turn: Turn) -> tuple[float, Mapping[Queue, float]]:
-    """Seconds of one microbatch among many, without a step near it, and work per lane, each alone."""
-    if not (turn.leaving or turn.fetched or turn.choice.gradients_on_host):
-        computed = _computed_s(costs, turn.keep)
+def _middle_s(costs: Costs, step: StepTimeline) -> tuple[float, Mapping[Queue, float]]:
+    """Return the seconds of one microbatch among many, not next to a step, and its work per lane, each alone."""
+    if not (step.leaving or step.fetched or step.choice.gradients_on_host):
+        computed = _computed_s(costs, step.keep)
         return computed, {Queue.COMPUTE: computed}
     ends, first = [], 0
     for _ in range(2):
-        first = len(turn.program.works)
-        turn.backward(last=False)
-        turn.forward(first=False)
-        ends.append(turn.compute)
-    timeline = run(turn.program, costs.speeds.slowdown)
+        first = len(step.program.works)
+        step.backward(last=False)
+        step.forward(first=False)
+        ends.append(step.compute)
+    timeline = run(step.program, costs.speeds.slowdown)
     before, after = (timeline.ends_s[e] for e in ends if e is not None)
-    return after - before, busy_s(turn.program, first, len(turn.program.works))
+    return after - before, busy_s(step.program, first, len(step.program.works))
 
 
 def _prediction(
@@ -364,7 +383,7 @@ def _prediction(
     if more > 0:
         for queue, seconds in pair_busy_s.items():
             busy[queue] += more * seconds
-        # The piece "middle" stands for them, with what they wait.
+        # The piece "middle" replaces these microbatches, and their waits count as its own.
         busy[Queue.COMPUTE] -= more * pair_s
         stalled = more * (pair_s - pair_busy_s[Queue.COMPUTE])
         if stalled > _SHORTEST_S:
@@ -376,7 +395,7 @@ def _prediction(
 
 
 def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[str, float]:
-    """Seconds for which compute stood still, by the kind of work that ended last before it went on."""
+    """Return the seconds for which compute was idle, by the kind of work that ended last before it went on."""
     found: dict[str, float] = {}
     for before, after in pairwise(compute):
         gap = timeline.starts_s[after] - timeline.ends_s[before]
@@ -390,14 +409,14 @@ def _waited(program: Program, timeline: Timeline, compute: list[int]) -> dict[st
 
 
 def explain(costs: Costs, choice: Choice, prediction: Prediction) -> list[str]:
-    """Sentences that say what is exposed and why, and what would hide it."""
+    """Explain what is exposed and why, and what would overlap it, in sentences."""
     if prediction.exposed_s < _HIDDEN * prediction.step_s:
         rest = f"all but {_told_s(prediction.exposed_s)}" if prediction.exposed_s >= _TOLD_S else "all"
-        return [f"{rest} of the offloading is hidden behind compute"]
+        return [f"{rest} of the offloading overlaps with compute"]
     said = []
     host_s = prediction.busy_s[Queue.HOST]
     if prediction.waited_s.get(_NAMES["upload"], 0.0) >= 0.5 * prediction.exposed_s:
-        said.append(f"host AdamW {_told_s(host_s)} does not fit behind a {_told_s(prediction.forward_s)} forward")
+        said.append(f"CPU AdamW {_told_s(host_s)} does not fit within a {_told_s(prediction.forward_s)} forward")
     for queue in (Queue.D2H, Queue.H2D):
         window = prediction.forward_s + prediction.backward_s
         if prediction.busy_s[queue] > window * costs.workload.microbatches:
@@ -416,7 +435,7 @@ def _told_s(seconds: float) -> str:
 
 
 def _cure(costs: Costs, choice: Choice) -> str:
-    """How many tokens per step of one GPU would hide it, by trying."""
+    """Find by trials how many tokens per step of one GPU would overlap it."""
     workload = costs.workload
     sequences = workload.microbatch_sequences
     for _ in range(_MOST_DOUBLINGS):
@@ -424,12 +443,12 @@ def _cure(costs: Costs, choice: Choice) -> str:
         if _is_hidden(costs, choice, sequences):
             break
     else:
-        return f"even {_tokens(workload, sequences)} would not hide it, memory aside"
+        return f"even {_tokens(workload, sequences)} would not let it overlap, memory aside"
     low, high = sequences // 2, sequences
     while high - low > max(1, high // 8):
         middle = (low + high) // 2
         low, high = (low, middle) if _is_hidden(costs, choice, middle) else (middle, high)
-    return f"{_tokens(workload, high)} would hide it, memory aside"
+    return f"{_tokens(workload, high)} would let it overlap, memory aside"
 
 
 def _is_hidden(costs: Costs, choice: Choice, sequences: int) -> bool:
@@ -438,7 +457,7 @@ def _is_hidden(costs: Costs, choice: Choice, sequences: int) -> bool:
 
 
 def _tokens(workload: Workload, sequences: int) -> str:
-    """Of a step with so many sequences in a microbatch, and as many microbatches as there are."""
+    """Describe a step with `sequences` sequences in each of its microbatches."""
     among = f"in {workload.microbatches} microbatches" if workload.microbatches > 1 else "in one microbatch"
     tokens = sequences * workload.microbatches * workload.sequence_tokens
     count = f"{tokens / 1024:.0f} K" if tokens >= 1024 else str(tokens)

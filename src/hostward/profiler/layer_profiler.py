@@ -1,4 +1,4 @@
-"""One forward and backward of a model on a tape, cut at its layers: what each part holds, moment by moment."""
+"""Run one forward and backward of a model on a meta tape, and report each layer's memory moment by moment."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ import torch
 from hostward.activations.module_filter import MEGATRON_MODULES
 from hostward.errors import ModelError
 from hostward.model.autograd import tensors_of
-from hostward.profiler.meta_tape import Block, Tape, Work
+from hostward.profiler.meta_tape import Block, MetaTape, Work
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""loss(model, ids) of token numbers int64 [sequences, tokens]: a 0-dim tensor, as training computes it."""
+"""Function `loss(model, ids)` of token numbers int64 [sequences, tokens] that returns a 0-dim tensor, as training does.
+"""
 
 Layers = Sequence[tuple[str, torch.nn.Module]]
 
 RESIDUAL = "residual"
-"""What a layer does itself, outside its modules."""
+"""Name for the work of a layer outside its modules."""
 MLP_ACT = "mlp_act"
 _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """One part: before the layers, a layer, or behind them.
+    """Hold the run of one part: before the layers, a layer, or after them.
 
-    forward, backward: live bytes after each operation. What lived before the part is left out, but for its input; of
-    backward, gradients of weights are left out, and `made` says how many of `gradients` there are. gradients: names of
-    parameters in the order in which backward makes their gradients. kept_bytes: that stay from forward for backward.
-    saved: by module, what autograd has saved; work: by module, what forward computes.
+    forward, backward: live bytes after each operation, without memory that existed before the part except its input. In
+    backward, gradients of weights are left out, and `made` counts those of `gradients` that exist. gradients: names of
+    parameters in the order in which backward makes their gradients. kept_bytes: bytes kept from forward for backward.
+    saved: bytes that autograd saved, by module; work: operations of forward, by module.
     """
 
     forward: list[int]
@@ -50,19 +51,20 @@ class PartRun:
 
 
 def run(model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss) -> list[PartRun]:
-    """The parts in order of use in forward; model and ids lie on one device, meta as a rule, and no parameter has a
-    gradient.
+    """Run a model and return its parts in order of use in forward.
+
+    Model and ids are on one device, usually meta, and no parameter has a gradient.
 
     Raises:
         ModelError: the model needs values; or its layers are not called once each, in this order.
     """
-    recorder = _Recorder(model, layers, ids)
+    recorder = LayerProfiler(model, layers, ids)
     try:
         recorder.record(loss)
         return recorder.parts()
     except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
         raise ModelError(
-            f"what a {type(model).__name__} allocates cannot be found without running it",
+            f"the allocations of a {type(model).__name__} cannot be predicted without running it",
             why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             fix="plan for a model whose forward does not depend on values of tensors",
         ) from error
@@ -70,22 +72,22 @@ def run(model: torch.nn.Module, layers: Layers, ids: torch.Tensor, loss: Loss) -
         model.zero_grad(set_to_none=True)
 
 
-class _Recorder:
+class LayerProfiler:
     def __init__(self, model: torch.nn.Module, layers: Layers, ids: torch.Tensor) -> None:
         self._model, self._layers, self._ids = model, layers, ids
         self._starts: list[int] = [0]
-        """Of parts: the first operation of their forward."""
+        """First forward operation by part."""
         self._inputs: list[Block | None] = [None]
         self._reached: dict[int, int] = {}
-        """By part, the first operation of backward after the gradient of its input was there."""
+        """First backward operation after the gradient of the part's input was made, by part."""
         self._stack: list[str] = []
         self._saved: list[tuple[int, str, Block]] = []
         self._end = 0
         outside = [*model.parameters(), *model.buffers(), ids]
-        self._tape = Tape(ids.device, outside, lambda: self._stack[-1] if self._stack else None)
+        self._tape = MetaTape(ids.device, outside, lambda: self._stack[-1] if self._stack else None)
 
     def record(self, loss: Loss) -> None:
-        """Raises ModelError for layers that are not called once each."""
+        """Run forward and backward. Raises ModelError for layers that are not called once each."""
         with ExitStack() as undo:
             for number, (_, layer) in enumerate(self._layers):
                 for path, module in layer.named_modules():
@@ -119,7 +121,7 @@ class _Recorder:
         return enter, leave
 
     def _begin(self, given: Any) -> None:
-        """The next part begins, with this input."""
+        """Begin the next part, whose input is `given`."""
         part = len(self._starts)
         self._starts.append(self._tape.position)
         first = next((t for t in tensors_of(given) if t.is_floating_point()), None)
@@ -141,7 +143,7 @@ class _Recorder:
     # ---------------------------------------------------------------- after the run
 
     def parts(self) -> list[PartRun]:
-        """Moments and sums by part."""
+        """Return moments and sums by part."""
         tape = self._tape
         names = {}
         for name, parameter in self._model.named_parameters():
@@ -176,9 +178,9 @@ class _Recorder:
         return found
 
     def _bases(self, others: Sequence[Block]) -> list[int]:
-        """By part, bytes of what lives before it: the input is its own."""
+        """Return the bytes that exist before each part; its input counts as its own."""
         first, second = self._inputs[1], self._starts[2]
-        # Whoever calls the layers may hold the input of the first until the last has run. It is no layer's to keep.
+        # The caller of the layers may hold the first input until the last layer has run, so no layer keeps it.
         held = first is not None and (first.gone is None or first.gone > second)
         by_caller = first if held and all(block is not first for _, _, block in self._saved) else None
         bases = []
@@ -209,14 +211,14 @@ class _Recorder:
         groups = self._groups(part)
         for path, work in (self._tape.work[t] for t in operations):
             name = path or RESIDUAL
-            # What the last projection of an MLP computes is not what it saves.
+            # The output of an MLP's last projection is not saved.
             name = name if name.endswith("down_proj") else groups.get(name, name)
             found[name] = found.get(name, Work()) + work
         return found
 
 
 def groups_of(layer: torch.nn.Module) -> dict[str, str]:
-    """By path within a layer, what Megatron calls the part that it belongs to."""
+    """Map each path within a layer to Megatron's name for its part."""
     modules = dict(layer.named_modules())
     found = {
         path: name
@@ -235,7 +237,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _live(blocks: Sequence[Block], operations: int) -> list[int]:
-    """Bytes after each operation."""
+    """Return the live bytes after each operation."""
     changes = [0] * (operations + 1)
     for block in blocks:
         changes[block.made] += block.nbytes
@@ -245,5 +247,5 @@ def _live(blocks: Sequence[Block], operations: int) -> list[int]:
 
 
 def _before(blocks: Iterable[Block], operation: int) -> int:
-    """Bytes when an operation begins."""
+    """Return the live bytes when an operation begins."""
     return sum(b.nbytes for b in blocks if b.made < operation and (b.gone is None or b.gone > operation))

@@ -1,9 +1,9 @@
-"""What a forward and backward allocates, operation by operation, on the meta device: shapes are computed, data is not.
+"""Record what a forward and backward allocates, operation by operation, on the meta device, where data is not computed.
 
-A *tape* records every storage that operations make, when it is made and when it goes. Autograd runs as it always does,
-so what it saves, and when it lets go of it, is not modelled but observed. What the meta device does otherwise than a
-CUDA device is put right here: attention, sums of gradients, and values that Python reads. On another device the same is
-recorded of what really runs.
+A *meta tape* records every storage that operations make, when it is made and when it is freed. Autograd runs as usual,
+so what it saves, and when it frees it, is observed rather than modelled. Differences between the meta device and a CUDA
+device are corrected here: attention, sums of gradients, and values that Python reads. On another device the tape
+records what really runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ATEN: Any = torch.ops.aten
 
 @dataclass(slots=True)
 class Block:
-    """A storage: bytes, the number of the operation that made it, and of the first one that ran without it."""
+    """Describe a storage: its bytes, the operation that made it, and the first one that ran without it."""
 
     nbytes: int
     made: int
@@ -33,8 +33,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operation computes: matrix operations (a multiplication and an addition are two), and for all others
-    bytes of device memory that they read and write.
+    """Hold an operation's work: matrix operations (a multiplication and an addition are two), or memory traffic.
+
+    Traffic is the bytes of device memory that all other operations read and write.
     """
 
     flops: float = 0.0
@@ -44,34 +45,36 @@ class Work:
         return Work(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes)
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records while it is entered.
+class MetaTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record operations and storages while entered.
 
     Args:
-        device: whose storages count.
-        outside: tensors whose storages do not: weights, buffers, inputs.
-        label: says to whom an operation belongs.
+        device: device whose storages count.
+        outside: tensors whose storages do not count: weights, buffers, inputs.
+        label: returns the owner of an operation.
     """
 
     def __init__(self, device: torch.device, outside: Sequence[torch.Tensor], label: Callable[[], str | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._label = device, label
         self.attention = Attention(self)
-        """To be entered where attention may run: in backward once more, since modes do not last into it."""
+        """Mode to enter where attention may run; again in backward, since modes do not last into it."""
         self._experts = 1
         self._unshared_uses = _uses(torch.empty(1, device=_META))
-        """Of a storage that one tensor has: the tensor's own, and that of the object which Python made to ask."""
+        """Uses counted for a storage that one tensor has: the tensor's own, and that of the object which Python made to
+        ask.
+        """
         self.outside = {t.untyped_storage()._cdata for t in outside}
         self._held = [t.untyped_storage() for t in outside]
         self.blocks: list[Block] = []
         self.block_of: dict[int, Block] = {}
-        """By address of the storage's object, those that are alive."""
+        """Live blocks by the address of the storage's object."""
         self.work: list[tuple[str | None, Work]] = []
-        """By operation."""
+        """Work by operation, with its owner."""
 
     @property
     def position(self) -> int:
-        """The number of the next operation."""
+        """Return the number of the next operation."""
         return len(self.work)
 
     def __torch_dispatch__(
@@ -100,36 +103,39 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.block_of.pop(key, None)
 
     def note(self, work: Work) -> None:
-        """What the last operation stands for."""
+        """Replace the work of the last operation."""
         self.work[-1] = (self._label(), work)
 
     def block(self, tensor: torch.Tensor) -> Block | None:
-        """Of a tensor's storage; None for those that do not count."""
+        """Return the block of a tensor's storage; None for storages that do not count."""
         return self.block_of.get(tensor.untyped_storage()._cdata)
 
     def _special(self, func: Any, args: Sequence[Any]) -> Any:
-        """The result of operations that the meta device does otherwise than a CUDA device does; None: of all others."""
+        """Return the result of an operation that the meta device does otherwise than a CUDA device; None for all
+        others.
+        """
         if func is _ATEN._local_scalar_dense.default and args[0].device == _META and args[0].dtype is torch.bool:
-            # Models ask whether all is as usual: nothing is packed, nothing is masked.
+            # Models check for packing and masks; the answer is that there are none.
             return True
         if func is _ATEN.nonzero.default and args[0].device == _META:
             return self._chosen(args[0])
         if func is _ATEN.bincount.default and args[0].device == _META:
-            # Of experts chosen: at most as many as there are.
+            # Number of chosen experts: at most as many as there are.
             return torch.empty(args[2] if len(args) > 2 else 0, dtype=torch.int64, device=_META)
         if func is _ATEN._grouped_mm.default and args[0].device == _META:
             return _grouped_out(*args[:3])
         if func is not _ATEN.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return None
-        # Autograd adds gradients up in place where nobody else holds the first; in a dispatch mode it never does.
+        # Autograd accumulates in place where nothing else holds the first gradient; in a dispatch mode it never does.
         first, second = args
         alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype is second.dtype
         unshared = _uses(first) <= self._unshared_uses
         return first.add_(second) if alike and unshared else None
 
     def _chosen(self, mask: torch.Tensor) -> torch.Tensor:
-        """Where a mask of experts is true, if tokens are spread evenly. [experts + 1]: which experts have any, the last
-        one standing for none; [choices, tokens]: which of them one expert has.
+        """Return the true positions of an experts' mask, with tokens spread evenly.
+
+        [experts + 1]: experts that have tokens, and one entry for none; [choices, tokens]: the choices of one expert.
         """
         if mask.dim() == 1:
             self._experts = max(1, mask.shape[0] - 1)
@@ -139,7 +145,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many hold the tensor's storage."""
+    """Return the number of objects that hold the tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -166,7 +172,7 @@ def _work_of(func: Any, args: Sequence[Any], out: Any) -> Work:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading all elements touches: what is expanded is read once."""
+    """Return the bytes touched by reading all elements: an expanded tensor is read once."""
     sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
@@ -180,7 +186,7 @@ def _bmm(args: Sequence[Any]) -> float:
 
 
 def _grouped(args: Sequence[Any]) -> float:
-    """Rows by experts: each row meets one matrix; in the gradient of matrices, rows are summed over."""
+    """Return rows by experts: each row meets one matrix; in the gradient of matrices, rows are summed over."""
     a, b = args[0], args[1]
     if a.dim() == 2 and b.dim() == 2:
         return float(2 * a.shape[0] * a.shape[1] * b.shape[1])
@@ -188,7 +194,11 @@ def _grouped(args: Sequence[Any]) -> float:
 
 
 def _grouped_out(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-    """The output, in any dtype: on the meta device torch takes bf16 alone. `ends` of the groups, [groups]."""
+    """Return the output, in any dtype: on the meta device torch supports bf16 alone.
+
+    Args:
+        ends: of the groups, [groups].
+    """
     if a.dim() == 2 and b.dim() == 2 and ends is not None:
         return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
     return a.new_empty(*a.shape[:-1], b.shape[-1])
@@ -208,9 +218,9 @@ _FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _A
 
 
 class Attention(TorchFunctionMode):
-    """Attention as the flash and cuDNN kernels do it; on the meta device torch would take it apart."""
+    """Run attention as the flash and cuDNN kernels do; on the meta device torch would decompose it."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: MetaTape) -> None:
         super().__init__()
         self._tape = weakref.proxy(tape)
 
@@ -222,7 +232,7 @@ class Attention(TorchFunctionMode):
             query, key, value = args[:3]
             out = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
             causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
-            # Of a causal mask the kernels compute the half that counts.
+            # With a causal mask the kernels compute only the unmasked half.
             products = 2.0 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
             self._tape.note(Work(flops=products / 2 if causal else products))
             return out
@@ -230,7 +240,7 @@ class Attention(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves its inputs, its output and the logarithms of the sums; backward adds up the queries' gradient in fp32.
+    """Save the inputs, the output and the log-sum-exp; backward accumulates the queries' gradient in fp32.
 
     query: [batch, heads, tokens, size]; key and value may have fewer heads.
     """

@@ -1,4 +1,4 @@
-"""A module as a workload: what it holds and computes, found on the meta device. No weight is allocated."""
+"""Find what a module holds and computes, as a workload, on the meta device. No weight is allocated."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def workload_of(
     layers: Sequence[torch.nn.Module] | None = None,
     split_master: bool = True,
 ) -> Workload:
-    """What one step of training a causal language model computes and holds.
+    """Profile one step of training a causal language model.
 
     One forward and backward run on the meta device at three sizes, over as many layers as there are kinds of them,
-    twice. `model` is not changed, and may lie on the meta device itself.
+    twice. `model` is not changed, and may be on the meta device itself.
 
     Args:
-        loss: as training computes it, of token numbers int64 [sequences, tokens].
-        name: of the model; by default its class.
-        layers: in order of use, where they cannot be found.
-        split_master: as for buckets: False where torch steps.
+        loss: the loss of training, of token numbers int64 [sequences, tokens].
+        name: the model's name; by default its class.
+        layers: the layers in order of use, where they cannot be found.
+        split_master: as for buckets; False where torch steps.
 
     Raises:
         ModelError: no layers were found; forward depends on values of tensors; or the model is sharded.
@@ -73,7 +73,7 @@ def workload_of(
 
 
 def inventory_of(model: torch.nn.Module, *, split_master: bool = True) -> Inventory:
-    """Trainable parameters and the buckets that hostward.AdamW cuts them into."""
+    """Return the trainable parameters and the buckets that hostward.AdamW cuts them into."""
     places = Places(model)
     facts = tuple(places.tracked(name, p, 0).facts for name, p in places.trainable())
     return Inventory(facts, cut_buckets(facts, split_master=split_master))
@@ -93,12 +93,12 @@ def _weight_dtype(model: torch.nn.Module) -> Dtype:
 
 
 class _Traced:
-    """Runs of a short model that has each kind of layer twice."""
+    """Run a short model that has each kind of layer twice."""
 
     def __init__(self, model: torch.nn.Module, layers: Layers, size: Size, loss: Loss) -> None:
         self._model, self._layers, self._loss = model, layers, loss
         self._size = size
-        self._fit = Fit(size)
+        self._fit = TokenFit(size)
         kinds = _kinds(model, layers)
         first = [[i for i, kind in enumerate(kinds) if kind == known] for known in dict.fromkeys(kinds)]
         self._few = sorted(i for held in first for i in held[:2])
@@ -108,7 +108,7 @@ class _Traced:
         self._short = _short(model, layers, self._few)
 
     def parts(self) -> list[Layer]:
-        """Before the layers, the layers, and behind them, weights not yet counted."""
+        """Return the layers and the parts before and after them, without weights."""
         runs = {way: found for way in Way if (found := self._runs(way)) is not None}
         made = {few: self._layer(few, runs) for few in dict.fromkeys(self._stands_for)}
         named = []
@@ -119,7 +119,7 @@ class _Traced:
         return [before, *named, behind]
 
     def _runs(self, way: Way) -> list[list[PartRun]] | None:
-        """By size; None if no layer can run that way."""
+        """Run the model at each size; None if no layer can run that way."""
         model, layers = self._short
         with _running(layers, way) as possible:
             if not possible:
@@ -138,7 +138,7 @@ class _Traced:
         return _layer_of(path, self._fit, found[Way.KEEP], curves, found.get(Way.ELEMENTWISE))
 
     def _ends(self, keep: list[list[PartRun]]) -> list[Layer]:
-        """What comes before the layers and behind them."""
+        """Return the parts before and after the layers."""
         more: list[PartRun] | None = None
         added = len(self._more) - len(self._few)
         if added:
@@ -167,7 +167,7 @@ def _ids(size: Size) -> torch.Tensor:
 
 @contextmanager
 def _running(layers: Layers, way: Way) -> Iterator[bool]:
-    """Layers run this way within. False: none of them can."""
+    """Make layers run this way within the context; yields False if none of them can."""
     regions: list[Region | Regions] = []
     if way is Way.RECOMPUTE:
         regions += [Region(layer) for _, layer in layers]
@@ -181,7 +181,7 @@ def _running(layers: Layers, way: Way) -> Iterator[bool]:
 
 
 def _kinds(model: torch.nn.Module, layers: Layers) -> list[object]:
-    """By layer, what makes it alike to others."""
+    """Return for each layer a value that equal layers share."""
     config: Any = getattr(model, "config", None)
     types = getattr(config, "layer_types", None)
     alike = not isinstance(types, (list, tuple)) or len(set(types)) <= 1
@@ -196,7 +196,7 @@ def _kind(layer: torch.nn.Module) -> object:
 
 
 def _short(model: torch.nn.Module, layers: Layers, chosen: Sequence[int]) -> tuple[torch.nn.Module, Layers]:
-    """A copy on the meta device, in training mode, with these layers alone."""
+    """Copy the model to the meta device, in training mode, with these layers only."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         like = torch.empty_like(tensor, device="meta")
@@ -229,9 +229,13 @@ def _unpacked(held: torch.nn.Module, layers: list[torch.nn.Module]) -> list[Any]
 
 
 def _layer_of(
-    path: str, fit: Fit, runs: Sequence[PartRun], curves: Mapping[Way, Curve], elementwise: Sequence[PartRun] | None
+    path: str,
+    fit: TokenFit,
+    runs: Sequence[PartRun],
+    curves: Mapping[Way, Curve],
+    elementwise: Sequence[PartRun] | None,
 ) -> Layer:
-    """A layer without weights, from its runs at the three sizes."""
+    """Build a layer without weights from its runs at the three sizes."""
 
     def rates(value: Callable[[PartRun], float]) -> PerToken:
         return fit.rates([value(r) for r in runs])
@@ -256,8 +260,8 @@ def _layer_of(
     )
 
 
-def _saved(fit: Fit, runs: Sequence[PartRun], elementwise: Sequence[PartRun] | None) -> Iterator[Saved]:
-    """What is left where norms and activations run again comes apart from what they make again."""
+def _saved(fit: TokenFit, runs: Sequence[PartRun], elementwise: Sequence[PartRun] | None) -> Iterator[Saved]:
+    """Split saved bytes into those that remain with elementwise recomputation and those recomputed."""
     whole = _by_name(runs)
     rest = whole if elementwise is None else _moved(whole, _by_name(elementwise))
     for name, held in whole.items():
@@ -272,13 +276,14 @@ def _saved(fit: Fit, runs: Sequence[PartRun], elementwise: Sequence[PartRun] | N
 
 
 def _by_name(runs: Sequence[PartRun]) -> dict[str, list[int]]:
-    """Saved bytes by name and size."""
+    """Return saved bytes by name and size."""
     return {name: [r.saved.get(name, 0) for r in runs] for name in dict.fromkeys(n for r in runs for n in r.saved)}
 
 
 def _moved(whole: Mapping[str, list[int]], rest: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """`rest`, with what a part saves for others that run again under the names of these: no name has more than in
-    `whole`.
+    """Return `rest` with bytes that one part saves for others moved under the names of these.
+
+    No name has more bytes than in `whole`.
     """
     sizes_of = range(len(next(iter(whole.values()), ())))
     more = [sum(max(0, left[i] - whole.get(name, left)[i]) for name, left in rest.items()) for i in sizes_of]
@@ -296,7 +301,7 @@ def _moved(whole: Mapping[str, list[int]], rest: Mapping[str, list[int]]) -> dic
 
 
 def _in_order(model: torch.nn.Module, layers: Layers, parts: Sequence[Layer]) -> Iterator[Layer]:
-    """The parts with their weights; what is outside of the layers by name, in order of the module."""
+    """Return the parts with their weights, those outside of the layers by name, in order of the module."""
     inside = {path for path, _ in layers}
     trained: dict[str, int] = dict.fromkeys(inside, 0)
     frozen: dict[str, int] = dict.fromkeys(inside, 0)
@@ -327,16 +332,16 @@ def _in_order(model: torch.nn.Module, layers: Layers, parts: Sequence[Layer]) ->
 _EMPTY = Layer("", False, 0, 0, _NOTHING, (), _NOTHING, _NOTHING, _NOTHING)
 
 
-# From runs at three sizes to functions of the number of tokens and the length of sequences.
+# Fits runs at three sizes to functions of the number of tokens and the length of sequences.
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of one microbatch."""
+    """Hold the size of one microbatch."""
 
     sequences: int
     tokens: int
-    """Of each sequence."""
+    """Tokens per sequence."""
 
     @property
     def of_all(self) -> int:
@@ -344,20 +349,20 @@ class Size:
 
 
 def sizes(size: Size) -> tuple[Size, Size, Size]:
-    """The sizes that `Fit` wants: the one that is planned for, twice as many sequences, sequences twice as long."""
+    """Return the sizes for `TokenFit`: the planned one, twice as many sequences, sequences twice as long."""
     return size, Size(2 * size.sequences, size.tokens), Size(size.sequences, 2 * size.tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """c + a * tokens + b * tokens * sequence_tokens through values at `sizes`, exactly."""
+class TokenFit:
+    """Fit c + a * tokens + b * tokens * sequence_tokens through values at `sizes`, exactly."""
 
     size: Size
 
     def __call__(self, values: Sequence[float]) -> tuple[float, PerToken]:
-        """Constant, and rates for each token."""
+        """Return the constant, and rates for each token."""
         one, more, longer = values
-        if one == more:  # of one sequence, as tables of positions are
+        if one == more:  # for one sequence, as tables of positions are
             return one, PerToken(0.0)
         size = self.size
         square = (longer - more) / (2 * size.of_all * size.tokens)
@@ -365,7 +370,7 @@ class Fit:
         return 2 * one - more, PerToken(linear, square)
 
     def rates(self, values: Sequence[float]) -> PerToken:
-        """For what has no constant; what there is of one counts with the tokens."""
+        """Return rates of a quantity without a constant; what there is of one counts with the tokens."""
         constant, rates = self(values)
         return rates + PerToken(constant / self.size.of_all)
 
@@ -374,17 +379,18 @@ class Fit:
         return Moment(rates, constant, gradients)
 
 
-def curve(fit: Fit, runs: Sequence[PartRun]) -> Curve:
-    """Of one part, from its runs at the three sizes."""
+def curve(fit: TokenFit, runs: Sequence[PartRun]) -> Curve:
+    """Fit the curve of one part from its runs at the three sizes."""
     one = runs[0]
     forward = _moments(fit, [r.forward for r in runs], [0] * len(one.forward))
     backward = _moments(fit, [r.backward for r in runs], one.made)
     return Curve(forward, fit.moment([r.kept_bytes for r in runs]), backward)
 
 
-def with_layers(fit: Fit, found: Curve, run: PartRun, more: PartRun, times: float) -> Curve:
-    """The curve of a part that holds something for every layer, such as the choices of all routers: with a few layers
-    it was `run`, with some more `more`, and so much more is still missing `times` times.
+def with_layers(fit: TokenFit, found: Curve, run: PartRun, more: PartRun, times: float) -> Curve:
+    """Extend the curve of a part that holds something for every layer, such as the choices of all routers.
+
+    `run` is the part with a few layers and `more` with some more; the difference is added `times` times.
     """
 
     def later(moments: Iterable[Moment], before: Sequence[int], after: Sequence[int]) -> tuple[Moment, ...]:
@@ -395,9 +401,9 @@ def with_layers(fit: Fit, found: Curve, run: PartRun, more: PartRun, times: floa
     return Curve(forward, found.kept, later(found.backward, run.backward, more.backward))
 
 
-def _moments(fit: Fit, values: Sequence[Sequence[int]], made: Sequence[int]) -> tuple[Moment, ...]:
+def _moments(fit: TokenFit, values: Sequence[Sequence[int]], made: Sequence[int]) -> tuple[Moment, ...]:
     if len({len(v) for v in values}) > 1:
-        # Loops that depend on the number of tokens, such as a loss in chunks: only the most can be compared.
+        # In loops that depend on the number of tokens, such as a chunked loss, only the peaks can be compared.
         peaks = [max(v, default=0) for v in values]
         at = values[0].index(peaks[0])
         return (fit.moment(peaks, made[at]),)
@@ -406,7 +412,7 @@ def _moments(fit: Fit, values: Sequence[Sequence[int]], made: Sequence[int]) -> 
 
 
 def _most(moments: Sequence[Moment]) -> list[Moment]:
-    """Those that no other one surpasses in all regards."""
+    """Return the moments that no other one exceeds in all regards."""
     found: list[Moment] = []
     for m in sorted(moments, key=_regards, reverse=True):
         if not any(all(a >= b for a, b in zip(_regards(kept), _regards(m), strict=True)) for kept in found):

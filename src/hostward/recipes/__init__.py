@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole configuration, named `<model>_<task>_config` as in Megatron Bridge."""
+"""Return whole configurations from functions named `<model>_<task>_config`, as in Megatron Bridge."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hostward.errors import UnknownNameError
 
 
 def qwen3_moe_tiny_pretrain_config() -> Config:
-    """The architecture of Qwen3-30B-A3B, small enough for two CPU cores: 13.5 M parameters, bytes as tokens, 50 steps.
+    """Configure the architecture of Qwen3-30B-A3B, small enough for two CPU cores: 13.5 M parameters.
 
-    fp32, because bf16 matrix products can be many times slower on a CPU without instructions for them.
+    Tokens are bytes, and a run has 50 steps. Weights are fp32, because bf16 matrix products can be many times slower on
+    a CPU without instructions for them.
     """
     config = qwen3_30b_a3b_pretrain_config()
     model = config.model
@@ -40,9 +41,10 @@ def qwen3_moe_tiny_pretrain_config() -> Config:
 
 
 def qwen3_600m_sft_config() -> Config:
-    """Further training of a pretrained Qwen3-0.6B (or another Qwen3) from a local folder: `model.hf_model_path=FOLDER`.
+    """Configure further training of a pretrained Qwen3-0.6B (or another Qwen3) from `model.hf_model_path=FOLDER`.
 
-    The sizes, the weights and, unless `tokenizer.tokenizer_model` says otherwise, the tokenizer come from that folder.
+    The sizes, the weights and, unless `tokenizer.tokenizer_model` says otherwise, the tokenizer come from that local
+    folder.
     """
     config = _bf16_with_cosine()
     config.model.architecture = "qwen3"
@@ -58,7 +60,7 @@ def qwen3_600m_sft_config() -> Config:
 
 
 def llama32_1b_pretrain_config() -> Config:
-    """Llama 3.2 1B from random weights: 1.24 B parameters, tied embeddings."""
+    """Configure Llama 3.2 1B from random weights: 1.24 B parameters, tied embeddings."""
     config = _bf16_with_cosine()
     model = config.model
     model.architecture = "llama"
@@ -80,9 +82,9 @@ def llama32_1b_pretrain_config() -> Config:
 
 
 def qwen3_8b_pretrain_config() -> Config:
-    """Qwen3-8B from random weights: 8.19 B parameters.
+    """Configure Qwen3-8B from random weights: 8.19 B parameters.
 
-    16 GB of bf16 weights and 82 GB of optimizer state: on one 80 GB device, offload the optimizer.
+    It has 16 GB of bf16 weights and 82 GB of optimizer state: on one 80 GB device, offload the optimizer.
     """
     config = _bf16_with_cosine()
     model = config.model
@@ -101,10 +103,11 @@ def qwen3_8b_pretrain_config() -> Config:
 
 
 def qwen3_30b_a3b_pretrain_config() -> Config:
-    """Qwen3-30B-A3B from random weights: 30.53 B parameters, 3.3 B of them active per token.
+    """Configure Qwen3-30B-A3B from random weights: 30.53 B parameters, 3.3 B of them active per token.
 
-    Whole, bf16 weights take 61 GB and the optimizer state 305 GB more: shrink it by overrides (`model.num_layers=4`),
-    or use several devices. Every size can be overridden, so a shrunk model also trains on a CPU.
+    Unsharded bf16 weights take 61 GB and the optimizer state 305 GB more: shrink the model by overrides
+    (`model.num_layers=4`), or use several devices. Every size can be overridden, so a shrunk model also trains on a
+    CPU.
     """
     config = _bf16_with_cosine()
     model = config.model
@@ -127,7 +130,7 @@ def qwen3_30b_a3b_pretrain_config() -> Config:
 
 
 def _bf16_with_cosine() -> Config:
-    """Return what all recipes begin with: Megatron Bridge's settings for 100 iterations of pretraining in bf16."""
+    """Return the settings that all recipes begin with: Megatron Bridge's for 100 iterations of pretraining in bf16."""
     config = Config()
     config.model.params_dtype = "bf16"
     config.optimizer.lr = 3e-4
@@ -159,12 +162,12 @@ RECIPES: Mapping[str, Callable[[], Config]] = {
 
 
 def names() -> list[str]:
-    """Every recipe, smallest model first."""
+    """Return the names of all recipes, smallest model first."""
     return list(RECIPES)
 
 
 def load(name: str) -> Config:
-    """The configuration of the recipe `name`, fresh on each call.
+    """Return the configuration of the recipe `name`, fresh on each call.
 
     Raises:
         UnknownNameError: no such recipe; the text proposes the nearest one.

@@ -181,7 +181,7 @@ def _too_large(
     if free.device_bytes is None:
         why = f"{why}; without a GPU all of it lies there"
     else:
-        why = f"{why}; without these, beside what is free:\n{table(Needs((phase,)), free)}"
+        why = f"{why}; without these, compared with what is free:\n{table(Needs((phase,)), free)}"
     asked, there = sizes_apart(needed_bytes, available_bytes)
     return MemoryLimitError(
         f"the run needs at least {asked} of {where} memory, and {there} are available",
@@ -200,7 +200,7 @@ CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class MemoryEstimate:
     """What is predicted of a run, None where nothing was weighed, and other plans for it."""
 
     predicted: Estimate | None = None
@@ -216,7 +216,7 @@ def require_fit(
     vocab_size: int,
     plan: PlanFile | None,
     ranks: Ranks,
-) -> Weighed:
+) -> MemoryEstimate:
     """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, or for layers, experts or
     matrices divided over ranks. With several ranks each weighs its part, and asks the host for its share of what is
     free. Seconds are the plan's, or those of the shipped profile of this GPU; and so is what else would do.
@@ -226,13 +226,13 @@ def require_fit(
         ConfigError: the plan is of another model.
     """
     if device.type != "cuda" or other_division(config) is not None:
-        return Weighed()
+        return MemoryEstimate()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     try:
         workload = recipe_workload(config, name=recipe, vocab_size=vocab_size, folder=usual_folder())
     except ModelError as error:
         log.warning("what this run needs is not known before it starts: %s", error.what)
-        return Weighed()
+        return MemoryEstimate()
     in_fp32 = widened(config, ranks.size)
     if ranks.divided:
         workload = sharded(workload, ranks.size, reduced_in_fp32=in_fp32, resharded=ranks.resharded)
@@ -252,13 +252,13 @@ def require_fit(
     predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size) if known else None
     asked = shares(config)
     if plan is not None or hardware is None or not asked.offload_fraction or isinstance(asked.streamed_fraction, float):
-        return Weighed(predicted, frontier)
+        return MemoryEstimate(predicted, frontier)
     speeds, fraction = speeds_of(hardware, ranks.local_size), asked.offload_fraction
 
     def mix_of(rates: Rates) -> float:
         return best_share(Costs(workload, measured(speeds, rates)), choice, fraction, budgets)
 
-    return Weighed(predicted, frontier, mix_of)
+    return MemoryEstimate(predicted, frontier, mix_of)
 
 
 def cure_of(config: Config) -> str:

@@ -30,7 +30,7 @@ from hostward.trainer.cuda_graph import Captured, CudaGraph, require_capturable,
 from hostward.trainer.data.dataset import TokenDataset, build_dataset
 from hostward.trainer.deferred_init import Leaving, leaving_weights
 from hostward.trainer.memory_check import (
-    Weighed,
+    MemoryEstimate,
     lock_limit,
     require_fit,
     require_memory,
@@ -195,7 +195,7 @@ def weighed(
     ranks: Ranks,
     *,
     force: bool,
-) -> tuple[TokenDataset, Weighed, Leaving | None]:
+) -> tuple[TokenDataset, MemoryEstimate, Leaving | None]:
     """The data, what is predicted of the run and of others in its place, and which weights wait on the CPU. Raises for
     all that can be refused before weights are allocated.
     """
@@ -215,7 +215,7 @@ def weighed(
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     leaving = leaving_weights(config, plan, dataset.vocab_size, dtype, ranks)
     require_memory(config, device, dataset.vocab_size, ranks, 0 if leaving is None else leaving.weight_bytes)
-    found = Weighed() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
+    found = MemoryEstimate() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
     if not force:
         require_room(config, dataset.vocab_size, resume_from, first=ranks.first)
     return dataset, found, leaving if ranks.size == 1 else None

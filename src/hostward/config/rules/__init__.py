@@ -1,1 +1,1 @@
-"""Rules that options keep together, and what is said where they do not."""
+"""Declare the rules that options keep together, and the messages where they do not."""

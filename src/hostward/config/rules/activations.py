@@ -1,4 +1,6 @@
-"""Rules on options of activations, weights and recomputation, as data; see `hostward.config.rules.combinations`."""
+"""Declare rules on options of activations, weights and recomputation, as data; see
+`hostward.config.rules.combinations`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ PERMANENT, UNTIL_BUILT = Kind.PERMANENT, Kind.UNTIL_BUILT
 
 
 def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """What the first of unknown modules is probably called."""
+    """Propose the name that the first of the unknown modules was probably meant for."""
     closest = nearest(unknown[0].lower(), known)
     return f"did you mean {closest} instead of {unknown[0]}?" if closest else "choose from the allowed modules"
 
@@ -76,8 +78,8 @@ OFFLOADING_RULES = (
                 and not c.optimizer.offload_optimizer_states
             )
         ),
-        "model.cpu_offloading_weights=true with optimizer state that is not all stepped on the host: trained weights "
-        "have their one copy where the host step writes it",
+        "model.cpu_offloading_weights=true with optimizer state whose step is not all on the CPU: trained weights "
+        "have their one copy where the CPU optimizer step writes it",
         "set optimizer.optimizer_cpu_offload=true and optimizer.optimizer_offload_fraction=1.0, without "
         "optimizer.offload_mix and optimizer.offload_optimizer_states",
     ),
@@ -202,7 +204,7 @@ OFFLOADING_RULES = (
         ("model.recompute_granularity", "model.recompute_modules"),
         lambda c, _: selective(c) and any({a, f"{a}_act"} <= set(c.model.recompute_modules) for a in ("mlp", "moe")),
         "model.recompute_modules names a module, and its activation as well",
-        "leave out mlp_act beside mlp, moe_act beside moe",
+        "leave out mlp_act if there is mlp, moe_act if there is moe",
     ),
     Rule(
         "recompute-offloaded-experts",

@@ -1,4 +1,7 @@
-"""Rules on combinations of options, as data. Texts marked `shared_with_megatron` are Megatron's, word for word."""
+"""Declare rules on combinations of options, as data.
+
+Texts marked `shared_with_megatron` are Megatron's, word for word.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ GRAPHS = "model.cuda_graph_impl"
 
 
 def drawing_modules(config: Config) -> list[str]:
-    """Entries of model.recompute_modules that may draw random numbers, whose generators a capture cannot read."""
+    """Return entries of model.recompute_modules that may draw random numbers, which a capture cannot replay."""
     return sorted(set(config.model.recompute_modules) & {"core_attn", "mlp", "moe"})
 
 
@@ -39,8 +42,8 @@ GRAPH_RULES = (
         UNTIL_BUILT,
         (GRAPHS,),
         lambda c, _: c.model.cuda_graph_impl not in ("none", "full_iteration"),
-        "model.cuda_graph_impl={model.cuda_graph_impl} captures parts of the model, forward and backward apart, and is "
-        "not built",
+        "model.cuda_graph_impl={model.cuda_graph_impl} captures parts of the model, forward and backward apart, and "
+        "is not built",
         "set model.cuda_graph_impl=full_iteration, which captures them together, or none",
     ),
     Rule(
@@ -74,8 +77,8 @@ GRAPH_RULES = (
         UNTIL_BUILT,
         (GRAPHS, "model.cpu_offloading", "model.cpu_offloading_weights"),
         lambda c, _: captured(c) and c.model.cpu_offloading and c.model.cpu_offloading_weights,
-        "model.cuda_graph_impl=full_iteration with model.cpu_offloading_weights=true is not built: weights that "
-        "come and go have no fixed address",
+        "model.cuda_graph_impl=full_iteration with model.cpu_offloading_weights=true is not built: "
+        "offloaded weights have no fixed address",
         "set model.cpu_offloading_weights=false, or model.cuda_graph_impl=none",
     ),
     Rule(
@@ -95,7 +98,7 @@ GRAPH_RULES = (
             and c.model.cpu_offloading_activations
             and not c.model.cpu_offloading_retain_pinned_cpu_buffers
         ),
-        "model.cuda_graph_impl=full_iteration with activations whose host memory is given back between iterations: "
+        "model.cuda_graph_impl=full_iteration with activations whose host memory is freed between iterations: "
         "replays copy to fixed addresses",
         "set model.cpu_offloading_retain_pinned_cpu_buffers=true",
     ),
@@ -117,7 +120,7 @@ GRAPH_RULES = (
             f"model.cuda_graph_impl=full_iteration with {braces(drawing_modules(c))} in model.recompute_modules: they"
             " may draw random numbers"
         ),
-        "recompute norms and activations alone (layernorm, mlp_act), or whole layers",
+        "recompute only layer norms and activations (layernorm, mlp_act), or whole layers",
         documented="model.cuda_graph_impl=full_iteration with {...} in model.recompute_modules: they may draw random"
         " numbers",
     ),
@@ -224,7 +227,7 @@ MODEL_RULES = (
 )
 
 OPTIMIZER_RULES = (
-    # Megatron refuses optimizer_cpu_offload with offload_optimizer_states; here they add up (rule_table.DIFFERENCES).
+    # Megatron does not support optimizer_cpu_offload with offload_optimizer_states; here both work (DIFFERENCES).
     Rule(
         "mix-with-states",
         PERMANENT,
@@ -247,7 +250,7 @@ OPTIMIZER_RULES = (
         PERMANENT,
         ("optimizer.gradients", OVERLAP, TORCH_STEP),
         lambda c, _: c.optimizer.gradients == "host" and serial(c),
-        "optimizer.gradients=host without the overlap: what is added up on the host leaves during backward",
+        "optimizer.gradients=host without the overlap: gradients accumulated on the host are offloaded during backward",
         "set optimizer.gradients=device, or leave the overlap on and the torch optimizer off",
     ),
     Rule(

@@ -1,4 +1,4 @@
-"""Rules on how several processes share a model, as data; see `hostward.config.rules.combinations`."""
+"""Declare rules on how several processes share a model, as data; see `hostward.config.rules.combinations`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BATCH = (MATRICES, "train.global_batch_size", "train.micro_batch_size", "model.c
 
 
 def stages(config: Config) -> int:
-    """Of the whole pipeline."""
+    """Return the number of stages of the whole pipeline."""
     return config.model.pipeline_model_parallel_size * (config.model.virtual_pipeline_model_parallel_size or 1)
 
 
 def product_of_stages(config: Config) -> str:
-    """The same, as the options say it."""
+    """Describe the number of stages in terms of the options."""
     model, rounds = config.model, config.model.virtual_pipeline_model_parallel_size
     times = "" if rounds is None else f" times {ROUNDS} ({rounds})"
     return f"{PIPELINE} ({model.pipeline_model_parallel_size}){times}"
@@ -83,7 +83,7 @@ _STAGE_RULES = (
         ),
         "optimizer.gradients=host with model.share_embeddings_and_output_weights=true and"
         " model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}: the gradient of a weight that the"
-        " first and the last stage have is added up on the device",
+        " first and the last stage have is accumulated on the device",
         "set optimizer.gradients=device, or model.pipeline_model_parallel_size=1",
     ),
     Rule(
@@ -96,11 +96,10 @@ _STAGE_RULES = (
         ),
         lambda c, world_size: (
             f"{microbatches(c, world_size)} microbatches in a step, and"
-            f" model.pipeline_model_parallel_size={c.model.pipeline_model_parallel_size} stages: some would stand idle"
+            f" model.pipeline_model_parallel_size={c.model.pipeline_model_parallel_size} stages: some would be idle"
         ),
         "raise train.global_batch_size, or lower train.micro_batch_size",
-        documented="... microbatches in a step, and model.pipeline_model_parallel_size=... stages: some would"
-        " stand idle",
+        documented="... microbatches in a step, and model.pipeline_model_parallel_size=... stages: some would be idle",
     ),
 )
 _DIVIDED_RULES = (

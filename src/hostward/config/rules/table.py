@@ -1,4 +1,4 @@
-"""The rules of a configuration, as data. `rules.py` evaluates them.
+"""Declare the rules of a configuration, as data; `hostward.config.validate` evaluates them.
 
 Texts marked (M) are Megatron's, word for word, so that a search for the message of one finds the other.
 """
@@ -17,7 +17,7 @@ DENSE = ("qwen3", "llama")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "attn_proj", "core_attn", "expert_fc1", "mlp_norm", "moe_act", "qkv_linear")
 SIZES = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
-# What a pretrained folder decides: with model.hf_model_path these stay at their defaults.
+# Options that a pretrained folder decides: with model.hf_model_path they stay at their defaults.
 FROM_FOLDER = (
     *SIZES,
     "model.ffn_hidden_size",
@@ -44,7 +44,7 @@ DECAY_ONLY = ("optimizer.min_lr", "scheduler.lr_decay_iters")
 
 
 class Kind(enum.Enum):
-    """Why a rule exists: PERMANENT rules stay; UNTIL_BUILT rules go with the work that makes the mix run."""
+    """Say why a rule exists: PERMANENT rules stay; UNTIL_BUILT rules go when the combination is built."""
 
     PERMANENT = "permanent"
     UNTIL_BUILT = "until built"
@@ -52,7 +52,11 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number. `message` replaces the standard text; without `high` any finite number above will do."""
+    """Hold the bounds of a number; without `high` any finite number above `low` will do.
+
+    Args:
+        message: replaces the standard text.
+    """
 
     low: float
     high: float | None = None
@@ -61,7 +65,7 @@ class Range:
     message: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether `value` lies inside; NaN and infinities never do."""
+        """Return whether `value` is inside; NaN and infinities never are."""
         if value == self.low:
             return not self.low_excluded
         if value == self.high:
@@ -70,7 +74,7 @@ class Range:
 
     @property
     def text(self) -> str:
-        """The bounds in words."""
+        """Return the bounds in words."""
         if self.high is None:
             return f"{'greater than' if self.low_excluded else 'at least'} {self.low}"
         return f"in {'(' if self.low_excluded else '['}{self.low}, {self.high}{')' if self.high_excluded else ']'}"
@@ -187,7 +191,7 @@ DEPENDENT: Mapping[str, tuple[str, ...]] = {
 }
 
 # Switches that are on and do nothing while another option has its default, as in Megatron: {switch: (that option, a
-# value that does something)}. Allowed, so that a size may be swept from zero; told.
+# value that does something)}. Allowed with a warning, so that a size may be swept from zero.
 IDLE: Mapping[str, tuple[str, str]] = {
     "model.cpu_offloading": ("model.cpu_offloading_num_layers", "1"),
     "optimizer.optimizer_cpu_offload": ("optimizer.optimizer_offload_fraction", "1.0"),
@@ -196,11 +200,11 @@ IDLE: Mapping[str, tuple[str, str]] = {
 # Options that are known and not carried out yet: {option: (the one value that works, why no other does)}.
 NOT_BUILT: Mapping[str, tuple[object, str]] = {
     "model.context_parallel_size": (1, "attention takes whole sequences: no process has a part of one"),
-    "model.expert_tensor_parallel_size": (1, "each matrix of an expert is whole in its process"),
+    "model.expert_tensor_parallel_size": (1, "each matrix of an expert is unsharded in its process"),
     "optimizer.optimizer": ("adam", "AdamW is the only step that the host and the device have"),
     "optimizer.decoupled_weight_decay": (True, "the step is that of AdamW, which decays weights apart from gradients"),
-    "ddp.overlap_grad_reduce": (True, "FSDP2 reduces beside backward, and only so"),
-    "ddp.overlap_param_gather": (True, "FSDP2 gathers beside forward, and only so"),
+    "ddp.overlap_grad_reduce": (True, "FSDP2 always overlaps its reductions with backward"),
+    "ddp.overlap_param_gather": (True, "FSDP2 always overlaps its gathers with forward"),
 }
 
 # The same, with several processes.
@@ -208,26 +212,26 @@ NOT_BUILT_FOR_RANKS: Mapping[str, object] = {
     "model.cuda_graph_impl": "none",
 }
 
-# What Megatron refuses or does otherwise, and what happens here: shown in docs/options.md.
+# What Megatron does not support or does otherwise, and what happens here: shown in docs/options.md.
 DIFFERENCES: Mapping[str, str] = {
     "offload_optimizer_states can not be used with optimizer_cpu_offload.": (
-        "Both work together: optimizer_offload_fraction of all state is stepped on the host, and "
+        "Both work together: optimizer_offload_fraction of all state has a CPU optimizer step, and "
         "optimizer_state_offload_fraction of the rest is streamed."
     ),
     "overlap_cpu_optimizer_d2h_h2d is false unless it is set": (
-        "It is true: the overlapped schedule gives the same bits, sooner. false is there for comparison."
+        "It is true: the overlapped schedule is bitwise identical, and faster. false is there for comparison."
     ),
     "overlap_grad_reduce and overlap_param_gather are false unless they are set": (
-        "They are true: FSDP2 reduces and gathers layer by layer, beside what is computed."
+        "They are true: FSDP2 reduces and gathers layer by layer, overlapped with compute."
     ),
     "data_parallel_sharding_strategy is no_shard unless it is set, and Megatron-FSDP reads it": (
         "It is optim_grads, what use_distributed_optimizer does without it; PyTorch's FSDP2 carries it out."
     ),
     "There is no optimizer.offload_mix": (
-        "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and link are both busy."
+        "A part of the share of optimizer_cpu_offload may be streamed instead, so that memory and PCIe are both busy."
     ),
     "CPU offloading does not work when activation recomputation is enabled": (
-        "It does: what leaves are the inputs of what is recomputed, and what is not."
+        "It does: inputs of recomputed layers are offloaded, and so are saved tensors of the others."
     ),
     "recompute_modules are core_attn unless they are set": (
         "They have to be set: fused attention saves nothing that its recomputation would spare."
@@ -237,7 +241,7 @@ DIFFERENCES: Mapping[str, str] = {
     "fine_grained_offloading_max_inflight_offloads must be a non-negative integer [...] with full-iteration CUDA "
     "graphs": "It may be None.",
     "There is no checkpoint.async_save_mode": (
-        "Saving beside training takes a second host copy of the state, or lets the next step wait for the disk."
+        "Saving during training needs a second host copy of the state, or makes the next step wait for the disk."
     ),
     "manual_gc_interval is 0 where nothing is said": "It is 100, what Megatron's recipes set. 0 is still none.",
     "exit_signal_handler ends with exit code 0": "It is 143, for the run is not at its end (training/scaling-out.md).",
@@ -245,20 +249,22 @@ DIFFERENCES: Mapping[str, str] = {
         "It does where checkpoint.save names the same folder; any other is an error, for its name may be misspelt."
     ),
     "There is no optimizer.gradients": (
-        "Gradients of several microbatches may be added up on the host, in float32: none of the host share stays."
+        "Gradients of several microbatches may be accumulated on the host, in fp32: the device keeps none of those."
     ),
-    "pin_cpu_params is accepted and not read": "It decides whether the memory that weights come back from is pinned.",
+    "pin_cpu_params is accepted and not read": "It decides if the host memory of reloaded weights is pinned.",
     "Currently there is no support for Pipeline parallelism with CPU offloading": (
         "There is: model.cpu_offloading_num_layers counts the layers of each rank, recompute_num_layers those of each"
         " stage."
     ),
-    "optimizer_state_offload_chunk_size_mb bounds the moments alone": "It bounds all streamed state, masters included.",
+    "optimizer_state_offload_chunk_size_mb bounds the moments alone": (
+        "It bounds all streamed state, fp32 main weights included."
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One condition on a combination of options.
+    """Declare one condition on a combination of options.
 
     `reads` names the options involved; the rule is skipped while one of them is wrong by itself. A text is formatted
     with the namespaces by name and `world_size`, or computed; `documented` says in general what a computed one says.
@@ -275,14 +281,14 @@ class Rule:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Processes that hold copies of the model."""
+    """Return the number of processes that hold copies of the model."""
     model = config.model
     sharing = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     return max(1, world_size // sharing)
 
 
 def batch_sizes(config: Config, world_size: int) -> str:
-    """What makes the batch whole microbatches, as one types it."""
+    """Return options, as one types them, that make the batch a whole number of microbatches."""
     train, copies = config.train, data_parallel_size(config, world_size)
     whole = train.micro_batch_size * copies
     below = train.global_batch_size // whole * whole
@@ -296,60 +302,60 @@ def batch_sizes(config: Config, world_size: int) -> str:
 
 
 def layers_of_stage(config: Config) -> int:
-    """Layers that a process has, where their number is known: 0 for a pretrained folder."""
+    """Return the layers of one process, where their number is known; 0 for a pretrained folder."""
     return config.model.num_layers // config.model.pipeline_model_parallel_size
 
 
 def microbatches(config: Config, world_size: int) -> int:
-    """Of one step, in a process."""
+    """Return the microbatches of one step in a process."""
     return config.train.global_batch_size // (config.train.micro_batch_size * data_parallel_size(config, world_size))
 
 
 def divided_sizes(config: Config) -> list[int]:
-    """Sizes that tensor parallelism divides, as far as they are set."""
+    """Return the sizes that tensor parallelism divides, as far as they are set."""
     model = config.model
     dense = (model.ffn_hidden_size,) if model.architecture in DENSE else ()
     return [size for size in (model.num_attention_heads, model.num_query_groups, *dense) if size]
 
 
 def widened(config: Config, world_size: int) -> bool:
-    """Whether gradients are reduced in a wider dtype than that of the weights."""
+    """Return whether gradients are reduced in a wider dtype than that of the weights."""
     return world_size > 1 and config.ddp.grad_reduce_in_fp32 and config.model.params_dtype != "fp32"
 
 
 def serial(config: Config) -> bool:
-    """Whether the step has its own time, between backward and forward."""
+    """Return whether the step runs alone, between backward and forward."""
     options = config.optimizer
     return not options.overlap_cpu_optimizer_d2h_h2d or options.use_torch_optimizer_for_cpu_offload
 
 
 def resharded(config: Config) -> bool:
-    """Whether layers that are divided over processes are whole only while they run."""
+    """Return whether layers that are sharded over processes are unsharded only while they run."""
     return config.ddp.data_parallel_sharding_strategy == "optim_grads_params"
 
 
 def captured(config: Config) -> bool:
-    """Whether forward and backward of an iteration become a CUDA graph."""
+    """Return whether forward and backward of an iteration become a CUDA graph."""
     return config.model.cuda_graph_impl == "full_iteration"
 
 
 def streams(config: Config) -> bool:
-    """Whether state is asked to be streamed."""
+    """Return whether the options stream state."""
     return config.optimizer.offload_mix is not None or config.optimizer.offload_optimizer_states
 
 
 def recomputed(config: Config) -> bool:
-    """Whether it is said which layers are recomputed."""
+    """Return whether the options name the layers that are recomputed."""
     return config.model.recompute_method is not None and config.model.recompute_num_layers is not None
 
 
 def changed(config: Config, names: tuple[str, ...]) -> list[str]:
-    """Those of `names` whose value is not the default."""
+    """Return those of `names` whose value is not the default."""
     return [name for name in names if get_option(config, name) != options()[name].default]
 
 
 def unset_sizes(config: Config) -> list[str]:
-    """The sizes that a model built from random weights needs and does not have."""
+    """Return the sizes that a model built from random weights needs and does not have."""
     model = config.model
     needed = [name for name in SIZES if get_option(config, name) == 0]
     if model.architecture in DENSE:
@@ -360,35 +366,35 @@ def unset_sizes(config: Config) -> list[str]:
 
 
 def unknown_modules(config: Config) -> list[str]:
-    """Entries of model.offload_modules that name no module."""
+    """Return entries of model.offload_modules that name no module."""
     return sorted(set(config.model.offload_modules) - set(OFFLOAD_MODULES))
 
 
 def unknown_recomputed(config: Config) -> list[str]:
-    """Entries of model.recompute_modules that name no module."""
+    """Return entries of model.recompute_modules that name no module."""
     return sorted(set(config.model.recompute_modules) - set(RECOMPUTE_MODULES))
 
 
 def of_other_kind(config: Config) -> list[str]:
-    """Entries of model.recompute_modules that layers of this architecture do not have."""
+    """Return entries of model.recompute_modules that layers of this architecture do not have."""
     return sorted(set(config.model.recompute_modules) & other_kind(config))
 
 
 def other_kind(config: Config) -> set[str]:
-    """Of RECOMPUTE_MODULES, those that layers of this architecture do not have."""
+    """Return the RECOMPUTE_MODULES that layers of this architecture do not have."""
     return {"moe", "moe_act"} if config.model.architecture in DENSE else {"mlp", "mlp_act"}
 
 
 def offloaded_experts(config: Config) -> list[str]:
-    """Entries of model.offload_modules that are inside of a layer of experts."""
+    """Return entries of model.offload_modules that are inside of a layer of experts."""
     return sorted(set(config.model.offload_modules) & {"expert_fc1", "moe_act"})
 
 
 def selective(config: Config) -> bool:
-    """Whether parts of layers are recomputed."""
+    """Return whether parts of layers are recomputed."""
     return config.model.recompute_granularity == "selective"
 
 
 def braces(names: list[str] | tuple[str, ...]) -> str:
-    """Names as Python writes a set, sorted."""
+    """Format names as Python writes a set, sorted."""
     return "{" + ", ".join(repr(name) for name in names) + "}"
