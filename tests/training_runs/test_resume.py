@@ -339,7 +339,10 @@ def two(train: Cli, tmp_path: Path) -> Path:
 def test_the_newest_checkpoint_itself_is_told_as_its_folder(cli: Cli, text: Path, two: Path) -> None:
     outcome = refuse_after_building(cli, text, f"checkpoint.load={two / 'iter_0000002'}")
     assert f"checkpoint.load={two}/iter_0000002 is a checkpoint, not a folder of them\n" in outcome.err
-    assert f"from what {two}/latest names: iter_0000002\n  fix: name checkpoint.load={two}, or leave" in outcome.err
+    assert (
+        f"from the checkpoint that {two}/latest names: iter_0000002\n  fix: name checkpoint.load={two}, or leave"
+        in outcome.err
+    )
 
 
 @pytest.mark.parametrize("pointer", ["iter_0000002", "iter_0000009", None])
