@@ -66,7 +66,7 @@ from hostward.runtime.backend import Tier
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.calibrate import Links, ReadModifyWrite
 from hostward.trainer import loop, setup
-from hostward.trainer.garbage_collection import collected_by_hand
+from hostward.trainer.garbage_collection import manual_gc_enabled
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.run import Run
 from hostward.trainer.workload import recipe_workload
@@ -165,7 +165,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
     run = setup.prepare(a.recipe, apply_overrides(recipes.load(a.recipe), words))
     prepared_s = time.perf_counter() - began_s
     clock, starts = Clock(run.model), []
-    with loop.deterministic(a.deterministic), collected_by_hand(run.config.train):
+    with loop.deterministic(a.deterministic), manual_gc_enabled(run.config.train):
         for _ in range(a.warmup + a.steps):
             starts.append(_now())
             loop.train_iteration(run)
@@ -194,7 +194,7 @@ def row(a: argparse.Namespace, ranks: Ranks, length: int, fraction: float, mix: 
         "prepared_s": prepared_s,
     }
     if a.trace is not None and fraction:
-        with loop.deterministic(a.deterministic), collected_by_hand(run.config.train):
+        with loop.deterministic(a.deterministic), manual_gc_enabled(run.config.train):
             traced(run, a.trace / f"{length}-{fraction}-{mix.replace('@', '-')}-rank{ranks.rank}.json")
     found = {
         "length": length,

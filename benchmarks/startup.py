@@ -40,7 +40,7 @@ COMMANDS = {
 PLANNER = """
 import time, scipy.optimize
 from hostward import recipes
-from hostward.trainer.garbage_collection import uncollected
+from hostward.trainer.garbage_collection import gc_disabled
 from hostward.plan.hardware_profile import profile
 from hostward.config.overrides import apply_overrides
 from hostward.plan.result import Question, answer, default_budgets
@@ -51,7 +51,7 @@ from hostward.trainer.workload import recipe_workload
 config = apply_overrides(recipes.load("qwen3_8b_pretrain_config"), ["model.num_layers=80"])
 workload = sharded(recipe_workload(config, folder=usual_folder()), 8)
 question = Question(workload, profile("h200"), 8, default_budgets(profile("h200"), 8), Forced())
-with uncollected():  # as the command does
+with gc_disabled():  # as the command does
     start = time.perf_counter()
     answer(question, required_of(workload)).frontier.unbeaten()
     print(time.perf_counter() - start)

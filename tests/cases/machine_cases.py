@@ -1,4 +1,4 @@
-"""A machine with nothing to mend, and parts to spoil."""
+"""A machine with nothing to fix, and parts to spoil."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SOUND = Facts(
 
 
 def sound(**changes: Any) -> Facts:
-    """The machine with nothing to mend, but for `changes`."""
+    """The machine with nothing to fix, but for `changes`."""
     return dataclasses.replace(SOUND, **changes)
 
 

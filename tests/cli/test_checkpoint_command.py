@@ -53,7 +53,7 @@ def test_inspect_tells_what_there_is_and_whether_it_is_sound(cli: Cli, folder: P
     assert told.code == 0, told.err
     assert "iteration: 2" in told.out
     assert "bfloat16" in told.out
-    assert "not looked at" in told.out
+    assert "not checked" in told.out
     facts = json.loads(cli("checkpoint", "inspect", folder / "iter_0000002", "--verify", "--json").out)
     assert (facts["checked"], facts["ranks"], facts["iteration"], facts["consumed_samples"]) == (True, 1, 2, 8)
     assert facts["tensors"]["exp_avg"] == facts["tensors"]["master"] == facts["tensors"]["model"]
@@ -116,8 +116,8 @@ def test_torch_adamw_takes_the_state_over(cli: Cli, folder: Path, tmp_path: Path
     ("words", "reason"),
     [
         (["{folder}", "{folder}"], "error: target folder {folder} exists\n"),
-        (["{folder}", "{folder}-out", "--to", "onnx"], "there is no form 'onnx'"),
-        (["{folder}-none", "{folder}-out"], "there is no such folder\n  fix: name a run's folder (checkpoint.save)"),
+        (["{folder}", "{folder}-out", "--to", "onnx"], "form 'onnx' is unknown"),
+        (["{folder}-none", "{folder}-out"], "the folder does not exist\n  fix: name a run's folder (checkpoint.save)"),
         (["{folder}/iter_0000002/__0_0.distcp", "{folder}-out"], "fix: name {folder}/iter_0000002\n"),
         (["{folder}/..", "{folder}-out"], "there is neither latest nor manifest.json in it"),
     ],

@@ -45,7 +45,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "sentence"),
     [
-        ({}, 0, "nothing to mend"),
+        ({}, 0, "nothing to fix"),
         ({"transparent_huge_pages": "never", "shared_memory_bytes": 1}, 0, "2 warnings"),
         ({"native_error": "broken", "native_fix": "build", "locked_limit_bytes": 1}, 1, "1 error, 1 note"),
     ],

@@ -109,5 +109,5 @@ def test_what_ranks_that_have_met_all_have_is_told_by_the_first(rank: str, monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, rank)
-    assert ranks.tells(everywhere=True) is (rank == "0")
-    assert ranks.tells(everywhere=False)
+    assert ranks.reports_error(everywhere=True) is (rank == "0")
+    assert ranks.reports_error(everywhere=False)

@@ -20,7 +20,7 @@ def test_a_rank_that_may_only_be_slow_is_told_where_to_wait_longer(
     text: str, why: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "met", lambda: True)
-    told = ranks.of_lost_rank(RuntimeError(PLACE + text))
+    told = ranks.lost_rank_error(RuntimeError(PLACE + text))
     assert told is not None
     assert told.why.startswith(why or text)
     assert ("dist.distributed_timeout_minutes" in told.fix) is slow
@@ -28,4 +28,4 @@ def test_a_rank_that_may_only_be_slow_is_told_where_to_wait_longer(
 
 def test_other_errors_are_not_about_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "met", lambda: True)
-    assert ranks.of_lost_rank(RuntimeError("timed out at something else")) is None
+    assert ranks.lost_rank_error(RuntimeError("timed out at something else")) is None

@@ -91,7 +91,7 @@ def test_several_numbers_of_gpus_are_a_line_each(cli: Cli, tmp_path: Path) -> No
     assert short.out.count("does not fit; any one would make it: --device-memory ") == 2
     refused = cli("plan", *TINY, "--gpus", "1,2", "--json", tmp_path / "plan.json")
     assert (refused.code, refused.out) == (2, "")
-    assert "--json or --plot, which are of one plan" in refused.err
+    assert "--json or --plot, which describe one plan" in refused.err
 
 
 def test_a_number_of_gpus_among_which_the_step_cannot_be_divided_leaves_the_other_lines(cli: Cli) -> None:
@@ -123,7 +123,9 @@ def test_a_plan_by_hand_that_training_refuses_says_so(cli: Cli, tmp_path: Path) 
     path = tmp_path / "plan.json"
     found = cli("plan", *TINY, "--keep", "*=offload", "--json", path)
     assert (found.code, path.exists()) == (0, True)
-    assert f"hostward train --plan refuses {path}: the plan lets everything of the last layer leave" in found.err
+    assert (
+        f"hostward train --plan does not support {path}: the plan lets everything of the last layer leave" in found.err
+    )
     assert cli("plan", *TINY, "--keep", "*=recompute", "--json", path).err == ""
 
 
@@ -312,13 +314,13 @@ def test_a_picture_of_the_frontier(cli: Cli, tmp_path: Path) -> None:
         (["--config", "misspelt"], ["knows no model type 'qwen3_mo'", "did you mean 'qwen3_moe'?"]),
         (["--config", "none", "--recipe", "x"], ["--config goes with neither"]),
         (["--seq", "8"], ["--seq goes with --config", "model.seq_length"]),
-        (["--place", "nothing*=host"], ["nothing has a name like nothing*", "names are like model.embed_tokens\n"]),
-        (["--place", "*=gpu"], ["--place *=gpu: 'gpu' is none of the words", "device, streamed, host"]),
-        (["--place", "layers.*=hosts"], ["'hosts' is none of the words", "fix: did you mean host?"]),
+        (["--place", "nothing*=host"], ["no name matches nothing*", "names are like model.embed_tokens\n"]),
+        (["--place", "*=gpu"], ["--place *=gpu: 'gpu' is not a known word after =", "device, streamed, host"]),
+        (["--place", "layers.*=hosts"], ["'hosts' is not a known word after =", "fix: did you mean host?"]),
         (["--keep", "*"], ["is not of the form PATTERN=WHAT", "recompute"]),
         (["--weights", "2"], ["--weights 2: the model has 2 layers", "at most --weights 1"]),
-        (["--gpus", "0"], ["--gpus 0 is no number of GPUs"]),
-        (["--gpus", "1,,4"], ["--gpus 1,,4 is no number of GPUs"]),
+        (["--gpus", "0"], ["--gpus 0 is not a number of GPUs"]),
+        (["--gpus", "1,,4"], ["--gpus 1,,4 is not a number of GPUs"]),
         (["--gpus", "3"], ["cannot be divided among 3 GPUs", "train.global_batch_size=6"]),
         (["--recipe", "qwen3_moe_tiny"], ["there is no recipe"]),
         (["--json", "no/such/plan.json"], ["its folder does not exist"]),

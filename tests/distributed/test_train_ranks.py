@@ -241,7 +241,7 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
     words += [*SMALL, *SIZES[MOE], *HOST, "train.train_iters=8", "logger.log_interval=1", "--json", "report.json"]
     done = torchrun(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "no checkpoint in restarted yet: the run begins at iteration 0" in done.stderr
+    assert "no checkpoint in restarted yet: the run starts at iteration 0" in done.stderr
     assert "rank 1: error: the disk of this rank is gone" in done.stderr
     assert done.stderr.count("resumed restarted/iter_0000004 at iteration 4") == 1
     assert "Gloo connectFullMesh failed" not in done.stderr
@@ -250,7 +250,9 @@ def test_torchrun_starts_a_run_anew_that_goes_on_by_itself(tmp_path: Path) -> No
     assert "each rank has" in done.stdout
     content = json.loads((tmp_path / "report.json").read_text())
     assert (content["first_iteration"], len(content["ranks"]["ranks"])) == (4, 2)
-    assert content["division"].startswith("weights, gradients and state divided over 2 ranks; a layer whole from its")
+    assert content["division"].startswith(
+        "weights, gradients and state sharded over 2 ranks; a layer unsharded from its"
+    )
     expected = alone(small(*HOST, "train.train_iters=8")).losses
     assert content["losses"] == pytest.approx(expected[4:], rel=1e-5)
 

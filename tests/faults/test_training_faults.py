@@ -293,7 +293,7 @@ def test_the_guides_line_trains_and_the_first_rank_alone_reports(accidents: Path
 def test_t67_ranks_that_were_started_otherwise_are_told_before_training(accidents: Path, how: str, why: str) -> None:
     first, second = ended(accidents / how)
     assert (first.code, second.code) == (2, 2)
-    assert "error: the ranks of this run were not started alike" in first.told
+    assert "error: the ranks of this run were started with different settings" in first.told
     assert f"why: {why.format(node=os.uname().nodename)}" in first.told
     assert second.told == ""
     assert not (accidents / how / "saved").exists() or api.latest(accidents / how / "saved") is None

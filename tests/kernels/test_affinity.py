@@ -123,7 +123,7 @@ def test_t78_a_system_that_allows_no_binding_is_told(
     monkeypatch.setattr(process_group, "_numa_node", lambda *_: 1)
     monkeypatch.setattr(process_group, "bind", refused)
     assert bind_beside_gpu(OneOfTwo(0, 2, 0, 2), torch.device("cpu"), root) is None
-    assert "could not be bound to the CPUs beside the GPU (not permitted)" in caplog.text
+    assert "could not be bound to the CPUs on the NUMA node of the GPU (not permitted)" in caplog.text
 
 
 def test_one_process_is_not_bound() -> None:

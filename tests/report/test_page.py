@@ -116,11 +116,11 @@ def test_every_drawing_has_a_title(case: str) -> None:
 def test_sections_in_order() -> None:
     assert list(sections(read_html(render(gpu_report(), gpu_trace()))))[1:] == [
         "Memory over time, by owner",
-        "One step, lane by lane",
+        "One step, stream by stream",
         "Step time against device memory",
         "Predicted against measured",
         "Loss and speed",
-        "What was decided",
+        "Placements",
         "What ran, and where",
     ]
 
@@ -153,7 +153,7 @@ def test_text_of_a_run_cannot_become_markup() -> None:
 
 
 def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activations() -> None:
-    division = "weights, gradients and state divided over 2 ranks"
+    division = "weights, gradients and state sharded over 2 ranks"
     activations = {"words": "saved activations: 2 GiB", "weights": {"words": "weights: 5 GiB on the host"}}
     text = render(replace(gpu_report(), activations=activations, division=division))
     assert f"<p>Each rank has: {division}.</p>" in text
@@ -166,10 +166,10 @@ def test_what_was_decided_says_what_each_rank_has_and_tells_weights_from_activat
 def test_the_answer_says_how_much_left_and_at_what_cost() -> None:
     assert formatting.answer(gpu_report()) == (
         "9.0 GiB of optimizer state (60 % of it) and 2.0 GiB of saved activations per step left the device, at the "
-        "cost of 24.0 ms in each step of 430 ms (5.6 %) in which the GPU stood still for it; 310 ms of copies and "
-        "host steps were hidden."
+        "cost of 24.0 ms in each step of 430 ms (5.6 %) in which the GPU was idle for it; 310 ms of copies and "
+        "CPU optimizer steps were overlapped."
     )
-    says = "left the simulated device; without a GPU there is no cost in time to tell."
+    says = "left the simulated device; without a GPU there is no cost in time to report."
     assert formatting.answer(simulated(gpu_report())).endswith(says)
     assert formatting.answer(cut_short(Ended.FAILED, "x")).endswith("; what that cost in time was not measured.")
     nothing = replace(gpu_report(), offloaded_bytes=0, activations=None)
@@ -197,7 +197,7 @@ def test_a_cost_is_never_more_than_the_step() -> None:
         (Ended.FAILED, "The run failed after 12 of 40 iterations: full."),
         (Ended.INTERRUPTED, "The run was interrupted after 12 of 40 iterations: full."),
         (Ended.TERMINATED, "The run was terminated after 12 of 40 iterations: full."),
-        (Ended.RUNNING, "When this was written the run was going on, after 12 of 40 iterations. If it is over"),
+        (Ended.RUNNING, "When this was written the run was still running, after 12 of 40 iterations. If it is over"),
     ],
 )
 def test_a_run_that_did_not_finish_is_told_first(ended: Ended, says: str) -> None:
@@ -263,7 +263,7 @@ def test_owners_beyond_what_was_allocated_are_told_and_not_drawn() -> None:
     assert "counted twice" not in render(report, None)
     samples = replace(report.memory_over_time, rest_of_device_bytes=(7 * GIB, GIB, -3 * GIB) * 8)
     page = render(replace(report, memory_over_time=samples), None)
-    assert "By up to 3.0 GiB the owners are counted as holding more than torch&#x27;s allocator held" in page
+    assert "The owners&#x27; counts exceed what torch&#x27;s allocator held at the same moment by up to 3.0 GiB" in page
     assert min(map(min, device_stack(samples).layers.values())) == 0
 
 
@@ -333,7 +333,7 @@ def test_lanes_have_rows_with_their_sums() -> None:
     rows = [row for row in page.all("div", class_="lane") if row.all("svg")]
     assert [row.all("b")[0].text for row in rows] == ["compute", "d2h", "host", "h2d"]
     assert [row.all("div", class_="sum")[0].text for row in rows] == [
-        "stands still 24.5 ms",
+        "idle 24.5 ms",
         "busy 90.0 ms 46.7 GB/s",
         "busy 180 ms",
         "busy 72.0 ms 50.0 GB/s",
@@ -357,13 +357,13 @@ def test_forward_and_backward_are_told_where_they_are_known() -> None:
 
 
 def test_nothing_is_page_locked_without_a_gpu() -> None:
-    assert "page-locked" not in render(simulated(gpu_report()), gpu_trace())
-    assert "page-locked" in render(gpu_report(), gpu_trace())
+    assert "pinned host memory" not in render(simulated(gpu_report()), gpu_trace())
+    assert "pinned host memory" in render(gpu_report(), gpu_trace())
 
 
 def test_without_a_trace_the_page_says_how_to_get_one() -> None:
-    assert "Nothing was timed." in sections(read_html(render(gpu_report())))["One step, lane by lane"]
-    text = sections(read_html(render(gpu_report(), Trace())))["One step, lane by lane"]
+    assert "Nothing was timed." in sections(read_html(render(gpu_report())))["One step, stream by stream"]
+    text = sections(read_html(render(gpu_report(), Trace())))["One step, stream by stream"]
     assert "The trace holds no operation of hostward." in text
 
 
@@ -382,7 +382,7 @@ def test_the_frontier_holds_this_run() -> None:
     assert "this run, measured 17.0 GiB 430 ms" in sections(page)["Step time against device memory"]
     assert "Step time against device memory" not in sections(read_html(render(replace(gpu_report(), frontier=()))))
     without = sections(read_html(render(replace(gpu_report(), frontier=()))))["Predicted against measured"]
-    assert "No other plans are drawn beside this run" in without
+    assert "No other plans are shown" in without
     assert "No other plans" not in sections(page)["Predicted against measured"]
     only_planned = replace(gpu_report(), measured=replace(gpu_report().measured, device_peak_bytes=None))
     assert not read_html(render(only_planned)).all("span", class_="own")

@@ -91,13 +91,13 @@ def test_a_file_that_is_no_report_is_refused_with_the_place(tmp_path: Path, text
     (tmp_path / REPORT_FILE).write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_report(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / REPORT_FILE} is no report of a run\n  why: {why}")
+    assert str(caught.value).startswith(f"{tmp_path / REPORT_FILE} is not a report of a run\n  why: {why}")
     assert "--run-dir" in caught.value.fix
 
 
 def test_a_report_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """A folder as it was given. Seen red: `report report.json cannot be read` for `.`."""
-    where = r"folder \. holds no report of a run\n  why: no run has been written there.*\n  fix: name a run's folder"
+    where = r"folder \. holds no report of a run\n  why: it has no report.json.*\n  fix: name a run's folder"
     with contextlib.chdir(tmp_path), pytest.raises(ConfigError, match=where):
         read_report(Path("."))
     with pytest.raises(ConfigError, match=r"none\.json cannot be read\n  why: No such file or directory\n  fix: name"):

@@ -127,7 +127,7 @@ def test_the_report_tells_what_left(train: Cli) -> None:
     assert "host memory for them" in outcome.out
     assert "simulated device bytes" in outcome.out
     assert "pinned" not in outcome.out, "nothing is, without a GPU"
-    assert "times and rates of no GPU" in outcome.out
+    assert "times and rates are not those of a GPU" in outcome.out
     # What the first forward moves is no step of its own.
     assert "measured, iteration 1" in outcome.out
 

@@ -80,7 +80,7 @@ def test_what_options_alone_tell_is_refused_before_torch_is_imported(command: st
 
 def test_t17_a_device_that_is_not_there(refused: Cli) -> None:
     outcome = refused("train.device=cuda")
-    assert "train.device=cuda, and no CUDA device is there" in outcome.err
+    assert "train.device=cuda, but no CUDA device is available" in outcome.err
     assert "train.device=cpu or auto" in outcome.err
 
 
@@ -168,7 +168,7 @@ def test_t01_a_model_that_cannot_fit_is_refused(refused: Cli) -> None:
     (count,) = re.findall(r"why: ([\d,]+) parameters", outcome.err)
     assert int(count.replace(",", "")) == pytest.approx(parameters, rel=1e-3)
     assert "model.num_layers=2" in outcome.err
-    assert "without a GPU all of it lies there\n  fix: train.device=auto uses GPUs, and hostward plan" in outcome.err
+    assert "without a GPU all of it is there\n  fix: train.device=auto uses GPUs, and hostward plan" in outcome.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -177,7 +177,7 @@ def test_a_recipe_for_gpus_says_that_none_was_found(cli: Cli) -> None:
     outcome = cli("train", "--recipe", "qwen3_30b_a3b_pretrain_config", "model.num_layers=4800")
     assert outcome.code == 2
     assert re.search(r"why: [\d,]+ parameters: weights [\d,]+ GiB, gradients [\d,]+ GiB, ", outcome.err)
-    assert "fix: no GPU was found: hostward doctor says why, and hostward plan with the same options" in outcome.err
+    assert "fix: no GPU was found: hostward doctor reports why, and hostward plan with the same options" in outcome.err
 
 
 @pytest.mark.parametrize(("flags", "slow"), [({"fpu", "avx2"}, True), ({"fpu", "avx512f"}, False), ({"asimd"}, False)])

@@ -24,7 +24,12 @@ from hostward.core.units import MIB
 from hostward.errors import ConfigError, MemoryLimitError, ModelError, NotBuiltError
 from hostward.trainer import cuda_graph, loop, setup
 from hostward.trainer.cuda_graph import WARM_UP_ITERATIONS, Captured, capture_error, require_capturable
-from hostward.trainer.offload_options import gradient_bytes, gradients_leave, staging_bytes, staying_gradients
+from hostward.trainer.offload_options import (
+    gradient_bytes,
+    gradients_offloaded_in_backward,
+    staging_bytes,
+    staying_gradients,
+)
 from hostward.trainer.run import Run
 
 LLAMA = "llama32_1b_pretrain_config"
@@ -325,8 +330,8 @@ def test_t44_what_a_captured_run_is_weighed_with(text: Path) -> None:
     plain, graphed = configured(text, *words), configured(text, *words, GRAPHS)
     run = setup.prepare(LLAMA, configured(text, *words[:-1]))
     inventory, plan = run.optimizer.inventory, run.optimizer.plan
-    assert gradients_leave(plain)
-    assert not gradients_leave(graphed)
+    assert gradients_offloaded_in_backward(plain)
+    assert not gradients_offloaded_in_backward(graphed)
     assert gradient_bytes(graphed, inventory, plan) == 2 * inventory.numel
     assert staying_gradients(graphed, inventory, plan) == {p.name for p in inventory.parameters}
     assert staying_gradients(plain, inventory, plan) < staying_gradients(graphed, inventory, plan)

@@ -234,7 +234,7 @@ def test_files_and_folders_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyP
     there = "fix: Set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are"
     refused(tmp_path / "absent.txt", f"absent.txt does not exist.\n  {there}")
     monkeypatch.chdir(tmp_path)
-    refused(Path("absent.txt"), f"^absent.txt does not exist.\n  why: It is looked for in {tmp_path}.\n  {there}")
+    refused(Path("absent.txt"), f"^absent.txt does not exist.\n  why: The path is relative to {tmp_path}.\n  {there}")
     (tmp_path / "empty.txt").touch()
     refused(tmp_path / "empty.txt", "empty.txt is empty: it holds no text.*fix: Set dataset.path to data with text")
     refused(tmp_path, "is empty: it holds no text")
@@ -244,7 +244,9 @@ def test_files_and_folders_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "empty.txt").unlink()
     refused(tmp_path, "holds no files.*fix: Put text into it, or set dataset.path to")
     (tmp_path / "loop.txt").symlink_to("loop.txt")
-    refused(tmp_path / "loop.txt", "loop.txt cannot be read: Too many levels of symbolic links.*fix: Mend the file, or")
+    refused(
+        tmp_path / "loop.txt", "loop.txt cannot be read: Too many levels of symbolic links.*fix: Repair the file, or"
+    )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])

@@ -8,7 +8,7 @@ import torch
 from hostward import recipes
 from hostward.config.overrides import apply_overrides
 from hostward.errors import ModelError
-from hostward.trainer.deferred_init import build_on_cpu, noted
+from hostward.trainer.deferred_init import build_on_cpu, recording_draws
 from hostward.trainer.models import build_model, empty_model, transformers_config
 
 WORDS = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=96", "model.vocab_size=50"]
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def test_drawn_later_weights_have_the_same_bits(recipe: str, dtype: torch.dtype) -> None:
     config = apply_overrides(recipes.load(recipe), WORDS)
     expected = build_model(config, vocab_size=None, device=CPU, dtype=dtype, seed=5)
-    with noted(CPU) as draws:
+    with recording_draws(CPU) as draws:
         model = empty_model(transformers_config(config.model, vocab_size=None), dtype)
     assert all(p.is_meta for p in model.parameters())
     found: dict[str, torch.Tensor] = {}
@@ -53,7 +53,7 @@ def test_a_model_built_on_the_cpu_is_the_one_of_the_device(recipe: str) -> None:
 
 
 def test_a_weight_that_nothing_is_drawn_for_is_an_error() -> None:
-    with noted(CPU) as draws:
+    with recording_draws(CPU) as draws:
         parameter = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ModelError, match="nothing says what weight 'scale' begins with"):
+    with pytest.raises(ModelError, match="the initial value of weight 'scale' is unknown"):
         draws.carry_out([("scale", parameter)], CPU, lambda name, whole: None)

@@ -13,7 +13,7 @@ from run_fixtures import Cli
 from hostward.config.schema import TrainConfig
 from hostward.errors import DataError
 from hostward.trainer import loop
-from hostward.trainer.garbage_collection import collected_by_hand
+from hostward.trainer.garbage_collection import manual_gc_enabled
 from hostward.trainer.run import Run
 
 
@@ -99,7 +99,7 @@ def test_an_error_leaves_the_collector_as_it_was() -> None:
     config = TrainConfig(manual_gc=True)
 
     def fails() -> None:
-        with collected_by_hand(config):
+        with manual_gc_enabled(config):
             assert not gc.isenabled()
             raise DataError("the file ends here")
 
@@ -108,7 +108,7 @@ def test_an_error_leaves_the_collector_as_it_was() -> None:
     assert gc.isenabled()
     gc.disable()
     try:
-        with collected_by_hand(config):
+        with manual_gc_enabled(config):
             pass
         assert not gc.isenabled()  # whoever switched it off before
     finally:

@@ -69,7 +69,7 @@ def test_ctrl_c_leaves_the_last_checkpoint_whole(
     words += [f"checkpoint.save={folder}", "checkpoint.save_interval=1"]
     code, err = interrupted(loitering(module, name, call, seconds), words)
     assert code == 130
-    newest = f"the newest complete checkpoint is {folder}/iter_0000002; go on with checkpoint.load={folder}"
+    newest = f"the newest complete checkpoint is {folder}/iter_0000002; resume with checkpoint.load={folder}"
     assert err.splitlines() == [f"interrupted; {newest}"]
     assert iterations_saved(folder) == ["iter_0000001", "iter_0000002"]
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == [".run.lock", ".save.lock"]
@@ -111,10 +111,10 @@ def test_t62_sigterm_ends_the_iteration_and_saves(
         signal_in_iteration(patched, 3, times=1)
         outcome = cli("train", *SMALL, *words, *ASKED, "checkpoint.save_interval=3", json=True)
     assert outcome.code == 143
-    assert f"no checkpoint in {folder} yet: the run begins at iteration 0" in caplog.text
+    assert f"no checkpoint in {folder} yet: the run starts at iteration 0" in caplog.text
     *_, said = outcome.err.splitlines()
     assert said.startswith("terminated after 3 of 5 iterations; saved ")
-    assert said.endswith(f"; go on with checkpoint.load={folder}")
+    assert said.endswith(f"; resume with checkpoint.load={folder}")
     assert iterations_saved(folder) == ["iter_0000003"]
     assert (outcome.report["ended"], outcome.report["reason"]) == ("terminated", "SIGTERM")
     resumed = train(*words, *ASKED).report
@@ -152,7 +152,7 @@ def test_a_sigterm_that_does_not_wait_is_told_with_how_to_go_on(
     words = [f"dataset.path={text}", "train.train_iters=5", f"checkpoint.save={folder}", "checkpoint.save_interval=2"]
     outcome = cli("train", *SMALL, *words)
     assert outcome.code == 143
-    newest = f"the newest complete checkpoint is {folder}/iter_0000002; go on with checkpoint.load={folder}"
+    newest = f"the newest complete checkpoint is {folder}/iter_0000002; resume with checkpoint.load={folder}"
     assert outcome.err.splitlines()[-1] == f"terminated; {newest}"
 
 
@@ -181,7 +181,9 @@ def test_the_first_rank_names_a_checkpoint_that_is_there(
     monkeypatch.setattr(loop, "train_iteration", interrupted)
     outcome = cli("train", *SMALL, *words, "train.train_iters=2")
     assert outcome.code == 130
-    named = f"interrupted; the newest complete checkpoint is {folder}/iter_0000001; go on with checkpoint.load={folder}"
+    named = (
+        f"interrupted; the newest complete checkpoint is {folder}/iter_0000001; resume with checkpoint.load={folder}"
+    )
     assert outcome.err.splitlines()[-1] == (named if how == "first rank" else "interrupted")
 
 

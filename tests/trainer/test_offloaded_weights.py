@@ -35,8 +35,8 @@ from hostward.plan.hardware_profile import profile
 from hostward.plan.memory_model import LOAD, required
 from hostward.plan.search import Candidate, best_share
 from hostward.trainer import setup
-from hostward.trainer.deferred_init import leaving_weights
-from hostward.trainer.memory_check import MemoryEstimate, cure_of_plan, require_fit, require_memory
+from hostward.trainer.deferred_init import weights_to_offload
+from hostward.trainer.memory_check import MemoryEstimate, fix_for_plan, require_fit, require_memory
 from hostward.trainer.models import build_model, on_meta, transformers_config
 from hostward.trainer.parallel import Held
 from hostward.trainer.process_group import Ranks
@@ -119,7 +119,7 @@ def test_drawn_weights_have_the_bits_of_a_run_on_the_device(
 def test_a_plan_that_is_refused_says_how_to_make_one_for_what_is_free() -> None:
     free = Budgets(device_bytes=3 * MIB + 5, host_bytes=5 * MIB // 2)
     asked = "hostward plan with the same options and"
-    one, four = cure_of_plan(free, Ranks()), cure_of_plan(free, Ranks(size=8, local_size=4))
+    one, four = fix_for_plan(free, Ranks()), fix_for_plan(free, Ranks(size=8, local_size=4))
     assert one == f"{asked} --device-memory 3MiB --host-memory 2MiB --json FILE; --force starts anyway"
     assert four == f"{asked} --gpus 8 --device-memory 3MiB --host-memory 10MiB --json FILE; --force starts anyway"
 
@@ -191,9 +191,9 @@ def test_a_gpu_with_less_room_than_weights_is_enough(monkeypatch: pytest.MonkeyP
             "model.recompute_method=uniform", "model.recompute_num_layers=1", "optimizer.gradients=host"]  # fmt: skip
     plain = configured(*wide[:1], *wide[2:], *offloaded(1))
     config = configured(*LEAVING, *wide)
-    waiting = leaving_weights(config, None, 257, torch.bfloat16, Ranks())
+    waiting = weights_to_offload(config, None, 257, torch.bfloat16, Ranks())
     assert waiting is not None
-    assert leaving_weights(plain, None, 257, torch.bfloat16, Ranks()) is None
+    assert weights_to_offload(plain, None, 257, torch.bfloat16, Ranks()) is None
     work = recipe_workload(config, vocab_size=257)
     assert waiting.weight_bytes == sum(layer.weight_bytes for layer in work.repeated[:11])
     choices = [
@@ -231,7 +231,7 @@ def test_a_stage_is_weighed_without_what_leaves_of_its_own_layers(tmp_path: Path
             expected = sum(sizes[layer] for layer in layers)
             for of_stage in (1, 2):
                 ranks = replace(Ranks(of_stage * rank, 2 * of_stage), stages=2, divided=of_stage > 1)
-                waiting = leaving_weights(config, None, 257, torch.bfloat16, ranks)
+                waiting = weights_to_offload(config, None, 257, torch.bfloat16, ranks)
                 assert waiting is not None
                 assert waiting.weight_bytes == -(-expected // of_stage)
 
@@ -241,7 +241,7 @@ def test_a_stage_whose_weights_leave_needs_room_for_them_until_they_have_left(mo
     words = ["model.num_layers=8", "model.pipeline_model_parallel_size=2", "model.cpu_offloading_num_layers=3"]
     config, device = configured(*LEAVING, *words, "optimizer.gradients=host"), torch.device("cuda")
     rank = replace(Ranks(0, 2), stages=2)
-    waiting = leaving_weights(config, None, 257, torch.bfloat16, rank)
+    waiting = weights_to_offload(config, None, 257, torch.bfloat16, rank)
     assert waiting is not None
     weights = require_memory(config, torch.device("cpu"), 257, rank).weight_bytes
     free_bytes(monkeypatch, weights)
@@ -249,7 +249,7 @@ def test_a_stage_whose_weights_leave_needs_room_for_them_until_they_have_left(mo
     free_bytes(monkeypatch, weights - 1)
     with pytest.raises(MemoryLimitError, match="bytes of device memory") as told:
         require_memory(config, device, 257, rank, waiting.weight_bytes)
-    assert "lie on the device until training begins" in str(told.value)
+    assert "are on the device until training starts" in str(told.value)
     assert "load" in str(told.value)
 
 
@@ -273,7 +273,7 @@ def test_with_ranks_a_share_of_what_leaves_is_counted_and_whole_layers_that_stay
     """Seen red: all that leaves instead of a rank's share; all layers whole where one is at a time."""
     config = configured(*LEAVING, "train.global_batch_size=2", "train.micro_batch_size=1")
     alone, ranks = Ranks(), Ranks(0, 2, 0, 2, divided=True)
-    whole, found = (leaving_weights(config, None, 257, torch.bfloat16, r) for r in (alone, ranks))
+    whole, found = (weights_to_offload(config, None, 257, torch.bfloat16, r) for r in (alone, ranks))
     assert whole is not None
     assert found is not None
     assert (found.layers, found.weight_bytes) == (whole.layers, -(-whole.weight_bytes // 2))

@@ -34,7 +34,7 @@ from hostward.plan.workload import Workload
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.trainer.data.tokenizer import ByteTokenizer
-from hostward.trainer.memory_check import CURE, CURE_UNPLANNED, asked_choice, cure_of, estimate
+from hostward.trainer.memory_check import FIX, FIX_UNPLANNED, asked_choice, estimate, fix_for
 from hostward.trainer.models import build_model
 from hostward.trainer.offload_options import recompute_layers, with_plan
 from hostward.trainer.plan_request import shares, unplanned
@@ -326,9 +326,9 @@ def test_a_plan_edited_into_nonsense_is_refused(refused: Cli, tmp_path: Path) ->
 def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload) -> None:
     choice = mixed(small, (Keep.KEEP, Keep.KEEP))
     needs = required(small, choice)
-    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes), CURE)
+    refuse(needs, Budgets(needs.device_peak_bytes, needs.host_bytes), FIX)
     with pytest.raises(MemoryLimitError, match="more device memory than there is") as caught:
-        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes), CURE)
+        refuse(needs, Budgets(needs.device_peak_bytes - 1, needs.host_bytes), FIX)
     lines = [line.split() for line in caught.value.why.splitlines()]
     steady = next(phase for phase in needs.phases if phase.name == "steady step")
     sizes = [f"{n / MIB:,.1f}" for n in (steady.device_bytes, steady.host_bytes, steady.pinned_bytes)]
@@ -338,7 +338,7 @@ def test_what_exceeds_the_free_memory_is_refused_with_the_table(small: Workload)
     assert "optimizer state" in next(" ".join(line) for line in lines if line[:2] == ["device,", "steady"])
     assert "--force" in caught.value.fix
     with pytest.raises(MemoryLimitError, match="more host memory than there is"):
-        refuse(needs, Budgets(None, needs.host_bytes - 1), CURE)
+        refuse(needs, Budgets(None, needs.host_bytes - 1), FIX)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_recomputation_is_never_weighed_as_more_than_it_is(small: Workload, modu
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *words])
     assert set(asked_choice(config, small).activations) == {weighed}
     planned = modules == "layernorm,moe_act"
-    assert cure_of(config) == (CURE if planned else CURE_UNPLANNED.format(f"model.recompute_modules=[{modules}]"))
+    assert fix_for(config) == (FIX if planned else FIX_UNPLANNED.format(f"model.recompute_modules=[{modules}]"))
 
 
 @pytest.mark.parametrize(
@@ -374,14 +374,14 @@ def test_offloading_that_plans_do_not_know_is_weighed_as_the_text_says(small: Wo
     fine = ["model.fine_grained_activation_offloading=true", "model.offload_modules=[core_attn]"]
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *fine])
     assert set(asked_choice(config, small).activations) == {Keep.KEEP}
-    assert "as if what it takes away stayed" in cure_of(config)
+    assert "saves memory that the estimate does not count" in fix_for(config)
     two = [
         "model.cpu_offloading=true",
         "model.cpu_offloading_num_layers=1",
         "model.cpu_offloading_double_buffering=true",
     ]
     config = apply_overrides(recipes.load(TINY), [*SMALL, BF16, *two])
-    assert "keeps one layer more" in cure_of(config)
+    assert "keeps one layer more" in fix_for(config)
     for idle in ("model.cpu_offloading_num_layers=0", "model.cpu_offloading_activations=false"):
         assert unplanned(apply_overrides(recipes.load(TINY), [*SMALL, BF16, *two, idle])) is None
 

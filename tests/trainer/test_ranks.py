@@ -52,9 +52,9 @@ def test_stages_have_neighbouring_ranks_and_each_the_whole_batch() -> None:
     assert Ranks(0, 1).of_model(7) == 7
 
 
-DIVIDED = "weights, gradients and state divided over"
+DIVIDED = "weights, gradients and state sharded over"
 STRATEGY = "ddp.data_parallel_sharding_strategy=optim_grads"
-WHOLE = f"a layer whole from its forward to its backward ({STRATEGY})"
+WHOLE = f"a layer unsharded from its forward to its backward ({STRATEGY})"
 MATRICES_TOO = "matrices first among 2 neighbours"
 STAGES, SEVERAL, MATRICES = (
     f"model.{what}_model_parallel_size=2" for what in ("pipeline", "virtual_pipeline", "tensor")
@@ -69,7 +69,7 @@ STAGES, SEVERAL, MATRICES = (
         (
             [f"{STRATEGY}_params", "model.expert_model_parallel_size=2"],
             4,
-            f"{DIVIDED} 4 ranks; experts first among 2; a layer whole only while it runs ({STRATEGY}_params)",
+            f"{DIVIDED} 4 ranks; experts first among 2; a layer unsharded only while it runs ({STRATEGY}_params)",
         ),
         (
             ["ddp.use_distributed_optimizer=False"],
@@ -199,7 +199,7 @@ def test_who_takes_much_longer_than_the_median_is_named() -> None:
     assert stragglers(rows, iteration_s=1.0) == ()
     slow = [*rows[:3], replace(ROW, rank=3, node="b", host_step_s=0.2)]
     (told,) = stragglers(slow, iteration_s=1.0)
-    assert told == "rank 3 on b: its host step takes 0.2 s per iteration, 0.1 s on the median rank"
+    assert told == "rank 3 on b: its CPU optimizer step takes 0.2 s per iteration, 0.1 s on the median rank"
     assert stragglers([*rows[:3], replace(ROW, host_step_s=0.12)], iteration_s=1.0) == ()  # not much longer
     assert stragglers(slow, iteration_s=10.0) == ()  # not long enough to matter
     assert stragglers([replace(ROW, host_step_s=None, transfer_s=None)], iteration_s=1.0) == ()

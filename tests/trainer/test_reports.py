@@ -290,8 +290,8 @@ def test_report_reads_what_json_wrote(train: Cli, cli: Cli, tmp_path: Path) -> N
     ("words", "says"),
     [
         (("nowhere",), "report nowhere cannot be read\n  why: No such file"),
-        (("{folder}",), "folder holds no report of a run\n  why: no run has been written there"),
-        (("{folder}/text",), "is no report of a run"),
+        (("{folder}",), "folder holds no report of a run\n  why: it has no report.json"),
+        (("{folder}/text",), "is not a report of a run"),
         (("{run}", "--trace", "nowhere"), "trace nowhere cannot be read"),
         (("{run}", "--trace", "{run}/report.json"), "is no trace of hostward"),
         (("{run}", "--html", "{folder}/missing/page.html"), "page.html cannot be written"),

@@ -176,7 +176,7 @@ def test_finetune_takes_the_weights_only_and_says_so(
         *offloaded(1),
     )
     assert run.iteration == 0
-    assert f"took over the weights of {tmp_path / 'iter_0000003'}: the run begins at iteration 0" in caplog.text
+    assert f"loaded the weights of {tmp_path / 'iter_0000003'}: the run starts at iteration 0" in caplog.text
     weights = {f"model/{n}": p.detach() for n, p in run.model.named_parameters()}
     assert different(weights, {n: t for n, t in tensors.items() if n.startswith("model/")}) == []
     for entry in run.optimizer.state_dict()["state"].values():
@@ -321,7 +321,7 @@ def test_a_folder_without_a_checkpoint_is_refused(refused: Cli, tmp_path: Path, 
     outcome = refused(f"checkpoint.load={folder}")
     assert str(folder) in outcome.err
     words = {
-        "missing": "there is no such folder",
+        "missing": "the folder does not exist",
         "empty": "no save into it was ever finished",
         "file": "cannot read checkpoints",
     }
@@ -339,7 +339,10 @@ def two(train: Cli, tmp_path: Path) -> Path:
 def test_the_newest_checkpoint_itself_is_told_as_its_folder(cli: Cli, text: Path, two: Path) -> None:
     outcome = refuse_after_building(cli, text, f"checkpoint.load={two / 'iter_0000002'}")
     assert f"checkpoint.load={two}/iter_0000002 is a checkpoint, not a folder of them\n" in outcome.err
-    assert f"from what {two}/latest names: iter_0000002\n  fix: name checkpoint.load={two}, or leave" in outcome.err
+    assert (
+        f"from the checkpoint that {two}/latest names: iter_0000002\n  fix: name checkpoint.load={two}, or leave"
+        in outcome.err
+    )
 
 
 @pytest.mark.parametrize("pointer", ["iter_0000002", "iter_0000009", None])
@@ -352,7 +355,7 @@ def test_an_older_checkpoint_itself_is_told_with_what_to_write(
         (two / "latest").write_text(pointer)
     outcome = refuse_after_building(cli, text, f"checkpoint.load={two / 'iter_0000001'}")
     told = {"iter_0000002": "iter_0000002", "iter_0000009": "none that is complete", None: "it is missing"}
-    assert f"why: a run goes on from what {two}/latest names: {told[pointer]}\n" in outcome.err
+    assert f"why: a run resumes from the checkpoint that {two}/latest names: {told[pointer]}\n" in outcome.err
     assert f"fix: printf iter_0000001 > '{two}/latest', then checkpoint.load={two}\n" in outcome.err
 
 
@@ -387,7 +390,7 @@ def test_checkpoints_without_latest_are_told_with_what_to_write(
     (two / "latest").unlink()
     words = [f"checkpoint.load={two}", *([f"checkpoint.save={two}"] if saves_there else [])]
     outcome = refuse_after_building(cli, text, *words)
-    assert f"checkpoint.load={two} holds checkpoints, and no file latest\n" in outcome.err
+    assert f"checkpoint.load={two} holds checkpoints, but no file latest\n" in outcome.err
     assert f"fix: write the name of one into it, as in printf iter_0000002 > '{two}/latest'\n" in outcome.err
     (two / "latest").write_text("iter_0000002")
     assert train("train.train_iters=3", *words).report["first_iteration"] == 2
@@ -402,7 +405,7 @@ def test_a_first_save_that_ended_before_its_name_is_gone_on_from(
     (tmp_path / "run/latest").unlink()
     with caplog.at_level(logging.INFO):
         assert train("train.train_iters=3", *words).report["first_iteration"] == 2
-    told = "iter_0000002 is complete, and the save ended before it was named: the run goes on from it"
+    told = "iter_0000002 is complete, but its save ended before `latest` named it: the run resumes from it"
     assert told in caplog.messages
 
 
@@ -422,14 +425,14 @@ def test_a_run_that_goes_back_says_what_lies_behind_and_which_options_differ(
     (two / "latest").write_text("iter_0000001")
     train(*here, "optimizer.lr=0.01", "scheduler.lr_warmup_iters=1")
     told = [record.message for record in caplog.records if record.name == "hostward"]
-    assert sum("as this run asks" in text for text in told) == 2
-    assert "optimizer.lr is 0.01, as this run asks; the one that saved had 0.001" in told
-    assert "scheduler.lr_warmup_iters is 1, as this run asks; the one that saved had 5" in told
+    assert sum("as this run's options say" in text for text in told) == 2
+    assert "optimizer.lr is 0.01, as this run's options say; the run that saved had 0.001" in told
+    assert "scheduler.lr_warmup_iters is 1, as this run's options say; the run that saved had 5" in told
     assert any(text.startswith(f"{two} also has iter_0000002, later than the checkpoint") for text in told)
     assert iterations_saved(two) == ["iter_0000001", "iter_0000002", "iter_0000003"]
 
     caplog.clear()
     train(*here[:2], "train.train_iters=4", "optimizer.lr=0.01", "scheduler.lr_warmup_iters=1")
     assert f"resumed {two / 'iter_0000003'} at iteration 3" in caplog.text
-    assert "as this run asks" not in caplog.text
+    assert "as this run's options say" not in caplog.text
     assert "also has" not in caplog.text

@@ -64,7 +64,7 @@ def test_table_shows_the_numbers_of_the_json(train: Cli) -> None:
     memory = report["memory"]
     assert rows["loss, first and last"] == [f"{report['losses'][0]:.6f} → {report['losses'][-1]:.6f}"]
     assert rows["tokens/s"] == [f"{report['tokens_per_s']:,.0f}"]
-    assert rows["state offloaded, asked"] == ["0.5000"]
+    assert rows["state offloaded, requested"] == ["0.5000"]
     assert rows["state offloaded, placed"] == [f"{report['placed_fraction']:.4f}"]
     assert rows["state offloaded, bytes"] == [f"{report['offloaded_bytes']:,} of {report['state_bytes']:,}"]
     assert rows["moved device to host, bytes"] == [f"{report['moved_d2h_bytes']:,}"]

@@ -207,7 +207,7 @@ def test_gradients_that_are_added_up_on_the_host_are_compared(verify: Cli) -> No
 def test_what_its_own_cases_would_leave_out_is_refused(verify: Cli, words: list[str]) -> None:
     outcome = verify(*words)
     assert outcome.code == 2
-    assert "verify would not carry out" in outcome.err
+    assert "verify would not use" in outcome.err
 
 
 def test_activations_are_compared_with_the_optimizers_share(verify: Cli) -> None:

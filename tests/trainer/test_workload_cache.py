@@ -22,7 +22,7 @@ from hostward.config.schema import ModelConfig
 from hostward.plan.workload import Way, Workload, from_text, to_text
 from hostward.recipes import load
 from hostward.trainer import workload as workload_cache
-from hostward.trainer.meta_trace import traced_recipe
+from hostward.trainer.meta_trace import trace_recipe
 from hostward.trainer.workload import NOT_TRACED, config_workload, recipe_workload
 
 TINY = "qwen3_moe_tiny_pretrain_config"
@@ -62,11 +62,11 @@ def test_what_is_no_workload_is_a_value_error(text: str) -> None:
 def test_the_same_question_is_answered_once(tmp_path: Path, workload: Workload) -> None:
     asked = Asked(workload)
     for _ in range(2):
-        assert workload_cache.recalled(tmp_path / "new", {"model": 1}, asked) == workload
+        assert workload_cache.cached_workload(tmp_path / "new", {"model": 1}, asked) == workload
     assert asked.times == 1
-    workload_cache.recalled(tmp_path / "new", {"model": 2}, asked)
+    workload_cache.cached_workload(tmp_path / "new", {"model": 2}, asked)
     assert asked.times == 2
-    workload_cache.recalled(None, {"model": 1}, asked)
+    workload_cache.cached_workload(None, {"model": 1}, asked)
     assert asked.times == 3
 
 
@@ -76,7 +76,7 @@ def test_what_the_answer_depends_on_is_in_the_key(
     asked = Asked(workload)
 
     def times() -> int:
-        workload_cache.recalled(tmp_path / "kept", {"model": 1}, asked)
+        workload_cache.cached_workload(tmp_path / "kept", {"model": 1}, asked)
         return asked.times
 
     assert times() == times() == 1
@@ -102,17 +102,17 @@ def test_what_the_answer_depends_on_is_in_the_key(
 
 def test_a_file_that_is_broken_is_written_again(tmp_path: Path, workload: Workload) -> None:
     asked = Asked(workload)
-    workload_cache.recalled(tmp_path, {}, asked)
+    workload_cache.cached_workload(tmp_path, {}, asked)
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-100])
-    assert workload_cache.recalled(tmp_path, {}, asked) == workload
+    assert workload_cache.cached_workload(tmp_path, {}, asked) == workload
     assert asked.times == 2
     assert from_text(file.read_text()) == workload
 
 
 def test_where_nothing_can_be_written_the_answer_is_the_same(tmp_path: Path, workload: Workload) -> None:
     (tmp_path / "file").write_text("")
-    assert workload_cache.recalled(tmp_path / "file" / "below", {}, Asked(workload)) == workload
+    assert workload_cache.cached_workload(tmp_path / "file" / "below", {}, Asked(workload)) == workload
 
 
 def test_the_oldest_files_go(tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ def test_the_oldest_files_go(tmp_path: Path, workload: Workload, monkeypatch: py
     few = replace(workload, layers=())
     asked = Asked(few)
     for question in range(4):
-        workload_cache.recalled(tmp_path, {"q": question}, asked)
+        workload_cache.cached_workload(tmp_path, {"q": question}, asked)
         for file in tmp_path.glob("*.json"):
             os.utime(file, (file.stat().st_mtime - 10,) * 2)
     assert len(list(tmp_path.glob("*.json"))) == 2
-    workload_cache.recalled(tmp_path, {"q": 3}, asked)
+    workload_cache.cached_workload(tmp_path, {"q": 3}, asked)
     assert asked.times == 4
 
 
@@ -179,7 +179,7 @@ def test_tracing_looks_at_no_option_that_is_left_out_of_the_question() -> None:
         setattr(model, field.name, getattr(config.model, field.name))
     seen.clear()
     config.model = model
-    traced_recipe(config, 300)
+    trace_recipe(config, 300)
     assert "num_layers" in seen
     assert not seen & NOT_TRACED
 

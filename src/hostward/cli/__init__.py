@@ -1,4 +1,7 @@
-"""The command line. Nothing heavy is imported before a command needs it, so that `hostward --help` is quick."""
+"""Run the command line.
+
+Nothing heavy is imported before a command needs it, so that `hostward --help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. See `hostward.cli.app`."""
+    """Run the command line and return the exit code. See `hostward.cli.app`."""
     try:
         from hostward.cli.app import main as run
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""`hostward train | report | verify | plan | recipes | checkpoint | doctor | bench`, and what happens when they fail.
+"""Run `hostward train | report | verify | plan | recipes | checkpoint | doctor | bench` and handle their failures.
 
-Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 nobody reads the
-output, 143 terminated.
+Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 the output's
+reader is gone, 143 terminated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hostward.cli.output import (
     Marked,
     circumstances,
     command_words,
-    gone_if_refused,
     print_tables,
+    removed_on_failure,
     require_folder,
     require_replaceable,
     require_writable,
@@ -48,7 +48,7 @@ P = ParamSpec("P")
 
 app = typer.Typer(
     name="hostward",
-    help="CPU offloading for PyTorch training that keeps the same bits.",
+    help="CPU offloading for PyTorch training with bitwise identical results.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -68,7 +68,7 @@ Folder = Annotated[
 ]
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"hostward {__version__}")
         raise typer.Exit
@@ -77,14 +77,14 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def _face(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """For what stands before a command."""
+    """Accept the options that stand before a command."""
 
 
 def _deferred(command: Callable[P, None]) -> Callable[P, Callable[[], None]]:
-    """Let typer parse the words and hand the command back, to be run outside: typer turns Ctrl-C into an exit code."""
+    """Let typer parse the words and return the command to be run outside: typer turns Ctrl-C into an exit code."""
 
     @wraps(command)
     def chosen(*arguments: P.args, **options: P.kwargs) -> Callable[[], None]:
@@ -109,18 +109,18 @@ def train(
         ),
     ] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Where everything goes, from `hostward plan --json`.")
+        Path | None, typer.Option("--plan", metavar="FILE", help="All placements, from `hostward plan --json`.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even if it does not fit the memory, by the model, or the disk.")
+        bool, typer.Option("--force", help="Start even if by the estimate it does not fit the memory, or the disk.")
     ] = False,
 ) -> None:
-    """Train a recipe, and print what moved, what it holds and how fast it went."""
+    """Train a recipe, and report what was moved, the memory use and the speed."""
     config = checked(recipe, overrides)
     require_writable("--json", json_file)
     require_replaceable("--trace", trace_file)
     if json_file is not None and trace_file is not None and json_file.resolve() == trace_file.resolve():
-        with ranks.alike():
+        with ranks.same_errors_on_all_ranks():
             raise ConfigError(f"--json and --trace both name {trace_file}", fix="name two files")
     planned = None
     if plan_file is not None:
@@ -131,10 +131,10 @@ def train(
     from hostward.trainer import loop, setup
     from hostward.trainer.report import render
 
-    # Of logits that are gathered: nothing is done to them in place.
+    # About gathered logits, which are never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     first_rank, tensorboard_dir = ranks.is_first(), config.logger.tensorboard_dir
-    with gone_if_refused(run_dir if first_rank else None):
+    with removed_on_failure(run_dir if first_rank else None):
         if first_rank and run_dir is not None:
             require_folder(f"--run-dir {run_dir}", run_dir)
         if first_rank and tensorboard_dir is not None:
@@ -142,24 +142,24 @@ def train(
             require_folder(f"logger.tensorboard_dir={tensorboard_dir}", Path(tensorboard_dir))
         run = setup.prepare(recipe, config, plan=planned, run_dir=run_dir, force=force)
     run.keeps_folders = True
-    over = loop.is_over(run)  # started again by a scheduler, say: its files tell of the iterations that there were
+    over = loop.is_over(run)  # for example restarted by a scheduler: its files report the iterations of the first start
     folder = run_files.run_folder(run_dir, config.checkpoint.save) if first_rank and not over else None
     timed = trace_file is not None or run.optimizer.plan.offloaded_bytes > 0
     with ExitStack() as stack:
-        stack.callback(run.let_go)
-        stack.enter_context(run_files.how_to_go_on(config.checkpoint))
+        stack.callback(run.release_folders)
+        stack.enter_context(run_files.noting_resume_point(config.checkpoint))
         asked = partial(setattr, run, "stop_asked", True) if config.train.exit_signal_handler else None
         stack.enter_context(run_files.terminable(asked))
         files = stack.enter_context(run_files.RunFiles(run, folder, circumstances))
-        tell: list[Callable[[Any], None]] = [files.going_on] if first_rank else []
+        callbacks: list[Callable[[Any], None]] = [files.going_on] if first_rank else []
         if first_rank:
-            tell.append(stack.enter_context(output.Progress(sys.stderr)).show)
+            callbacks.append(stack.enter_context(output.Progress(sys.stderr)).show)
         if first_rank and tensorboard_dir is not None:
-            tell.append(stack.enter_context(run_files.Scalars(run_files.open_writer(tensorboard_dir))).write)
+            callbacks.append(stack.enter_context(run_files.Scalars(run_files.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
-        loop.train(run, progress=partial(_tell, tell), metered=metered)
-    with ExitStack() as stack:  # also where nobody reads the table to its end, as in `hostward train | head`
-        stack.callback(run.ranks.gather, None)  # `main` ends each rank when all are here
+        loop.train(run, progress=partial(_call_all, callbacks), metered=metered)
+    with ExitStack() as stack:  # also if the table's reader closes the pipe, as in `hostward train | head`
+        stack.callback(run.ranks.gather, None)  # `main` ends each rank after all have arrived here
         if first_rank and files.report is not None:
             stack.callback(write_json, json_file, files.report.to_json())
             if trace_file is not None and run.trace is not None:
@@ -179,7 +179,7 @@ def _stopped(run: Any) -> str:
     return f"terminated after {done}; saved {run.saved}; {run_files.going_on(run.config.checkpoint)}"
 
 
-def _tell(those: Sequence[Callable[[Any], None]], run: Any) -> None:
+def _call_all(those: Sequence[Callable[[Any], None]], run: Any) -> None:
     for each in those:
         each(run)
 
@@ -191,7 +191,7 @@ def verify(
     recipe: Recipe = DEFAULT_RECIPE,
     fraction: Annotated[
         list[str] | None,
-        typer.Option("--fraction", metavar="FRACTION", help="Share of the state to offload; may be given repeatedly."),
+        typer.Option("--fraction", metavar="FRACTION", help="Share of the state to offload; repeatable."),
     ] = None,
     placement: Annotated[
         list[str] | None,
@@ -225,14 +225,14 @@ def verify(
     from hostward.trainer.verify.cases import choose
 
     here = Ranks.of(os.environ)
-    with ranks.alike():
+    with ranks.same_errors_on_all_ranks():
         fractions = [_number("--fraction", text) for text in fraction or []]
         given = placement or [], schedule or [], microbatches or []
         sized = any(word.partition("=")[0].strip() == "train.micro_batch_size" for word in overrides or [])
         chosen = choose(config, fractions, *given, world_size=here.size, divide=not sized)
     verdict = verification.verify(recipe, config, chosen)
     with ExitStack() as stack:
-        # When one rank ends with an exit code the launcher ends the rest.
+        # If one rank ends with an exit code the launcher ends the rest.
         stack.callback(here.gather, None)
         if here.first:
             stack.callback(write_report, json_file, verdict.to_dict())
@@ -255,7 +255,7 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell what a checkpoint holds."""
+    """Print the contents of a checkpoint."""
     from hostward.trainer import export
 
     contents = export.inspect(folder, verify=verify)
@@ -281,17 +281,17 @@ def report(
         Path, typer.Argument(metavar="RUN", help="A run's folder, its report.json, or a file that --json wrote.")
     ],
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help=f"The page to write; {PAGE} beside the report.")
+        Path | None, typer.Option("--html", metavar="FILE", help=f"The page to write; {PAGE} next to the report.")
     ] = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FOLDER", help="Write the charts as PNGs too; needs matplotlib.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="The trace of the run; trace.json beside the report by default."),
+        typer.Option("--trace", metavar="FILE", help="The trace of the run; trace.json next to the report by default."),
     ] = None,
 ) -> None:
-    """Render the report of a run as one HTML page: memory, a step's lanes, predictions, loss and speed."""
+    """Render the report of a run as one HTML page: memory, a step's streams, predictions, loss and speed."""
     from hostward.files.atomic_file import replace_text
     from hostward.report.page import render
     from hostward.runtime.step_trace import from_chrome
@@ -319,13 +319,13 @@ def report(
 
 
 def _require_no_checkpoint(run: Path) -> None:
-    """Raises ConfigError for a checkpoint, or the file that names the newest: neither says anything of the run."""
+    """Raise ConfigError for a checkpoint, or the file that names the newest: neither has a run's report."""
     names_one = run.name == LATEST and run.is_file()
     if (run / REPORT_FILE).is_file() or not (names_one or is_checkpoint(run)):
         return
     what = f"names a checkpoint of {run.parent}" if names_one else "is a checkpoint"
     raise ConfigError(
-        f"{run} {what}, and no report",
+        f"{run} {what}, not a report",
         why=f"the report of a run is {REPORT_FILE} in its folder: --run-dir, else checkpoint.save",
         fix=f"hostward report {shlex.quote(str(run.parent))}"
         if (run.parent / REPORT_FILE).is_file()
@@ -339,14 +339,14 @@ app.command()(_deferred(machine.doctor))
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 bench.command("machine")(_deferred(machine.bench_machine))
 app.add_typer(bench, name="bench")
-saved = typer.Typer(no_args_is_help=True, help="Look at checkpoints, and write them in other forms.")
+saved = typer.Typer(no_args_is_help=True, help="Inspect checkpoints, and convert them.")
 saved.command("inspect")(_deferred(inspect))
 saved.command("convert")(_deferred(convert))
 app.add_typer(saved, name="checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. `--debug` anywhere shows tracebacks."""
+    """Run the command line and return the exit code. `--debug` anywhere shows tracebacks."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [w for w in words if w != "--debug"]
@@ -383,47 +383,50 @@ def _run(words: list[str], debug: bool) -> int:
         print("; ".join(["interrupted" if interrupted else "terminated", *_notes(ended)]), file=sys.stderr)
         return INTERRUPTED if interrupted else TERMINATED
     except BrokenPipeError:
-        # Nobody reads on, as in `hostward train | head`. The interpreter would complain once more when it flushes.
+        # The reader has closed the pipe, as in `hostward train | head`. Flushing at exit would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except HostwardError as error:
         if debug:
             raise
-        if ranks.tells(error.everywhere):
-            ranks.tell(f"error: {error}")
+        if ranks.reports_error(error.everywhere):
+            ranks.report_error(f"error: {error}")
         if error.everywhere:
             ranks.wait_for_others()
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
-        lost = None if debug else ranks.of_lost_rank(error)
+        lost = None if debug else ranks.lost_rank_error(error)
         if lost is not None:
-            ranks.tell(f"error: {lost}")
+            ranks.report_error(f"error: {lost}")
             return lost.exit_code
         if debug or not _is_out_of_memory(error):
             raise
-        ranks.tell(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
+        ranks.report_error(f"error: out of memory\n  why: {str(error).splitlines()[0]}\n  fix: {_LESS_MEMORY}")
         return MemoryLimitError.exit_code
     except _usage_errors() as error:
-        if ranks.tells(everywhere=True):
+        if ranks.reports_error(everywhere=True):
             error.show()
             ranks.leave_for_launcher(f"error: {error.format_message()}")
-            _tell_flag(getattr(error, "option_name", None) or "")
+            _explain_flag(getattr(error, "option_name", None) or "")
         ranks.wait_for_others()
         return 2
 
 
 def _notes(ended: BaseException) -> list[str]:
-    """What was added on the way; of several ranks by the first, for all have the same to say."""
+    """Return the notes added to the error; of several ranks only the first has them, as they are the same."""
     return getattr(ended, "__notes__", []) if ranks.is_first() else []
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Torch has a class for a full device only; on the CPU its text tells."""
+    """Return whether memory ran out.
+
+    Torch has a class only for a full device; on the CPU only the text shows it.
+    """
     text = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in text or "not enough memory" in text
 
 
-def _tell_flag(flag: str) -> None:
+def _explain_flag(flag: str) -> None:
     from hostward.config.overrides import unknown_flag
 
     fix = unknown_flag(flag)
@@ -437,7 +440,7 @@ def _usage_errors() -> type[Any]:
 
 
 def _seed_environment(deterministic: bool) -> None:
-    # cuBLAS reads this once, when it starts: before torch touches the device.
+    # cuBLAS reads this once, when it starts, so set it before torch uses the device.
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -1,4 +1,4 @@
-"""`hostward doctor` and `hostward bench machine`."""
+"""Run `hostward doctor` and `hostward bench machine`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Log = Annotated[
 ]
 HardwareFile = Annotated[
     Path | None,
-    typer.Option("--hardware", metavar="FILE", help=f"Measured rates to look at; {HARDWARE_FILE} where that is there."),
+    typer.Option("--hardware", metavar="FILE", help=f"Measured rates to check; {HARDWARE_FILE} if it exists."),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found to this file as well.")]
 
 
 def doctor(log: Log = None, hardware: HardwareFile = None, json_file: JsonFile = None) -> None:
-    """Say what of this machine and environment gets in the way, and what mends it; with --log, what ended a run.
+    """Report problems of this machine and environment with their fixes; with --log, what ended a run.
 
     Exit code 1 if something does not work, or the log shows a known failure.
     """
@@ -51,10 +51,13 @@ def bench_machine(
     json_file: Annotated[Path, typer.Option("--json", help="The file to write.")] = HARDWARE_FILE,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: seconds, less exact.")] = False,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, metavar="COUNT", help="Of the host step; as training by default.")
+        int | None,
+        typer.Option("--threads", min=1, metavar="COUNT", help="Of the CPU optimizer; as training by default."),
     ] = None,
 ) -> None:
-    """Measure this machine (link, host memory, host step, page-locking, matrix products) and write a hardware file."""
+    """Measure this machine (link, host memory, CPU optimizer step, pinning, matrix products) and write a hardware
+    file.
+    """
     require_replaceable("--json", json_file)
     from hostward.machine.measure import measure_machine, render
     from hostward.plan.hardware_profile import save
@@ -82,14 +85,17 @@ def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
 
 
 def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
-    """The rates to look at, or why there are none. A file that was named must be one; one that lies about need not."""
+    """Return the rates to check, or why there are none.
+
+    A file given as an option must be a hardware file; a file found by default need not.
+    """
     from hostward.plan.hardware_profile import PROFILES, load
 
     if file is not None:
         if str(file) in PROFILES and not file.exists():
             raise ConfigError(
                 f"--hardware {file} is a shipped profile: {', '.join(PROFILES)} are for `hostward plan`",
-                why="rates that were measured on this machine are looked at here",
+                why="only rates that were measured on this machine are checked here",
                 fix="hostward bench machine, then hostward doctor",
             )
         return load(file), None
@@ -106,7 +112,7 @@ def _sentence(findings: Sequence[Finding]) -> str:
 
     counts = {severity: sum(f.severity is severity for f in findings) for severity in Severity}
     if not any(counts.values()):
-        return "nothing to mend"
+        return "nothing to fix"
     return ", ".join(f"{n} {severity.value}{'s' * (n != 1)}" for severity, n in counts.items() if n)
 
 

@@ -1,4 +1,4 @@
-"""What commands write: tables, files, and whether they can be written, asked before the work rather than after it."""
+"""Write the output of commands: tables and files, checked before the work that they can be written."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 command_words: ContextVar[list[str]] = ContextVar("command")
-"""The words of this command line, for reports."""
+"""Words of this command line, for reports."""
 
 
 class Marked(logging.Formatter):
-    """Lines of the log as errors are written: by the rank, if it is not the first, and with their kind."""
+    """Formats log lines like errors: with their kind, and the rank if it is not the first."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class Marked(logging.Formatter):
 
 
 def require_writable(option: str, file: Path | None) -> None:
-    """Raises ConfigError now rather than after the run. Leaves no file behind, and one that is there as it was."""
+    """Raise ConfigError now rather than after the run if a file cannot be written.
+
+    A new file is not left behind, and an existing one is unchanged.
+    """
     if file is None:
         return
     if not file.resolve().parent.is_dir():
@@ -54,13 +57,13 @@ def require_writable(option: str, file: Path | None) -> None:
     try:
         file.open("a").close()
         if not existed:
-            file.unlink(missing_ok=True)  # ranks of a run ask at the same time
+            file.unlink(missing_ok=True)  # ranks of a run check at the same time
     except OSError as error:
         raise _unwritable(option, file, error) from error
 
 
 def require_replaceable(option: str, file: Path | None) -> None:
-    """The same for what comes as a new file in place of the old one: a trace, a plan, a hardware file."""
+    """Raise ConfigError if a file cannot be replaced as a whole: a trace, a plan, a hardware file."""
     if file is None:
         return
     if file.exists() and not file.is_file() and not file.is_dir():
@@ -78,27 +81,28 @@ def _unwritable(option: str, file: Path, error: OSError) -> ConfigError:
     )
 
 
-def require_folder(told: str, folder: Path) -> None:
-    """Make the folder, if need be. Raises ConfigError, which begins with `told`, where it cannot be made or written, or
-    is a checkpoint.
+def require_folder(label: str, folder: Path) -> None:
+    """Make the folder if it does not exist.
+
+    Raises ConfigError, which begins with `label`, if it cannot be made or written, or is a checkpoint.
     """
     if is_checkpoint(folder):
         raise ConfigError(
-            f"{told} is a checkpoint",
-            why="what else is written into it is removed with it",
-            fix="name another folder, as in the one that it lies in",
+            f"{label} is a checkpoint",
+            why="other files in it would be removed with it",
+            fix="name another folder, for example its parent",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         why = error.strerror or str(error)
-        raise ConfigError(f"{told} cannot be written", why=why, fix="name another folder") from error
+        raise ConfigError(f"{label} cannot be written", why=why, fix="name another folder") from error
 
 
 @contextmanager
-def gone_if_refused(folder: Path | None) -> Iterator[None]:
-    """A folder that the body makes, and leaves empty, goes again where the body fails."""
+def removed_on_failure(folder: Path | None) -> Iterator[None]:
+    """Remove a folder that the body creates and leaves empty, if the body fails."""
     is_new = folder is not None and not folder.exists()
     try:
         yield
@@ -118,7 +122,7 @@ def print_tables(tables: Sequence[Any]) -> None:
 
 
 def write_report(json_file: Path | None, content: dict[str, Any]) -> None:
-    """A report as JSON, with what it takes to read it later: date, command and versions."""
+    """Write a report as JSON, with its circumstances: date, command and versions."""
     write_json(json_file, json.dumps(finite({**circumstances(), **content}), indent=1, allow_nan=False) + "\n")
 
 
@@ -149,7 +153,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of those that are installed."""
     from importlib import metadata
 
     found = {}
@@ -165,16 +169,16 @@ def _versions(*packages: str) -> dict[str, str]:
 log = logging.getLogger("hostward")
 
 REDRAW_S = 0.1
-"""A terminal is drawn no more often."""
+"""Seconds between two redraws of a terminal, at least."""
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """A context in which `show` may be called after each iteration. It only reads what has arrived on the host.
+    """Shows progress after each iteration, from numbers that have reached the host.
 
     Args:
-        stream: where the line goes, if it is a terminal; else lines go to the log.
-        columns: the width of the terminal.
+        stream: receives the line, if it is a terminal; else lines go to the log.
+        columns: width of the terminal.
     """
 
     def __init__(
@@ -209,8 +213,9 @@ class Progress:
                 self._stream.flush()
 
     def show(self, run: Run) -> None:
-        """The newest iteration whose numbers have arrived; later ones may be on their way already. What the metered
-        iterations took is a line of the log, once.
+        """Show the newest iteration whose numbers have reached the host.
+
+        Later ones may still be in flight. The times of the metered iterations are logged once.
         """
         from hostward.trainer.report import newest_row
 
@@ -231,14 +236,14 @@ class Progress:
         self._stream.flush()
 
     def _make_way(self, record: logging.LogRecord) -> bool:
-        """Before a line of the log: it takes the place of the progress line, which comes again after the next step."""
+        """Clear the progress line for a log record; it is shown again after the next step."""
         self._stream.write(_CLEAR)
         self._drawn_s = -math.inf
         return True
 
 
 def parts(run: Run, row: StepRow) -> list[str]:
-    """What there is to say, the most important first."""
+    """Return the parts of the progress line, the most important first."""
     from hostward.runtime.backend import Tier
 
     said = [
@@ -262,13 +267,13 @@ def parts(run: Run, row: StepRow) -> list[str]:
 
 
 def measured(offload: OffloadReport) -> str:
-    """What offloading took in the iterations that were metered, in words."""
+    """Describe the cost of offloading in the metered iterations, in words."""
     span = iterations(offload.first_iteration, offload.last_iteration)
     return f"in {span}, per step: hidden {offload.hidden_s:.3f} s, exposed {offload.exposed_s:.3f} s"
 
 
 def fitted(said: list[str], columns: int) -> str:
-    """As many parts as fit, whole."""
+    """Join as many whole parts as fit the width."""
     line = said[0][: max(0, columns)]
     for part in said[1:]:
         if len(line) + 2 + len(part) > columns:

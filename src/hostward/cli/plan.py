@@ -1,4 +1,4 @@
-"""`hostward plan`: what a run would take, before anything is allocated."""
+"""Run `hostward plan`: predict what a run needs, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from hostward.cli.output import require_replaceable, require_writable
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.errors import ConfigError, HostwardError, UnknownNameError
-from hostward.trainer.garbage_collection import uncollected
+from hostward.trainer.garbage_collection import gc_disabled
 
 if TYPE_CHECKING:
     from hostward.config.schema import Config
@@ -38,14 +38,14 @@ ConfigFile = Annotated[
 Sequence = Annotated[int | None, typer.Option("--seq", min=1, help="With --config: tokens in a sequence.")]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, help="With --config: sequences in a step, of all GPUs.")]
 Reshard = Annotated[
-    bool, typer.Option("--reshard", help="With --config and several GPUs: layers are whole only while they run.")
+    bool, typer.Option("--reshard", help="With --config and several GPUs: reshard layers after forward.")
 ]
 Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="With --config: sequences in a microbatch.")]
 Device = Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="Of each GPU, as in 40GiB.")]
 Host = Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="Of the machine, all GPUs together.")]
-Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", help="Page-locked, of the machine.")]
+Pinned = Annotated[str | None, typer.Option("--pinned-memory", metavar="SIZE", help="Pinned, of the machine.")]
 NoPin = Annotated[
-    bool, typer.Option("--no-pin", help="Neither gradients nor weights of what the host steps are page-locked.")
+    bool, typer.Option("--no-pin", help="With a CPU optimizer step neither gradients nor weights are pinned.")
 ]
 HardwareName = Annotated[
     str | None,
@@ -70,9 +70,9 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="D
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan.")]
 
 
-# Importing torch and transformers makes millions of objects that stay, and going through them again and again for
-# cycles of garbage takes a third of the time until the answer.
-@uncollected()
+# Importing torch and transformers creates millions of permanent objects, and scanning them repeatedly for cyclic
+# garbage takes a third of the time until the answer.
+@gc_disabled()
 def plan(
     words: Words = None,
     recipe: Recipe = None,
@@ -93,7 +93,7 @@ def plan(
     plot: Plot = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what a run would take: bytes by phase, where everything goes, seconds per step, and what less memory costs.
+    """Predict a run: bytes by phase, placements, seconds per step, and the step time with less memory.
 
     Exit code 1 if it does not fit, with the smallest change that would, or a step cannot be divided among --gpus.
     `hostward plan diff A B` compares two plans.
@@ -113,7 +113,7 @@ def plan(
 
     counts = _counts(gpus)
     if len(counts) > 1 and (plot is not None or json_file is not None):
-        raise ConfigError(f"--gpus {gpus} with --json or --plot, which are of one plan", fix=f"--gpus {counts[-1]}")
+        raise ConfigError(f"--gpus {gpus} with --json or --plot, which describe one plan", fix=f"--gpus {counts[-1]}")
     machine = _hardware(hardware)
     hand = partial(by_hand, place or [], keep or [], weights)
     if config is not None and (recipe is not None or words):
@@ -141,7 +141,7 @@ def plan(
     answers, undivided = _answers(counts, asked, plot, json_file)
     typer.echo(compared(answers, undivided) if len(counts) > 1 else render(answers[0]), nl=False)
     if json_file is not None and (place or keep or weights is not None):
-        _tell_refused(json_file)
+        _warn_unsupported(json_file)
     if hardware is None:
         others = ", ".join(name for name in PROFILES if name != DEFAULT_PROFILE)
         typer.echo(
@@ -153,17 +153,20 @@ def plan(
 
 
 def _counts(text: str) -> list[int]:
-    """The numbers of `--gpus`, each once."""
+    """Return the numbers of `--gpus`, each once."""
     words = text.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-        raise ConfigError(f"--gpus {text} is no number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each")
+        raise ConfigError(f"--gpus {text} is not a number of GPUs", fix="--gpus 8, or --gpus 1,4,8 for a line of each")
     return list(dict.fromkeys(map(int, words)))
 
 
 def _answers(
     counts: list[int], asked: Callable[[int], Question], plot: Path | None, json_file: Path | None
 ) -> tuple[list[Answer], dict[int, HostwardError]]:
-    """For these numbers of GPUs; and those among which the step cannot be divided, unless these are all."""
+    """Return the answers for these numbers of GPUs, and the errors of those that cannot divide the step.
+
+    Raises if none of them can.
+    """
     from hostward.plan.rank_partition import UndividedError
 
     answers: list[Answer] = []
@@ -188,7 +191,7 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
     if plot is not None:
         from hostward.plan.render import draw
 
-        found.frontier.widen()  # its line goes on to the right of what the device has
+        found.frontier.widen()  # its line extends beyond the device's memory
         draw(found, plot)
     if json_file is not None and found.chosen is not None:
         made = plan_file.plan_of(
@@ -201,12 +204,12 @@ def _answer(question: Question, plot: Path | None, json_file: Path | None) -> An
         )
         plan_file.save(made, json_file)
     elif json_file is not None:
-        typer.echo(f"{json_file} is not written: there is no plan that fits", err=True)
+        typer.echo(f"{json_file} is not written: no plan fits", err=True)
     return found
 
 
-def _tell_refused(file: Path) -> None:
-    """What was chosen by hand may be more than training carries out."""
+def _warn_unsupported(file: Path) -> None:
+    """Print why training does not support a plan with choices made by hand."""
     from hostward.attachment import layers_of
     from hostward.plan import plan_file
 
@@ -214,7 +217,7 @@ def _tell_refused(file: Path) -> None:
         try:
             layers_of(plan_file.load(file))
         except ConfigError as error:
-            typer.echo(f"hostward train --plan refuses {file}: {error.what}", err=True)
+            typer.echo(f"hostward train --plan does not support {file}: {error.what}", err=True)
 
 
 def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Workload, Forced, tuple[str, ...]]:
@@ -235,7 +238,7 @@ def _of_recipe(name: str, config: Config, gpus: int, speeds: Speeds) -> tuple[Wo
 
 
 def _require_none_of_a_file(given: dict[str, int | None]) -> None:
-    """Raises ConfigError for options that belong to a `config.json`, where there is none."""
+    """Raise ConfigError for options that belong to a `config.json`, if there is none."""
     for option, value in given.items():
         if value:
             raise ConfigError(
@@ -257,7 +260,7 @@ def _of_file(
     total = batch or size * gpus
     if total % size:
         raise ConfigError(
-            f"--batch {total} is no multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
+            f"--batch {total} is not a multiple of --micro-batch {size}", fix=f"--batch {-(-total // size) * size}"
         )
     workload = config_workload(
         path,
@@ -286,7 +289,7 @@ def _hardware(text: str | None) -> Hardware:
 
 
 def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None, pinned: str | None) -> Budgets:
-    """Of one GPU; what is not given is what the machine has less a reserve."""
+    """Return the budgets of one GPU; by default the machine's memory less a reserve."""
     from hostward.core.units import size_bytes
     from hostward.plan.budgets import Budgets
     from hostward.plan.result import default_budgets
@@ -300,7 +303,7 @@ def _budgets(machine: Hardware, gpus: int, device: str | None, host: str | None,
 
 
 def _diff(words: list[str]) -> None:
-    """Exit code 1 if the plans differ."""
+    """Compare two plans; exit code 1 if they differ."""
     from hostward.plan import plan_file
 
     if len(words) != 2:

@@ -1,4 +1,4 @@
-"""A recipe with the options of a command line."""
+"""Combine a recipe with the options of a command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ DEFAULT_RECIPE = "qwen3_moe_tiny_pretrain_config"
 
 
 def configured(recipe: str, overrides: Sequence[str] | None) -> Config:
-    """The recipe's options with these in their place. Raises ConfigError, UnknownNameError."""
+    """Return the recipe's options with these overrides.
+
+    Raises ConfigError, UnknownNameError.
+    """
     from hostward import recipes
     from hostward.config.overrides import apply_overrides
 
@@ -22,12 +25,13 @@ def configured(recipe: str, overrides: Sequence[str] | None) -> Config:
 
 
 def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
-    """As `configured`, and refused here if the options alone say that nothing will come of it: to import what trains
-    takes seconds. Several processes are counted there first.
+    """Return the options as `configured`, after checking them here, because importing the trainer takes seconds.
+
+    Several processes are counted there first.
     """
     from hostward.config.validate import check
 
-    with ranks.alike():
+    with ranks.same_errors_on_all_ranks():
         config = configured(recipe, overrides)
         if ranks.alone():
             check(config, world_size=1)
@@ -35,9 +39,7 @@ def checked(recipe: str, overrides: Sequence[str] | None) -> Config:
 
 
 def listing() -> list[str]:
-    """A line for each recipe, its name first: layers and their width, length of sequences, dtype, and what has to be
-    named.
-    """
+    """Return a line for each recipe: name, layers and their width, length of sequences, dtype, and required options."""
     from hostward import recipes
 
     rows = [(name, *_needs(recipes.load(name))) for name in recipes.names()]

@@ -1,5 +1,5 @@
-"""The files of a run: `report.json` and `trace.json`, written at its end, whatever ends it, and now and then before;
-and its scalars for TensorBoard.
+"""Write the files of a run: `report.json` and `trace.json`, at its end and at intervals, and scalars for
+TensorBoard.
 """
 
 from __future__ import annotations
@@ -28,28 +28,33 @@ if TYPE_CHECKING:
 log = logging.getLogger("hostward")
 
 INTERVAL_S = 30.0
-"""Between two reports of a run that goes on."""
+"""Seconds between two reports of a running run."""
 _SHARE = 0.005
-"""Of a run's time, at most, that goes into such reports."""
+"""Largest share of a run's time for writing such reports."""
 
 
 PATIENCE_S = 5.0
-"""Schedulers signal all processes, and a launcher passes its own signal on: for so long others are the same SIGTERM."""
+"""Seconds in which further SIGTERMs count as the same: schedulers signal all processes, and launchers forward
+theirs.
+"""
 
 
 class Terminated(BaseException):
-    """SIGTERM has arrived. Like KeyboardInterrupt, no Exception: nothing that mends errors takes it for one."""
+    """Signals that SIGTERM has arrived.
+
+    Like KeyboardInterrupt it is not an Exception, so that no error handling catches it.
+    """
 
 
 @contextlib.contextmanager
 def terminable(ask: Callable[[], None] | None = None) -> Iterator[None]:
-    """Inside, a SIGTERM raises Terminated, and the next one ends the process as it would without.
+    """Raise Terminated on SIGTERM inside the block; the next SIGTERM ends the process as it would without.
 
     Args:
-        ask: called for the very first SIGTERM, which then raises nothing, nor do others that come with it.
+        ask: called for the very first SIGTERM, which then raises nothing, nor do others that arrive with it.
     """
     asked_s = -math.inf
-    if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
 
@@ -71,16 +76,14 @@ def terminable(ask: Callable[[], None] | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def how_to_go_on(options: CheckpointConfig) -> Iterator[None]:
-    """Around training: a signal that ends it takes along, as a note, the checkpoint that the run goes on from, if there
-    is one.
-    """
+def noting_resume_point(options: CheckpointConfig) -> Iterator[None]:
+    """Add the checkpoint to resume from, if there is one, as a note to a signal that ends training in the block."""
     try:
         yield
     except (KeyboardInterrupt, Terminated) as ended:
         newest = None
         if options.save is not None:
-            with contextlib.suppress(HostwardError, OSError):  # what ended the run is the one to tell
+            with contextlib.suppress(HostwardError, OSError):  # the error that ended the run is the one to report
                 newest = read_latest(Path(options.save))
         if newest is not None:
             ended.add_note(f"the newest complete checkpoint is {newest}; {going_on(options)}")
@@ -88,16 +91,16 @@ def how_to_go_on(options: CheckpointConfig) -> Iterator[None]:
 
 
 def going_on(options: CheckpointConfig) -> str:
-    """What to start a run with that saves so, when it was ended."""
+    """Return the advice how to resume a run that was ended."""
     without = ", and without checkpoint.finetune" if options.finetune else ""
-    return f"go on with checkpoint.load={options.save}{without}"
+    return f"resume with checkpoint.load={options.save}{without}"
 
 
 class RunFiles:
-    """A context around training that leaves a report of it.
+    """Writes a report of the training inside its context.
 
     Args:
-        folder: the run's; None: nothing is written on the way or after an error, and `report` is all there is.
+        folder: the run's folder; None: nothing is written during the run or after an error, and only `report` is set.
         circumstances: `date`, `command` and `versions` as of now.
     """
 
@@ -107,7 +110,7 @@ class RunFiles:
         self._circumstances = circumstances
         self._next_s = time.monotonic() + INTERVAL_S
         self.report: RunReport | None = None
-        """Of the run as it ended."""
+        """Final report of the run."""
 
     def __enter__(self) -> RunFiles:
         return self
@@ -126,16 +129,16 @@ class RunFiles:
             log.warning("the report of this run could not be written: %s", second.why or second.what)
 
     def going_on(self, run: Run) -> None:
-        """An iteration has arrived: write a report of the run so far, if the last one is old. It outlives signal 9."""
+        """Write a report of the run so far, if the last one is old; it remains after signal 9."""
         began_s = time.monotonic()
         if self._folder is None or began_s < self._next_s:
             return
         try:
-            # That of checkpoints is made with the first of them.
+            # The checkpoints' folder is made with the first of them.
             require_folder(f"the run's folder {self._folder}", self._folder)
             self._made(Ended.RUNNING, None).write(self._folder / REPORT_FILE)
             _drop_trace(self._folder)
-        except HostwardError as error:  # a full disk: no reason to stop training
+        except HostwardError as error:  # a full disk is no reason to stop training
             log.warning("the report so far could not be written: %s", error.why or error.what)
         ended_s = time.monotonic()
         self._next_s = ended_s + max(INTERVAL_S, (ended_s - began_s) / _SHARE)
@@ -157,12 +160,12 @@ class RunFiles:
 
 
 def run_folder(run_dir: Path | None, save: str | None) -> Path | None:
-    """Where the files of a run go: to `--run-dir`, else to checkpoint.save, else nowhere."""
+    """Return the folder of a run's files: `--run-dir`, else checkpoint.save, else None."""
     return run_dir if run_dir is not None or save is None else Path(save)
 
 
 def _drop_trace(folder: Path) -> None:
-    """The trace of an earlier run in this folder does not belong to this run's report; its own comes at the end."""
+    """Remove the trace of an earlier run in this folder; this run's own is written at its end."""
     with contextlib.suppress(OSError):
         (folder / TRACE_FILE).unlink()
 
@@ -182,7 +185,7 @@ def _how(error: BaseException | None, *, stopped: bool) -> tuple[Ended, str | No
 
 
 class ScalarWriter(Protocol):
-    """What is used of torch's SummaryWriter."""
+    """Lists the methods of torch's SummaryWriter that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
 
@@ -190,7 +193,7 @@ class ScalarWriter(Protocol):
 
 
 def require_tensorboard(folder: str) -> None:
-    """Raises ConfigError where TensorBoard is missing: before a run rather than in it."""
+    """Raise ConfigError if TensorBoard is missing, before a run rather than in it."""
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ModuleNotFoundError as error:
@@ -201,7 +204,7 @@ def require_tensorboard(folder: str) -> None:
 
 
 def open_writer(folder: str) -> ScalarWriter:
-    """Torch's writer into a folder that is there; `require_tensorboard` holds."""
+    """Open torch's writer into an existing folder, after `require_tensorboard`."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: ScalarWriter = SummaryWriter(folder)
@@ -209,7 +212,7 @@ def open_writer(folder: str) -> ScalarWriter:
 
 
 class Scalars:
-    """Writes each iteration once its numbers have arrived. A context: the writer is closed at its end."""
+    """Writes each iteration once its numbers have reached the host, and closes the writer at its end."""
 
     def __init__(self, writer: ScalarWriter) -> None:
         self._writer = writer
@@ -223,7 +226,10 @@ class Scalars:
         self._writer.close()
 
     def write(self, run: Run) -> None:
-        """The newest iteration that has arrived. Steps count from 1, as Megatron's do."""
+        """Write the newest iteration that has reached the host.
+
+        Steps count from 1, as Megatron's do.
+        """
         from hostward.trainer.report import newest_row
 
         row = newest_row(run)

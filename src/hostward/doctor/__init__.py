@@ -1,4 +1,4 @@
-"""`hostward doctor`: what of this machine, process and environment gets in the way, and what a log complains of."""
+"""Run `hostward doctor`: find problems of this machine, process and environment, and known failures in logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """ERROR: hostward, or a part of it, does not work. WARNING: slow, or about to fail. NOTE: good to know."""
+    """Rates a finding.
+
+    ERROR: hostward, or a part of it, does not work. WARNING: slow, or about to fail. NOTE: good to know.
+    """
 
     ERROR = "error"
     WARNING = "warning"
@@ -16,7 +19,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing: the fact, the reason why it matters, and the command or option that mends it."""
+    """Holds one finding: the fact, the reason why it matters, and the command or option that fixes it."""
 
     severity: Severity
     what: str

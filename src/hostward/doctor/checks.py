@@ -1,4 +1,7 @@
-"""Checks of the machine, of its software and of its measured rates. Each takes the facts and returns its findings."""
+"""Check the machine, its software and its measured rates.
+
+Each function takes the facts and returns its findings.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +207,7 @@ _MACHINE_CHECKS = (native_library, instruction_set, threads, numa, memory, limit
 STEP_BYTES = 26
 """Host memory traffic per parameter of a host step: 16-bit gradient and weight, split master."""
 _SHARE = 0.75
-"""Of a rate that was measured on such a machine."""
+"""Share expected of a rate that was measured on such a machine."""
 _LINK_SHARE_OF_PEAK = 0.6
 _MATMUL_SHARE_OF_PEAK = 0.5
 _STEP_SHARE_OF_ROOF = 0.6
@@ -307,7 +310,7 @@ def _slow_locking(hardware: Hardware) -> list[Finding]:
 
 
 def _expected_link(gpu: Gpu) -> tuple[float | None, str]:
-    """The least rate of large copies in one direction, and what that rests on."""
+    """Return the least rate expected of large copies in one direction, and its basis."""
     shipped = profile_of(gpu.name)
     if shipped is None or shipped.gpu is None:
         return None, ""
@@ -336,7 +339,7 @@ _RATE_CHECKS = (hardware_file, link_rates, matmul_rate, host_rates)
 # Checks of software versions and of environment variables.
 
 MINIMUM = {"python": (3, 11), "torch": (2, 11), "numpy": (1, 26), "transformers": (5, 17), "safetensors": (0, 4)}
-"""As in pyproject.toml."""
+"""Minimum versions, as in pyproject.toml."""
 _NEEDED = ("torch", "numpy")
 
 ALLOCATOR_OPTIONS = frozenset(
@@ -361,7 +364,7 @@ ALLOCATOR_OPTIONS = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )
-"""Those that torch 2.11 to 2.13 read."""
+"""Options that torch 2.11 to 2.13 read."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

@@ -1,4 +1,4 @@
-"""All checks over the facts, and how the result is shown."""
+"""Run all checks over the facts and show their result."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """What all checks find, errors first."""
+    """Return the findings of all checks, errors first."""
     return sorted((f for check in CHECKS for f in check(facts)), key=lambda finding: _ORDER.index(finding.severity))
 
 
 def is_bad(findings: Sequence[Finding]) -> bool:
-    """Whether one of them is an error."""
+    """Return whether one of the findings is an error."""
     return any(finding.severity is Severity.ERROR for finding in findings)
 
 
 def to_dict(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Plain values, for JSON."""
+    """Return plain values, for JSON."""
     return {"facts": _plain(facts), "findings": [_plain(finding) for finding in findings]}
 
 
@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
 
 
 def summary(facts: Facts) -> dict[str, str]:
-    """The machine in a few lines."""
+    """Describe the machine in a few lines."""
     cpu, quota = facts.cpu, facts.cpu.quota_cpus
     cpus = f"{cpu.affinity_cpus} of {facts.machine_cpus} CPUs" + ("" if quota is None else f", quota {quota:g}")
     nodes = f"{facts.numa_nodes} NUMA node{'s' * (facts.numa_nodes != 1)}"
@@ -78,7 +78,7 @@ def _limit(size_bytes: int | None, none: str = "unlimited") -> str:
 
 
 def render(facts: Facts, findings: Sequence[Finding]) -> list[Table]:
-    """Tables for a terminal."""
+    """Return tables for the terminal."""
     from rich.table import Table
     from rich.text import Text
 

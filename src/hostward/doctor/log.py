@@ -1,4 +1,7 @@
-"""Known failures of training with offloading, found in a log or traceback. `known_failures.toml` lists them."""
+"""Find known failures of training with offloading in a log or traceback.
+
+`known_failures.toml` lists them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]")
 
 
 class Breadth(IntEnum):
-    """How much a pattern says about the cause."""
+    """Grades how much a pattern says about the cause."""
 
     EXACT = 0
     """The text has one cause."""
     CONTEXT = 1
-    """The text has many causes, and lines near it tell this one."""
+    """The text has many causes, and lines near it identify this one."""
     GENERAL = 2
     """The text has many causes."""
     CONSEQUENCE = 3
@@ -42,7 +45,7 @@ class Breadth(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One known failure. Patterns are regular expressions, in lower case, over single lines in lower case."""
+    """Holds one known failure; patterns are regular expressions, in lower case, over single lines in lower case."""
 
     name: str
     pattern: str
@@ -53,13 +56,13 @@ class Failure:
     """Public threads that report it, or the guide that lists it."""
     breadth: Breadth = Breadth.EXACT
     near: str = ""
-    """For CONTEXT: matches one of the lines around."""
+    """Pattern for CONTEXT, which matches one of the lines around."""
     severity: Severity = Severity.ERROR
 
 
 @functools.cache
 def known_failures() -> tuple[Failure, ...]:
-    """All known failures, in the order of the table: each kind from the narrow patterns to the wide."""
+    """Return all known failures in the order of the table, narrow patterns before wide ones."""
     entries = tomllib.loads(_TABLE.read_text(encoding="utf-8"))["failure"]
     return tuple(_failure(**entry) for entry in entries)
 
@@ -70,7 +73,7 @@ def _failure(breadth: str = "exact", severity: str = "error", **texts: str) -> F
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """A known failure, and the first line that shows it and nothing narrower."""
+    """Holds a known failure, and the first line that shows it and nothing narrower."""
 
     failure: Failure
     line_number: int
@@ -78,7 +81,7 @@ class Recognised:
 
     @property
     def numbers(self) -> str:
-        """What the numbers of that line come to; empty where it has none that are known."""
+        """Return the explanation of that line's numbers; empty if it has none that are known."""
         return numbers(self.line)
 
 
@@ -110,8 +113,10 @@ def recognise(lines: Iterable[str]) -> list[Recognised]:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """(number, text) of lines without colours. What a progress bar overwrote stands alone; a line without end comes
-    in pieces, each with the start of the next.
+    """Yield (number, text) of lines without colours.
+
+    Text that a progress bar overwrote is a line of its own; a line without end comes in pieces, each with the start of
+    the next.
     """
     for number, line in enumerate(lines, start=1):
         for text in _ESCAPES.sub("", line).rstrip("\r\n").split("\r"):
@@ -125,7 +130,7 @@ def _hits(pattern: str, texts: Sequence[str]) -> list[int]:
 
 
 def _near(failure: Failure, hits: Sequence[int], texts: Sequence[str]) -> Sequence[int]:
-    """Those hits that have the failure's context around them."""
+    """Return those hits that have the failure's context around them."""
     if not failure.near:
         return hits
     search = re.compile(failure.near).search
@@ -133,12 +138,12 @@ def _near(failure: Failure, hits: Sequence[int], texts: Sequence[str]) -> Sequen
 
 
 def is_bad(found: Sequence[Recognised]) -> bool:
-    """Whether one of them is more than a remark."""
+    """Return whether one of the failures is worse than a note."""
     return any(recognised.failure.severity is Severity.ERROR for recognised in found)
 
 
 def to_dict(found: Sequence[Recognised]) -> dict[str, Any]:
-    """Plain values, for JSON."""
+    """Return plain values, for JSON."""
     return {"recognised": [_plain(recognised) for recognised in found]}
 
 
@@ -152,7 +157,7 @@ NOTHING = "nothing in this log is a failure that hostward knows"
 
 
 def render(found: Sequence[Recognised]) -> list[Table]:
-    """Tables for a terminal, one for each failure."""
+    """Return tables for the terminal, one for each failure."""
     from rich.table import Table
     from rich.text import Text
 
@@ -176,7 +181,7 @@ def render(found: Sequence[Recognised]) -> list[Table]:
     return tables
 
 
-# What the numbers in a message on memory come to.
+# Explaining the numbers in a message on memory.
 
 
 _UNITS = {"bytes": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB}
@@ -195,11 +200,11 @@ _OF_HOSTWARD = re.compile(
     r"(?:and )?([\d,.]+)(?: (bytes|b|[kmg]ib))? (?:are )?available"
 )
 _CONTEXT_BYTES = GIB
-"""Of a process on the GPU besides what torch allocates, at most."""
+"""Bytes of a process on the GPU besides torch's allocations, at most."""
 
 
 def numbers(line: str) -> str:
-    """What was asked, what was there, and who has the rest; empty for a line without such numbers."""
+    """Explain what was requested, what was free, and who has the rest; empty for a line without such numbers."""
     lowered = line.lower()
     if (found := _OF_TORCH.search(lowered)) is not None:
         asked, capacity, free = (_bytes(*found.group(i, i + 1)) for i in (1, 3, 5))

@@ -362,13 +362,8 @@ class StepModel:
 
     @property
     def first_slots(self) -> SlotCount:
-<<<<<<< HEAD
-        """Before that profile."""
-        count = min(MIN_STAGING_BUFFERS, self._most)
-=======
         """Return the staging buffers before that profile of the third step."""
-        count = min(FEWEST, self._most)
->>>>>>> words3
+        count = min(MIN_STAGING_BUFFERS, self._most)
         return SlotCount(count, self._most, (self._late,) * count, (None,) * count)
 
     def _spans(self) -> list[TriggerInterval]:

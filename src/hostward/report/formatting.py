@@ -1,4 +1,4 @@
-"""What a page says in words and figures."""
+"""Format the words and figures of a report page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hostward.report.schema import Ended, OwnerSamples, RunReport
 WEIGHTS, STATE, GRADIENTS, SLOTS = "weights", "optimizer state", "gradients", "staging slots"
 ACTIVATIONS, OTHER = "activations", "other"
 ROLES = (WEIGHTS, STATE, GRADIENTS, SLOTS, ACTIVATIONS, OTHER)
-"""What owners of memory are for, in the order in which they are stacked."""
+"""Memory categories, in the order in which they are stacked."""
 REST = "activations and workspaces"
-"""What the device holds besides the bytes that hostward or torch's optimizer own."""
+"""Device bytes other than those that hostward or torch's optimizer own."""
 
 _ROLE_OF = {
     "weights": WEIGHTS,
@@ -33,12 +33,12 @@ _ROLE_OF = {
 
 
 def role_of(owner: str) -> str:
-    """One of ROLES."""
+    """Return the category of an owner, one of ROLES."""
     return _ROLE_OF.get(owner, OTHER)
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people: in ms or µs where they are few."""
+    """Format seconds, in ms or µs if few."""
     if seconds is None:
         return UNKNOWN
     if seconds >= 0.9995 or seconds == 0:
@@ -48,7 +48,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A figure with about so many digits."""
+    """Format a number with about this many digits."""
     if value is None:
         return UNKNOWN
     if value == 0 or abs(value) >= 1000:
@@ -61,7 +61,7 @@ def percent(share: float) -> str:
 
 
 def error_percent(predicted: float | None, measured: float | None) -> str:
-    """How far a prediction is off, of what was measured."""
+    """Format the error of a prediction, relative to the measured value."""
     if predicted is None or measured is None:
         return UNKNOWN
     if measured == 0:
@@ -70,7 +70,7 @@ def error_percent(predicted: float | None, measured: float | None) -> str:
 
 
 def answer(report: RunReport) -> str:
-    """How much memory left the device, and at what cost, in a sentence."""
+    """Say in one sentence how much memory was offloaded, and its cost in time."""
     left = _left(report)
     if left is None:
         return f"Nothing was offloaded: all {size(report.state_bytes)} of optimizer state stayed on the device."
@@ -93,35 +93,38 @@ def _left(report: RunReport) -> str | None:
 
 
 def weights_of(report: RunReport) -> Mapping[str, Any]:
-    """What the report says of layers' weights that leave. Nobody else checks what `activations` holds."""
+    """Return the report's part about offloaded weights of layers.
+
+    `activations` is validated only here.
+    """
     found = (report.activations or {}).get("weights")
     return found if isinstance(found, Mapping) else {}
 
 
 def _count(found: Mapping[str, Any] | None, key: str) -> int:
-    """A number of them, 0 where there is none."""
+    """Return a count by its key, 0 if it is missing."""
     value = (found or {}).get(key, 0)
     return value if type(value) is int else 0
 
 
 def _cost(report: RunReport) -> str:
     if report.simulated:
-        return "; without a GPU there is no cost in time to tell"
+        return "; without a GPU there is no cost in time to report"
     offload, step_s = report.offload, report.measured.step_s
     if offload is None or not step_s:
         return "; what that cost in time was not measured"
     share = percent(min(1.0, offload.exposed_s / step_s))
     return (
         f", at the cost of {duration(offload.exposed_s)} in each step of {duration(step_s)} ({share}) in which the GPU "
-        f"stood still for it; {duration(offload.hidden_s)} of copies and host steps were hidden"
+        f"was idle for it; {duration(offload.hidden_s)} of copies and CPU optimizer steps were overlapped"
     )
 
 
 def status(report: RunReport) -> str | None:
-    """A sentence about a run that did not come to its end; None for one that did."""
+    """Return a sentence about a run that did not finish; None for one that did."""
     done = f"{report.last_iteration} of {report.planned_iterations} iterations"
     sentences = {
-        Ended.RUNNING: f"When this was written the run was going on, after {done}. If it is over, it ended in a "
+        Ended.RUNNING: f"When this was written the run was still running, after {done}. If it is over, it ended in a "
         "way that leaves no trace, such as signal 9.",
         Ended.FAILED: f"The run failed after {done}: {report.reason}.",
         Ended.INTERRUPTED: f"The run was interrupted after {done}: {report.reason}.",
@@ -132,7 +135,7 @@ def status(report: RunReport) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """Neighbouring buckets with one placement."""
+    """Holds neighbouring buckets with one placement."""
 
     first: str
     last: str
@@ -143,7 +146,7 @@ class PlacedRun:
 
 
 def placed_runs(report: RunReport) -> list[PlacedRun]:
-    """The plan with neighbours of one placement put together, in order of use in forward."""
+    """Return the plan with neighbours of one placement merged, in order of use in forward."""
     found: list[PlacedRun] = []
     for b in report.plan:
         if found and found[-1].placement == b.placement:
@@ -156,20 +159,23 @@ def placed_runs(report: RunReport) -> list[PlacedRun]:
     return found
 
 
-# Columns of a report as what charts draw: stacks by role, lines thinned to what can be seen.
+# Data of charts from the columns of a report: stacks by category, lines thinned to visible points.
 
 
 ALL_MOMENTS = 48
-"""Up to so many samples, each is drawn; of more, that moment of each iteration which holds most."""
+"""Up to this many samples are all drawn; of more, the moment of each iteration with the most bytes."""
 SEEN = 600
-"""Points of a line that can be told apart."""
+"""Line points that can be distinguished."""
 UNSEEN = 0.002
-"""Layers that never reach this share of the most are too thin to be seen, and left to the table."""
+"""Layers that never reach this share of the most are too thin to be seen, and only in the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Bytes by role over iterations; every layer is as long as `at`. Roles that hold next to nothing are left out."""
+    """Bytes by category over iterations, every layer as long as `at`.
+
+    Categories with almost no bytes are left out.
+    """
 
     at: tuple[float, ...]
     layers: Mapping[str, tuple[int, ...]]
@@ -184,7 +190,10 @@ class Stack:
 
 
 def device_stack(samples: OwnerSamples) -> Stack:
-    """Bytes by role on the device. A rest below 0 is drawn as nothing: `overcounted_bytes` says what it amounts to."""
+    """Return bytes by category on the device.
+
+    A rest below 0 is drawn as 0: `overcounted_bytes` gives its size.
+    """
     found = samples.rest_of_device_bytes
     rest = {} if found is None else {REST: tuple(max(0, n) for n in found)}
     return _stack(samples.at_iteration, {**samples.device_by_owner_bytes, **rest})
@@ -196,7 +205,7 @@ def host_stack(samples: OwnerSamples) -> Stack:
 
 def _stack(at: Sequence[float], columns: Mapping[str, Sequence[int]]) -> Stack:
     chosen = _chosen(at, columns)
-    if len(chosen) < len(at):  # one moment of each iteration: it stands for the whole of it
+    if len(chosen) < len(at):  # one moment represents each iteration
         at = [_iteration(a) for a in at]
     layers = {}
     for role in ROLES:
@@ -222,12 +231,12 @@ def _chosen(at: Sequence[float], columns: Mapping[str, Sequence[int]]) -> list[i
 
 
 def _iteration(at: float) -> int:
-    """4.33, 4.67 and 5.0 belong to the iteration that ends at 5."""
+    """Return the iteration of a moment: 4.33, 4.67 and 5.0 belong to the iteration that ends at 5."""
     return math.ceil(at)
 
 
 def line(values: Sequence[float | None], first: int) -> list[tuple[float, float]]:
-    """(iteration, value) of those that are there, from iteration `first` + 1 on; beyond SEEN, means of neighbours."""
+    """Return (iteration, value) of known values, from iteration `first` + 1 on; beyond SEEN, means of neighbours."""
     points = [(float(first + 1 + i), float(v)) for i, v in enumerate(values) if v is not None]
     width = -(-len(points) // SEEN)
     if width <= 1:

@@ -1,4 +1,4 @@
-"""The page about one run: self-contained HTML, without scripts and without anything from elsewhere."""
+"""Render the page about one run: self-contained HTML, without scripts and without external files."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _STYLE = Path(__file__).with_name("style.css")
 
 
 def render(report: RunReport, trace: Trace | None = None) -> str:
-    """The whole page.
+    """Render the whole page.
 
     Args:
-        trace: of the run; None: the page says how to get one.
+        trace: the run's trace; None: the page says how to get one.
 
     Raises:
         ConfigError: never for a report that `read_report` has read.
@@ -83,15 +83,15 @@ def _head(report: RunReport, title: str) -> Iterator[str]:
         "a step, median": duration(report.measured.step_s),
         "loss, first → last": f"{number(losses[0], 3)} → {number(losses[-1], 3)}" if losses else "–",
         "device memory, peak": size(report.measured.device_peak_bytes),
-        "page-locked host memory": size(report.measured.pinned_bytes),
+        "pinned host memory": size(report.measured.pinned_bytes),
     }
     if report.simulated:
         del figures["device memory, peak"]
         figures["host memory, resident"] = size(report.memory.resident_bytes)
-        del figures["page-locked host memory"]  # nothing is
+        del figures["pinned host memory"]  # nothing is pinned
         figures["optimizer state on the host"] = percent(report.placed_fraction)
     elif report.offload is not None:
-        figures["stood still, per step"] = duration(report.offload.exposed_s)
+        figures["GPU idle, per step"] = duration(report.offload.exposed_s)
     rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures.items())
     yield f'<dl class="figures">{rows}</dl>'
 
@@ -110,7 +110,7 @@ def _memory(report: RunReport) -> Iterator[str]:
     peak = report.memory.device_peak_bytes
     name = "Simulated device" if report.simulated else "Device"
     note = (
-        "Without a GPU nobody counts what layers save for backward; the device's bytes are host memory here."
+        "Without a GPU the bytes that layers save for backward are unknown; the device's bytes are host memory here."
         if report.simulated
         else "The dashed line is the most at any moment of the run. Between the moments that are drawn the device may "
         "hold more."
@@ -118,14 +118,14 @@ def _memory(report: RunReport) -> Iterator[str]:
     over = report.memory_over_time.overcounted_bytes
     if over:
         note += (
-            f" By up to {size(over)} the owners are counted as holding more than torch's allocator held at the same "
-            "moment: some bytes are counted twice, which is an error of hostward."
+            f" The owners' counts exceed what torch's allocator held at the same moment by up to "
+            f"{size(over)}: some bytes are counted twice, which is an error of hostward."
         )
     yield from _stacked(name, device, note, peak)
     if host.layers:
-        yield from _stacked("Host", host, "What hostward holds of the host's memory for this run.", None)
+        yield from _stacked("Host", host, "Host memory that hostward holds for this run.", None)
     else:
-        yield "<h3>Host</h3><p>Nothing of the training lay on the host.</p>"
+        yield "<h3>Host</h3><p>No training state was on the host.</p>"
     yield _owner_table(report)
 
 
@@ -157,9 +157,9 @@ def _owner_table(report: RunReport) -> str:
 
 
 def _lanes(report: RunReport, trace: Trace | None) -> Iterator[str]:
-    yield "<h2>One step, lane by lane</h2>"
+    yield "<h2>One step, stream by stream</h2>"
     if trace is not None and report.simulated:
-        # There the compute lane is the caller's own thread, and nobody tells its forward from its backward.
+        # There the compute stream is the caller's own thread, with forward and backward undistinguished.
         trace = Trace(span for span in trace.spans if span.kind is not SpanKind.MARK)
     step = None if trace is None else chosen_step(trace)
     if trace is None or step is None:
@@ -167,8 +167,8 @@ def _lanes(report: RunReport, trace: Trace | None) -> Iterator[str]:
         yield f"<p>{why} A run that offloads leaves a trace in its folder; <code>--trace FILE</code> names another.</p>"
         return
     lines = trace.summary([step]).explain().splitlines()
-    note = " Copies within host memory: times and rates of no GPU." if report.simulated else ""
-    yield f'<figure aria-label="step {step}, lane by lane">{timeline(trace, step)}'
+    note = " Copies within host memory: times and rates are not those of a GPU." if report.simulated else ""
+    yield f'<figure aria-label="step {step}, stream by stream">{timeline(trace, step)}'
     yield f"<figcaption>{'<br>'.join(map(escape, lines))}{note}</figcaption></figure>"
 
 
@@ -189,14 +189,14 @@ def _frontier(report: RunReport) -> Iterator[str]:
     )
     yield scatter(dots, x, y, title="Step time against device memory", text=text)
     if own is None and report.simulated:
-        yield "<figcaption>This run is not among them: on a simulated device nobody counts device memory.</figcaption>"
+        yield "<figcaption>This run is not among them: on a simulated device its memory is not counted.</figcaption>"
     yield "</figure>"
     rows = [(str(n), p.label, size(p.device_bytes), duration(p.step_s)) for n, p in enumerate(everything, 1)]
     yield _table(("", "plan", "device memory", "step"), rows, left=2)
 
 
 def own_point(report: RunReport) -> FrontierPoint | None:
-    """Where this run lies among plans; None where its device memory is not known."""
+    """Return the point of this run among plans; None if its device memory is not known."""
     peak, step_s = report.measured.device_peak_bytes, report.measured.step_s
     return None if peak is None or step_s is None else FrontierPoint("this run, measured", peak, step_s)
 
@@ -205,14 +205,14 @@ def _predictions(report: RunReport) -> Iterator[str]:
     yield "<h2>Predicted against measured</h2>"
     predicted, measured = report.predicted, report.measured
     if predicted is None:
-        yield "<p>There is no prediction: it is made for runs on a GPU, before they begin.</p>"
+        yield "<p>There is no prediction: only runs on a GPU are predicted, before they start.</p>"
     guess = predicted or Estimate(None, None, None, None, None)
     pairs = {
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),
         "host memory of the run": (guess.host_bytes, measured.host_bytes, size),
         "page-locked": (guess.pinned_bytes, measured.pinned_bytes, size),
         "step": (guess.step_s, measured.step_s, duration),
-        "of it, the device stands still": (guess.exposed_s, measured.exposed_s, duration),
+        "of it, GPU idle": (guess.exposed_s, measured.exposed_s, duration),
     }
     if report.simulated:
         del pairs["page-locked"]
@@ -222,10 +222,10 @@ def _predictions(report: RunReport) -> Iterator[str]:
     ]
     yield _table(("", "predicted", "measured", "error"), rows)
     if not report.frontier:
-        here = "; without a GPU it takes another machine's rates" if report.simulated else ""
+        here = "; without a GPU the rates of another machine are needed" if report.simulated else ""
         yield (
-            "<p>No other plans are drawn beside this run: it was not weighed on a GPU that a shipped profile "
-            "describes, or SciPy was not there, and it was not started with a plan that holds them "
+            "<p>No other plans are shown: the run's memory was not estimated on a GPU that a shipped profile "
+            "describes, or SciPy was not installed, and it was not started with a plan that holds them "
             f"(<code>hostward plan --json FILE</code>, then <code>hostward train --plan FILE</code>){here}.</p>"
         )
 
@@ -242,7 +242,7 @@ def _progress(report: RunReport) -> Iterator[str]:
             yield f"<h3>{name}</h3><figure>{chart}</figure>"
     points = line(speed, report.first_iteration)
     if not points:
-        yield "<p>No iteration came to its end.</p>"
+        yield "<p>No iteration was completed.</p>"
         return
     text = f"between {number(min(speed))} and {number(max(speed))}"
     axis = axis_from_zero(max(value for _, value in points))
@@ -256,7 +256,7 @@ def _progress(report: RunReport) -> Iterator[str]:
 
 
 def _placements(report: RunReport) -> Iterator[str]:
-    yield "<h2>What was decided</h2>"
+    yield "<h2>Placements</h2>"
     yield f"<p>{escape(report.placements)}</p>"
     if report.division is not None:
         yield f"<p>{escape(f'Each rank has: {report.division}.')}</p>"
@@ -289,7 +289,7 @@ def _circumstances(report: RunReport) -> Iterator[str]:
 
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Facts by name as they are read."""
+    """Return facts by their names on the page."""
     names = {
         "memory_bytes": "host memory",
         "device_memory_bytes": "device memory",
@@ -306,7 +306,7 @@ def _details(summary: str, content: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Cells beyond the first `left` columns are figures. The first cell of a row names it."""
+    """Render a table; cells beyond the first `left` columns are figures, and the first cell of a row names it."""
     parts = ['<div class="scroll"><table>']
     if head:
         cells = "".join(f'<th scope="col"{_figure(i, left)}>{escape(word)}</th>' for i, word in enumerate(head))

@@ -1,4 +1,4 @@
-"""The page's charts as PNGs, through matplotlib."""
+"""Draw the page's charts as PNGs, with matplotlib."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _STYLE_COLOURS = {
 }
 _WIDTH_IN, _DPI = 9.0, 150
 _NARROW = 1 / 1300
-"""Of the window's length: about a pixel."""
+"""Relative length, in the window, that is about a pixel."""
 
 
 def draw_all(report: RunReport, trace: Trace | None, folder: Path) -> list[Path]:
-    """Write memory.png, step.png, frontier.png and loss.png, each where there is something to draw; returns those.
+    """Write memory.png, step.png, frontier.png and loss.png, each if it has data, and return the files written.
 
     Raises:
         ConfigError: matplotlib is missing, or a file cannot be written.
@@ -124,7 +124,7 @@ def _step(ax: Any, trace: Trace, step: int) -> None:
             colour = _STYLE_COLOURS[box.style]
             ax.broken_barh([place], (row - 0.36, 0.72), facecolors=colour, alpha=0.4 if box.pale else 1, linewidth=0)
         seconds, _ = sums(lane, spans, step)
-        what = "stands still" if lane is Lane.COMPUTE else "busy"
+        what = "idle" if lane is Lane.COMPUTE else "busy"
         ax.annotate(f"{what} {duration(seconds)}", (1.01, row), xycoords=("axes fraction", "data"), va="center")
     ax.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
     ax.invert_yaxis()
@@ -132,7 +132,7 @@ def _step(ax: Any, trace: Trace, step: int) -> None:
     styles = {style_of(span) for span in shown}
     patches = [Patch(color=colour, label=WORDS[style]) for style, colour in _STYLE_COLOURS.items() if style in styles]
     ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(patches), frameon=False)
-    ax.set(xlabel="ms", title=f"step {step}, lane by lane", xlim=(0, window.length_s * 1e3))
+    ax.set(xlabel="ms", title=f"step {step}, stream by stream", xlim=(0, window.length_s * 1e3))
 
 
 def _frontier(ax: Any, report: RunReport) -> None:

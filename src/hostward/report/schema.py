@@ -1,9 +1,9 @@
-"""The report of a training run, as data and as the file `report.json`. No torch.
+"""Define the report of a training run, as data and as the file `report.json`, without torch.
 
-A run writes it at its end, whatever ends it, and now and then on the way. Columns run over iterations: entry i of
+A run writes it at its end, whatever ends it, and at intervals before. Columns run over iterations: entry i of
 `losses`, `grad_norms`, `iteration_s`, `learning_rates` and of the columns in `step_memory` is that of iteration
 `first_iteration + i`. A run that was cut short may have more entries in the columns that are known when a step is
-issued than in those that come back from the device; `steps()` gives whole rows.
+issued than in those that are read from the device; `steps()` gives complete rows.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ VERSION = 1
 
 
 def iterations(first: int, end: int) -> str:
-    """[first, end), counted from 0, in words and as people count them: from 1, the last one included."""
+    """Name [first, end), counted from 0, as people count iterations: from 1, the last one included."""
     if end <= first:
         return "no iteration"
     return f"iteration {end}" if end == first + 1 else f"iterations {first + 1} to {end}"
 
 
 class Ended(StrEnum):
-    """How a run stands."""
+    """Names the state of a run."""
 
     RUNNING = "running"
-    """The report was written on the way. A run that was killed leaves such a report."""
+    """The report was written while the run was running. A run that was killed leaves such a report."""
     FINISHED = "finished"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """By Ctrl-C (SIGINT)."""
+    """Stopped by Ctrl-C (SIGINT)."""
     TERMINATED = "terminated"
-    """By SIGTERM."""
+    """Stopped by SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes in steady state, by owner, and what the system counts beside them. Device bytes of gradients and of staging
-    slots come and go: these are the most at any time.
+    """Holds bytes in steady state, by owner, with the system's own counts.
+
+    Device bytes of gradients and of GPU staging buffers vary: these are their peaks.
     """
 
     device_by_owner_bytes: Mapping[str, int]
@@ -60,13 +61,16 @@ class MemoryReport:
     resident_bytes: int
     """Resident set size of the process."""
     device_allocated_bytes: int | None
-    """What torch's CUDA allocator holds between steps; None without a GPU."""
+    """Bytes that torch's CUDA allocator holds between steps; None without a GPU."""
     device_peak_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPart:
-    """The same of one thing that leaves. exposed_s: None where nobody knows what the device has stood still for."""
+    """Holds the costs of offloading one category, as in `OffloadReport`.
+
+    exposed_s: None if the GPU's idle time for it is not known.
+    """
 
     transfer_s: Mapping[str, float]
     transfer_bytes: Mapping[str, float]
@@ -75,9 +79,10 @@ class OffloadPart:
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """What moving and stepping cost per step, measured over the iterations [first, last), and what of it was hidden.
+    """Costs of copies and optimizer steps per step, averaged over the iterations [first, last), and their overlapped
+    part.
 
-    `exposed_s`: seconds in which the device stood still for an arrival; `hidden_s`: the rest of the offload work.
+    `exposed_s`: seconds in which the GPU was idle waiting for offload work; `hidden_s`: the overlapped rest of it.
     Transfers by direction, "d2h" and "h2d".
     """
 
@@ -90,14 +95,14 @@ class OffloadReport:
     transfer_s: Mapping[str, float]
     transfer_bytes: Mapping[str, float]
     lines: tuple[str, ...]
-    """The same for people."""
+    """Text with the same figures."""
     parts: Mapping[str, OffloadPart] = field(default_factory=dict)
-    """Of it, "weights of layers" and "saved activations", where they leave."""
+    """Costs by category, "weights of layers" and "saved activations", if they are offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """One entry of each column of `StepMemory`."""
+    """Holds one entry of each column of `StepMemory`."""
 
     device_allocated_bytes: int | None
     device_peak_bytes: int | None
@@ -109,11 +114,11 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Columns, one entry per iteration, taken on the host when its step had been issued.
+    """Holds columns with one entry per iteration, sampled on the host after its step was issued.
 
-    Device bytes are those of torch's CUDA allocator, None without a GPU; the peak is the most since the run began.
-    device_reserved_bytes: and what it keeps for later. alloc_retries: how often since the process began it had to give
-    that back to get more, for which the host waits for the GPU. Both are None without a GPU, and in older reports.
+    Device bytes are those of torch's CUDA allocator, None without a GPU; the peak is that since the run started.
+    device_reserved_bytes: including cached blocks. alloc_retries: how often since the process started it had to return
+    these to get more memory, for which the host waits for the GPU. Both are None without a GPU, and in older reports.
     """
 
     device_allocated_bytes: tuple[int, ...] | None
@@ -124,7 +129,7 @@ class StepMemory:
     alloc_retries: tuple[int, ...] | None = None
 
     def entry(self, i: int) -> StepBytes:
-        """Of iteration `i` of the columns."""
+        """Return the entry of iteration `i` of the columns."""
         columns = {each.name: getattr(self, each.name) for each in fields(StepBytes)}
         row: dict[str, Any] = {name: None if column is None else column[i] for name, column in columns.items()}
         return StepBytes(**row)
@@ -132,13 +137,13 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class OwnerSamples:
-    """Bytes by owner at some moments of some iterations, in order of time.
+    """Holds bytes by owner at some moments of some iterations, in order of time.
 
     at_iteration: 4.5 is the middle of the iteration that leads from 4 steps to 5. moments: "forward" is the end of the
-    last microbatch's forward, which an iteration that is a CUDA graph does not have, "backward" that of its backward,
+    last microbatch's forward, which an iteration by CUDA graph does not have, "backward" that of its backward,
     "step" is when the step has been issued. Every owner's column is as long as these. rest_of_device_bytes: what
-    torch's CUDA allocator holds besides, which is saved activations and workspaces; None without a GPU, where nobody
-    counts them. An entry below 0 means that the owners were counted as holding more than was allocated then.
+    torch's CUDA allocator holds besides, which is saved activations and workspaces; None without a GPU, where they
+    are not counted. An entry below 0 means that the owners' counts exceeded what was allocated then.
     """
 
     at_iteration: tuple[float, ...]
@@ -150,18 +155,19 @@ class OwnerSamples:
 
     @property
     def overcounted_bytes(self) -> int:
-        """The most bytes by which the owners exceed what torch's CUDA allocator held at the same moment: 0 unless some
-        were counted twice, and without a GPU.
+        """Return the most bytes by which the owners exceed what torch's CUDA allocator held at the same moment.
+
+        It is 0 unless some bytes were counted twice, and without a GPU.
         """
         return max(0, -min(self.rest_of_device_bytes or (0,)))
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A run in five numbers, predicted or measured; None: unknown.
+    """Describes a run by five numbers, predicted or measured; None: unknown.
 
-    host_bytes: of state, gradients, weights and activations on the host. step_s: of a steady iteration. exposed_s: of
-    it, seconds in which the device stands still for an arrival.
+    host_bytes: state, gradients, weights and activations on the host. step_s: of a steady iteration. exposed_s: of
+    it, seconds in which the GPU is idle waiting for offload work.
     """
 
     device_peak_bytes: int | None
@@ -173,7 +179,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One iteration. Numbers that are not finite are None."""
+    """Holds one iteration; numbers that are not finite are None."""
 
     iteration: int
     loss: float | None
@@ -190,7 +196,7 @@ class StepRow:
 
 
 class Columns(Protocol):
-    """What a report and a run that goes on both hold, entry by entry."""
+    """Gives the columns that both a report and a running run have."""
 
     @property
     def first_iteration(self) -> int: ...
@@ -207,7 +213,10 @@ class Columns(Protocol):
 
 
 def step_row(of: Columns, i: int, memory: StepBytes, skipped: Container[int]) -> StepRow:
-    """Entry `i` of the columns. `skipped`: iterations whose step was skipped."""
+    """Return entry `i` of the columns.
+
+    `skipped`: iterations whose step was skipped.
+    """
     iteration, step_s = of.first_iteration + i, of.iteration_s[i]
     return StepRow(
         iteration=iteration,
@@ -227,18 +236,18 @@ def step_row(of: Columns, i: int, memory: StepBytes, skipped: Container[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One training run."""
+    """Holds the report of one training run."""
 
     format: str
     version: int
     date: str
-    """When this was written, UTC, ISO 8601."""
+    """Written at this time, UTC, ISO 8601."""
     command: str
     versions: Mapping[str, str]
     recipe: str
     ended: Ended
     reason: str | None
-    """What ended it, unless it finished."""
+    """Why the run ended, unless it finished."""
     first_iteration: int
     last_iteration: int
     """Iterations whose step has been issued."""
@@ -260,14 +269,14 @@ class RunReport:
     host_buckets: int
     streamed_buckets: int
     placements: str
-    """Of the optimizer state, in words."""
+    """Optimizer state's placements, in words."""
     plan: tuple[PlacedBucket, ...]
     activations: Mapping[str, Any] | None
-    """Of what layers saved for backward, where it is offloaded: an ActivationReport as plain values, and "words", which
-    are "" where all of it stays. Its "weights" are those of layers that leave, with "words" of their own; or None.
+    """Activation offloading, if any: an ActivationReport as plain values, and "words", which are "" if all of them
+    stay. Its "weights" are those of layers with offloaded weights, with their own "words"; or None.
     """
     offload: OffloadReport | None
-    """None where nothing was offloaded and no trace was asked for, or before anything was measured."""
+    """None if nothing was offloaded and no trace was requested, or before anything was measured."""
     memory: MemoryReport
     predicted: Estimate | None
     measured: Estimate
@@ -275,33 +284,33 @@ class RunReport:
     moved_d2h_bytes: int
     moved_h2d_bytes: int
     parameters: int
-    """Of the whole model, those that are trained, wherever they are."""
+    """Trained parameters of the whole model, on all ranks and tiers."""
     model_parameters: int
-    """All of the whole model."""
+    """Parameter number of the whole model, trained or not."""
     data: str
     options: Mapping[str, str]
-    """Those that differ from their defaults, as typed."""
+    """Options that differ from their defaults, as typed."""
     machine: Mapping[str, Any]
     host: Mapping[str, Any]
     """Facts about the host: system, CPUs of this process, bytes of memory and what limits them."""
     checkpoint: str | None
     ranks: RanksReport | None = None
-    """Of a finished run of several processes; the rest of the report is that of rank 0."""
+    """Reports by all processes of a finished run; the rest of the report is that of rank 0."""
     division: str | None = None
-    """What of the model each of several processes has, in words."""
+    """Words for the part of the model that each of several processes has."""
 
     @property
     def simulated(self) -> bool:
-        """Whether there was no GPU: the device was host memory, and times are those of copies within it."""
+        """Return whether there was no GPU: the device was host memory, and times are those of copies within it."""
         return self.machine.get("backend") == "simulated"
 
     def steps(self) -> tuple[StepRow, ...]:
-        """The iterations whose numbers have all arrived."""
+        """Return the iterations whose numbers have all been read from the device."""
         skipped = set(self.skipped_iterations)
         return tuple(step_row(self, i, self.step_memory.entry(i), skipped) for i in range(len(self.iteration_s)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only, for JSON; numbers that are not finite become None."""
+        """Return plain values only, for JSON; numbers that are not finite become None."""
         plain: dict[str, Any] = finite(asdict(self))
         return plain
 
@@ -309,12 +318,15 @@ class RunReport:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises ConfigError where it cannot be written."""
+        """Write the file atomically.
+
+        Raises ConfigError if it cannot be written.
+        """
         replace_text(path, self.to_json(), what="report")
 
 
 def finite(content: Any) -> Any:
-    """JSON has no NaN and no infinity: they become None, wherever they are in mappings and sequences."""
+    """Replace NaN and infinity, which JSON lacks, by None, wherever they are in mappings and sequences."""
     if isinstance(content, Mapping):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -323,16 +335,16 @@ def finite(content: Any) -> Any:
 
 
 def read_report(path: Path) -> RunReport:
-    """The report in a file, or in a run's folder.
+    """Read the report in a file, or in a run's folder.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it is no report of hostward; names the place in it.
+        ConfigError: there is none, it cannot be read, or it is not a report of hostward; names the place in it.
     """
     file = path / REPORT_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists():
         raise ConfigError(
             f"folder {path} holds no report of a run",
-            why=f"no run has been written there: there is no {REPORT_FILE} in it",
+            why=f"it has no {REPORT_FILE}",
             fix="name a run's folder (--run-dir, else checkpoint.save), or a file that --json wrote",
         )
     fix = f"name a file that --json wrote, or a run's folder, which holds {REPORT_FILE}"
@@ -343,7 +355,7 @@ def read_report(path: Path) -> RunReport:
         _require_whole(report)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{file} is no report of a run",
+            f"{file} is not a report of a run",
             why=str(error),
             fix="train again with --run-dir FOLDER, or with --json FILE",
         ) from error
@@ -351,7 +363,7 @@ def read_report(path: Path) -> RunReport:
 
 
 def _require_whole(report: RunReport) -> None:
-    """Raises ValueError where columns do not belong together."""
+    """Raise ValueError if columns do not belong together."""
     steps, memory, samples = len(report.iteration_s), report.step_memory, report.memory_over_time
     for name, column in (("losses", report.losses), ("grad_norms", report.grad_norms)):
         _require_length(name, column, steps, exactly=True)
@@ -383,12 +395,15 @@ def _require_length(name: str, column: Iterable[Any] | None, length: int, *, exa
         raise ValueError(f"{name} has {found} entries where there are {length} iterations or samples")
 
 
-# What the processes of a run say of themselves, as a part of its report. No torch.
+# The reports of a run's processes, as a part of its report. No torch.
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One process of a run of several. Bytes at its end; seconds per iteration, None where they were not measured."""
+    """Holds one process of a run of several.
+
+    Bytes are those at its end; seconds are per iteration, None if not measured.
+    """
 
     rank: int
     node: str
@@ -397,15 +412,15 @@ class RankRow:
     pinned_bytes: int
     device_peak_bytes: int | None
     data_s: float
-    """Reading samples."""
+    """Time for reading samples."""
     host_step_s: float | None
     transfer_s: float | None
-    """Both directions together."""
+    """Seconds for both directions together."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """Sums over the ranks of one node."""
+    """Holds sums over the ranks of one node."""
 
     node: str
     ranks: int
@@ -415,7 +430,7 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class RanksReport:
-    """What the ranks of a run say of themselves, in order."""
+    """Holds the reports of a run's ranks, in order."""
 
     ranks: tuple[RankRow, ...]
     nodes: tuple[NodeRow, ...]

@@ -1,4 +1,7 @@
-"""Charts as inline SVG. The drawing stretches with the page; labels are HTML beside it and keep their size."""
+"""Draw charts as inline SVG.
+
+The drawing stretches with the page; labels are HTML next to it and keep their size.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hostward.runtime.step_trace import Span, SpanKind, Trace, union_s
 from hostward.schedule.ops import Lane
 
 SIDE = 1000
-"""Both sides of a drawing, in its own units."""
+"""Side length of a drawing, in its own units."""
 FILLS = {
     WEIGHTS: "weights",
     STATE: "state",
@@ -28,25 +31,25 @@ _EDGE = 0.06
 
 
 def escape(words: str) -> str:
-    """Text for HTML; control characters, which it cannot hold, become a replacement character."""
+    """Escape text for HTML; control characters, which it cannot hold, become a replacement character."""
     return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words))
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale from `low` to `high`, with marks at values and their labels."""
+    """Scales values from `low` to `high`, with marks at values and their labels."""
 
     low: float
     high: float
     marks: tuple[tuple[float, str], ...]
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
         return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
 
 
 def figure(value: float, step: float) -> str:
-    """A mark's label, with the decimals that marks `step` apart need; millions are abbreviated."""
+    """Format a mark's label, with the decimals that marks `step` apart need; millions are abbreviated."""
     if abs(value) >= 10**6:
         return f"{figure(value / 10**6, step / 10**6)} M"
     decimals = 0 if step >= 1 else min(6, len(f"{step:.6f}".rstrip("0").partition(".")[2]))
@@ -54,7 +57,7 @@ def figure(value: float, step: float) -> str:
 
 
 def axis_from_zero(most: float, *, scale: float = 1.0, about: int = 4) -> Axis:
-    """From 0 to a little more than `most`; labels are values divided by `scale`."""
+    """Make an axis from 0 to a little more than `most`; labels are values divided by `scale`."""
     found = ticks(max(most, 1e-12) / scale, about)
     step = found[1] if len(found) > 1 else max(most, 1e-12) / scale
     values = found if most / scale <= found[-1] * 1.02 else [*found, found[-1] + step]
@@ -63,7 +66,7 @@ def axis_from_zero(most: float, *, scale: float = 1.0, about: int = 4) -> Axis:
 
 
 def axis_around(values: Sequence[float], *, about: int = 4) -> Axis:
-    """From a little less than the least value to a little more than the largest, at round marks."""
+    """Make an axis from a little less than the least value to a little more than the largest, at round marks."""
     low, high = min(values), max(values)
     span = high - low or abs(high) * 0.1 or 1.0
     step = ticks(span, about)[1] if len(ticks(span, about)) > 1 else span
@@ -75,7 +78,7 @@ def axis_around(values: Sequence[float], *, about: int = 4) -> Axis:
 
 
 def axis_of_iterations(first: float, last: float) -> Axis:
-    """Iterations, counted from 1 as the progress line counts them, at whole marks."""
+    """Make an axis of iterations, counted from 1 as the progress line counts them, at whole marks."""
     last = max(last, first + 1e-9)
     step = max(1.0, ticks(last - first, 6)[1] if len(ticks(last - first, 6)) > 1 else 1.0)
     start = -(-first // step) * step
@@ -84,7 +87,7 @@ def axis_of_iterations(first: float, last: float) -> Axis:
 
 
 def area_chart(stack: Stack, *, title: str, text: str, scale: float, peak: int | None = None) -> str:
-    """Layers on top of each other over iterations; `peak` is a dashed line."""
+    """Draw layers on top of each other over iterations; `peak` is a dashed line."""
     x = axis_of_iterations(stack.at[0], stack.at[-1])
     y = axis_from_zero(max(stack.most, peak or 0), scale=scale)
     shapes, below = [], [0] * len(stack.at)
@@ -100,7 +103,7 @@ def area_chart(stack: Stack, *, title: str, text: str, scale: float, peak: int |
 
 
 def line_chart(points: Sequence[tuple[float, float]], y: Axis, *, title: str, text: str) -> str:
-    """One curve over iterations."""
+    """Draw one curve over iterations."""
     x = axis_of_iterations(points[0][0], points[-1][0])
     if len(points) == 1:
         points = [(x.low, points[0][1]), (x.high, points[0][1])]
@@ -108,7 +111,7 @@ def line_chart(points: Sequence[tuple[float, float]], y: Axis, *, title: str, te
 
 
 def scatter(points: Sequence[tuple[float, float, bool]], x: Axis, y: Axis, *, title: str, text: str) -> str:
-    """Numbered dots; the filled one is this run's."""
+    """Draw numbered dots; the filled one is this run's."""
     dots = [
         f'<span class="dot{" own" if own else ""}" aria-hidden="true" style="left:{100 * x.share(across):.2f}%;'
         f'bottom:{100 * y.share(up):.2f}%">{number}</span>'
@@ -127,7 +130,7 @@ def plot(
     low: bool = False,
     besides: Iterable[str] = (),
 ) -> str:
-    """A drawing with its grid, the labels of both axes, and what a reader of it by ear is told: title and text."""
+    """Draw a plot with its grid, the labels of both axes, and title and text for screen readers."""
     parts = [f'<div class="plot{" low" if low else ""}">']
     parts += [
         f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img">',
@@ -145,7 +148,7 @@ def plot(
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Swatches by name of a colour, or "dash", with words."""
+    """Render swatches, each by name of a colour, or "dash", with words."""
     items = [
         f'<li><i class="dash"></i>{escape(words)}</li>'
         if colour == "dash"
@@ -163,25 +166,25 @@ def _y(value: float, y: Axis) -> str:
     return f"{(1 - y.share(value)) * SIDE:.1f}"
 
 
-# One step's lanes as a timeline, in HTML and inline SVG.
+# One step's streams as a timeline, in HTML and inline SVG.
 
 
 _HEIGHT = 10
 _NARROW = 0.7
-"""Of SIDE: what is narrower is drawn this wide."""
+"""Minimum width of a rectangle, in units of SIDE."""
 _ROOM = 0.17
-"""Share of the width that a word needs on the narrowest screen."""
+"""Width that a word needs on the narrowest screen, as a share."""
 _MS = 1e-3
 
 
 def chosen_step(trace: Trace) -> int | None:
-    """The step to show: the last one that another one follows, for the last of all has nothing to hide behind."""
+    """Return the step to show: the last one that another one follows, because the last of all overlaps with nothing."""
     steps = trace.steps()
     return steps[-2] if len(steps) > 1 else steps[0] if steps else None
 
 
 def timeline(trace: Trace, step: int) -> str:
-    """Rows of lanes with a ruler below, a legend above."""
+    """Render a row per stream with a ruler below and a legend above."""
     window = window_of(trace, step)
     shown = spans_in(trace, window)
     parts = [_legend(shown, step)]
@@ -194,7 +197,7 @@ def timeline(trace: Trace, step: int) -> str:
 
 def _row(lane: Lane, spans: Sequence[Span], window: Window, step: int) -> str:
     seconds, nbytes = sums(lane, spans, step)
-    what = "stands still" if lane is Lane.COMPUTE else "busy"
+    what = "idle" if lane is Lane.COMPUTE else "busy"
     rate = f"<br> <span>{nbytes / seconds / 1e9:.1f} GB/s</span>" if nbytes and seconds else ""
     title = f"{lane.value}: {what} {duration(seconds)} of {duration(window.length_s)}"
     boxes = boxes_of(spans, window, step, narrow_s=_NARROW / SIDE * window.length_s)
@@ -208,7 +211,7 @@ def _row(lane: Lane, spans: Sequence[Span], window: Window, step: int) -> str:
 
 
 def _is_low(lane: Lane, style: str) -> bool:
-    """Kernels of ours within backward are drawn lower than the backward that they are part of."""
+    """Return whether a span is drawn lower: hostward's kernels in backward are, as part of it."""
     return lane is Lane.COMPUTE and style == SpanKind.KERNEL.value
 
 
@@ -254,11 +257,11 @@ def _ruler(window: Window) -> Iterator[str]:
 
 
 def _bare(content: str) -> str:
-    """A row without a name."""
+    """Render a row without a name."""
     return f'<div class="lane bare"><div class="name"></div>{content}<div class="sum"></div></div>'
 
 
-# A trace as rectangles over time, one row per lane: what is drawn of it, before anybody decides with what.
+# A trace as rectangles over time, one row per stream, independent of the drawing library.
 
 
 LANES = {
@@ -268,7 +271,7 @@ LANES = {
     "h2d": "host to GPU",
     "update": "AdamW on the GPU",
 }
-"""What a lane is for; the rows come in this order, other lanes after them."""
+"""Stream explanations; rows come in this order, other streams after them."""
 
 FORWARD, BACKWARD, STATE_COPY = "forward", "backward", "state"
 WORDS = {
@@ -280,12 +283,12 @@ WORDS = {
     SpanKind.KERNEL.value: "kernel",
     SpanKind.WAIT.value: "wait",
 }
-"""The styles of rectangles, and what they stand for. Drawn in this order, later over earlier."""
+"""Rectangle styles with their explanations, in drawing order: later ones cover earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The stretch of time on the axis, in seconds of the trace."""
+    """Holds the time interval on the axis, in seconds of the trace."""
 
     start_s: float
     end_s: float
@@ -295,13 +298,13 @@ class Window:
         return max(self.end_s - self.start_s, 1e-9)
 
     def share(self, time_s: float) -> float:
-        """Where a time lies on the axis, from 0 to 1; what is outside lies at the edge."""
+        """Return the position of a time on the axis, from 0 to 1; times outside are at the edge."""
         return min(max((time_s - self.start_s) / self.length_s, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One rectangle: a span, or neighbours too narrow to be told apart. Times in seconds of the trace."""
+    """Draws one rectangle: a span, or neighbours too narrow to be distinguished, with times in seconds of the trace."""
 
     start_s: float
     end_s: float
@@ -311,7 +314,7 @@ class Box:
 
 
 def style_of(span: Span) -> str:
-    """A key of WORDS."""
+    """Return the style of a span, a key of WORDS."""
     parts = span.name.split("/")
     if span.kind is SpanKind.MARK:
         return BACKWARD if BACKWARD in parts else FORWARD
@@ -319,7 +322,10 @@ def style_of(span: Span) -> str:
 
 
 def window_of(trace: Trace, step: int | None) -> Window:
-    """From the first to the last span of the step, or of all steps. Raises ConfigError for a trace of nothing."""
+    """Return the window from the first to the last span of the step, or of all steps.
+
+    Raises ConfigError for an empty trace.
+    """
     spans = trace.of_steps(None if step is None else [step]).spans
     if not spans:
         raise ConfigError("the trace holds no span", fix="trace a run with at least one step")
@@ -327,12 +333,12 @@ def window_of(trace: Trace, step: int | None) -> Window:
 
 
 def spans_in(trace: Trace, window: Window) -> list[Span]:
-    """What happens within the window, of whatever step."""
+    """Return the spans within the window, of all steps."""
     return [s for s in trace.spans if s.end_s >= window.start_s and s.start_s <= window.end_s]
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lane]:
-    """The lanes that have spans, in the order of the rows."""
+    """Return the lanes that have spans, in the order of the rows."""
     known = list(LANES)
     return sorted(
         {span.lane for span in spans},
@@ -341,10 +347,10 @@ def lanes_of(spans: Iterable[Span]) -> list[Lane]:
 
 
 def boxes_of(spans: Iterable[Span], window: Window, step: int | None, *, narrow_s: float) -> list[Box]:
-    """Rectangles of one lane in the order in which they are drawn; what encloses comes before what it encloses.
+    """Return the rectangles of one lane in drawing order; an enclosing one comes before those that it encloses.
 
     Args:
-        step: spans of other steps are pale; None: none is.
+        step: spans of other steps are pale; None: none are.
         narrow_s: neighbours of one style that are shorter, and not farther apart, become one rectangle.
     """
 
@@ -378,7 +384,7 @@ def boxes_of(spans: Iterable[Span], window: Window, step: int | None, *, narrow_
 
 
 def describe(span: Span) -> str:
-    """The tooltip of a span."""
+    """Return the tooltip of a span."""
     text = f"{span.name}: {span.duration_s * 1e3:.3f} ms"
     if span.nbytes and span.duration_s:
         text += f", {span.nbytes / 1e6:.1f} MB, {span.nbytes / span.duration_s / 1e9:.1f} GB/s"
@@ -386,7 +392,9 @@ def describe(span: Span) -> str:
 
 
 def phases(spans: Iterable[Span]) -> Iterator[Span]:
-    """Stretches of forward and backward: neighbouring marks of one kind and step; marks inside a mark do not count."""
+    """Yield stretches of forward and backward: neighbouring marks of one kind and step; marks inside a mark do not
+    count.
+    """
     current: Span | None = None
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         if span.kind is not SpanKind.MARK or (current is not None and span.end_s <= current.end_s):
@@ -402,7 +410,7 @@ def phases(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def sums(lane: Lane, spans: Sequence[Span], step: int | None) -> tuple[float, int]:
-    """Seconds that the lane worked for the step, and bytes that it copied; of compute, seconds that it stood still."""
+    """Return the seconds that the lane worked for the step, and its copied bytes; for compute, its idle seconds."""
     own = [span for span in spans if step is None or span.step == step]
     if lane is Lane.COMPUTE:
         return union_s(span for span in own if span.kind is SpanKind.WAIT), 0
@@ -410,7 +418,7 @@ def sums(lane: Lane, spans: Sequence[Span], step: int | None) -> tuple[float, in
 
 
 def ticks(length: float, about: int) -> list[float]:
-    """Values from 0 to at most `length`, at multiples of 1, 2 or 5 of a power of ten, at most `about` steps."""
+    """Return values from 0 to at most `length`, at multiples of 1, 2 or 5 of a power of ten, at most `about` steps."""
     if not (math.isfinite(length) and length > 0):
         return [0.0]
     raw = length / about

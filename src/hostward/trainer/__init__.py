@@ -1,1 +1,1 @@
-"""The reference trainer behind `hostward train`: models, data, learning rate, loop, reports."""
+"""Train models as the reference trainer behind `hostward train`: models, data, learning rate, loop, reports."""

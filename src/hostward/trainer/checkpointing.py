@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: what is saved, and what must agree before a run goes on from one."""
+"""Save and load checkpoints of a training run, and check what must agree before a run resumes from one."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ _FUNCTION_OPTIONS = (
     "layernorm_epsilon",
     "share_embeddings_and_output_weights",
 )
-"""What changes the model's function and leaves the shapes of its weights as they are."""
+"""Model options that change its function but not the shapes of its weights."""
 _STEP_OPTIONS = {
     "optimizer": ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
     "scheduler": ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init"),
 }
-"""By section: a run may change these, and does not go on as the one before would have."""
+"""Options by section that a run may change, though it then does not continue as the previous run would have."""
 
 _NEEDED = ("iteration", "consumed_samples", "data", "optimizer", "scaler", "python_rng", "numpy_rng", "config")
 
 
 def saver_of(config: Config) -> api.Saver:
-    """What saves the checkpoints of a run, on all of its processes."""
+    """Return the saver of a run's checkpoints, for all of its processes."""
     options = config.checkpoint
     mode = options.async_save_mode if options.async_save else None
     return api.Saver(
@@ -71,12 +71,12 @@ def saver_of(config: Config) -> api.Saver:
 
 
 def processes() -> dist.ProcessGroup | None:
-    """All processes of the run; None where it is one."""
+    """Return the group of all processes of the run; None if there is only one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def save(run: Run) -> None:
-    """Save weights, optimizer, random number generators and position: at once, or beside what follows."""
+    """Save weights, optimizer, random number generators and position: synchronously, or concurrently with training."""
     if run.saver is None:
         run.saver = saver_of(run.config)
     parts = api.parts_of(run.model, run.optimizer)
@@ -99,7 +99,7 @@ def save(run: Run) -> None:
 
 
 def _of_all_stages(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The plain values of the optimizer, with the names of all of the model's parameters, in its order."""
+    """Return the optimizer's plain values with the names of all of the model's parameters, in its order."""
     if run.ranks.stages == 1:
         return optimizer
     of_ranks = run.ranks.gather([group["params"] for group in optimizer["param_groups"]])
@@ -113,7 +113,7 @@ def _of_all_stages(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_this_stage(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What of these plain values this process has."""
+    """Return the part of these plain values that belongs to this process."""
     if run.ranks.stages == 1:
         return optimizer
     mine = {name for group in run.optimizer.param_groups for name in group["param_names"]}
@@ -122,27 +122,34 @@ def _of_this_stage(run: Run, optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def look(run: Run) -> None:
-    """Take over a save that has been made beside training. Raises what it failed with."""
+    """Finalize an asynchronous save that has completed.
+
+    Raises the error that it failed with.
+    """
     if run.saver is not None:
         _saved(run, run.saver.poll())
 
 
 def finish(run: Run) -> None:
-    """Wait for a save that is being made beside training. Raises what it failed with."""
+    """Wait for an asynchronous save.
+
+    Raises the error that it failed with.
+    """
     if run.saver is not None:
         _saved(run, run.saver.finish())
 
 
 def is_as_it_was(run: Run) -> bool:
-    """Whether the folder that a run goes on in has its newest checkpoint already: no iteration has been made."""
+    """Return whether no iteration has been made since the newest checkpoint in the folder that the run resumes in."""
     folders = run.config.checkpoint
     return run.iteration == run.first_iteration and folders.save in (None, folders.load)
 
 
 @contextmanager
 def saves(run: Run) -> Iterator[None]:
-    """Around training: the last checkpoint is made behind it, unless it is there, and one under way is given up if it
-    fails. Behind that others may have the folder.
+    """Make the last checkpoint after the block, unless it exists, then release the folders.
+
+    If the block fails, an asynchronous save is aborted.
     """
     try:
         yield
@@ -159,7 +166,7 @@ def saves(run: Run) -> Iterator[None]:
             run.save_bytes = {o: n - left.get(o, 0) for o, n in held.items() if n > left.get(o, 0)}
             run.save_pinned_bytes = pinned_bytes - ledger.pinned_bytes
         if not run.keeps_folders:
-            run.let_go()
+            run.release_folders()
 
 
 def _saved(run: Run, path: Path | None) -> None:
@@ -169,15 +176,16 @@ def _saved(run: Run, path: Path | None) -> None:
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Take over the weights of a checkpoint."""
+    """Load the weights of a checkpoint."""
     _plain(path)
     into = {f"model/{name}": t for name, t in _model_tensors(model).items()}
     api.load(path, into, ignore={k for k in api.tensor_index(path) if not k.startswith("model/")})
 
 
 def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
-    """Take over a checkpoint; with `checkpoint.finetune` its weights only, at iteration 0. Without `with_weights` the
-    model and the optimizer have them already.
+    """Load a checkpoint; with `checkpoint.finetune` only its weights, at iteration 0.
+
+    Without `with_weights` the model and the optimizer have been loaded already.
     """
     options = run.config.checkpoint
     plain = _plain(path)
@@ -192,20 +200,20 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
     into |= generators
     if with_weights:
         others = {k for k in index if not k.startswith("model/")}
-        if run.ranks.stages > 1:  # what no stage has is of another model
+        if run.ranks.stages > 1:  # names that no stage has belong to another model
             others.update(*run.ranks.gather(list(into)))
         api.load(path, into, ignore=others - set(into), group=processes())
         run.optimizer.reseed()
     else:
         api.load_some(path, into)  # all files have been checked when the weights were loaded
     if not full:
-        log.info("took over the weights of %s: the run begins at iteration 0", path)
+        log.info("loaded the weights of %s: the run starts at iteration 0", path)
         return
     run.iteration = int(plain["iteration"])
     if options.load_optim:
         run.optimizer.load_state_dict(api.optimizer_state(_of_this_stage(run, plain["optimizer"]), into))
         for group in run.optimizer.param_groups:
-            group.update(group_settings(run.config))  # what this run was asked for, not what the last one was
+            group.update(group_settings(run.config))  # this run's options, not those of the previous one
         if run.scaler is not None and plain["scaler"] is not None:
             run.scaler.load_state_dict(plain["scaler"])
     else:
@@ -214,12 +222,12 @@ def load(run: Run, path: Path, *, with_weights: bool = True) -> None:
         _set_generators(run, path, plain, generators)
     log.info("resumed %s at iteration %d", path, run.iteration)
     for name, before, now in _changed_options(run.config, plain, _STEP_OPTIONS):
-        log.info("%s is %r, as this run asks; the one that saved had %r", name, now, before)
-    _tell_of_later(run)
+        log.info("%s is %r, as this run's options say; the run that saved had %r", name, now, before)
+    _warn_of_later(run)
 
 
-def _tell_of_later(run: Run) -> None:
-    """Warn of later checkpoints in the folder than the one that the run goes on from. The first rank looks."""
+def _warn_of_later(run: Run) -> None:
+    """Warn (rank 0 only) about checkpoints in the folder later than the one that the run resumes from."""
     folder = run.config.checkpoint.save
     if folder is None or not run.ranks.first or not same_folder(run.config):
         return
@@ -227,8 +235,8 @@ def _tell_of_later(run: Run) -> None:
         later = [path.name for path in complete_after(Path(folder), run.iteration)]
     if later:
         log.warning(
-            "%s also has %s, later than the checkpoint that this run goes on from: its saves replace those of the same "
-            "iterations, and the others stay beside them. To keep all, name another checkpoint.save",
+            "%s also has %s, later than the checkpoint that this run resumes from: its saves replace those of the same "
+            "iterations, and the others stay. To keep all, name another checkpoint.save",
             folder,
             " to ".join(dict.fromkeys((later[0], later[-1]))),
         )
@@ -237,19 +245,19 @@ def _tell_of_later(run: Run) -> None:
 def _changed_options(
     config: Config, plain: Mapping[str, Any], names: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, object, object]]:
-    """Of these options by section, those that differ: their names, values when it was saved, and values now."""
+    """Return the options that differ, by section: names, values when it was saved, and values now."""
     before, now = plain["config"], to_dict(config)
-    told = [(f"{s}.{name}", before[s].get(name), now[s][name]) for s, of in names.items() for name in of]
-    return [(name, was, is_now) for name, was, is_now in told if was != is_now]
+    found = [(f"{s}.{name}", before[s].get(name), now[s][name]) for s, of in names.items() for name in of]
+    return [(name, was, is_now) for name, was, is_now in found if was != is_now]
 
 
 def _wanted_generators(
     run: Run, path: Path, index: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, torch.Tensor]:
-    """Tensors for the states of this rank's generators; none for a rank that the run had not that saved."""
+    """Return tensors for the states of this rank's generators; none for a rank that the saving run did not have."""
     if "rng/torch" not in index:
         raise CheckpointError(
-            f"checkpoint {path} lacks rng/torch", fix="go on with other random numbers: checkpoint.load_rng=False"
+            f"checkpoint {path} lacks rng/torch", fix="resume with other random numbers: checkpoint.load_rng=False"
         )
     names = [_rng_name(kind) for kind in _torch_rng(run.device)]
     return {name: torch.empty(index[name][0], dtype=index[name][1]) for name in names if name in index}
@@ -258,9 +266,9 @@ def _wanted_generators(
 def _set_generators(run: Run, path: Path, plain: Mapping[str, Any], found: Mapping[str, torch.Tensor]) -> None:
     if not found:
         log.warning(
-            "there are no random numbers of rank %d in %s, which fewer ranks saved: it goes on with its own",
-            _rank(),
+            "%s has no random number state of rank %d, as fewer ranks saved it: the rank keeps its own",
             path,
+            _rank(),
         )
         return
     torch.set_rng_state(found[_rng_name("torch")])
@@ -277,7 +285,7 @@ def _torch_rng(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _rng_name(kind: str) -> str:
-    """`rng/torch` of the first rank, as one process has it; `rng/torch/rank_3` of others."""
+    """Return the entry's name: `rng/torch` on the first rank, `rng/torch/rank_3` on others."""
     return f"rng/{kind}/rank_{_rank()}" if _rank() else f"rng/{kind}"
 
 
@@ -290,13 +298,13 @@ def _ranks() -> int:
 
 
 def require_same_samples(config: Config, dataset: TokenDataset, path: Path) -> None:
-    """Raises CheckpointError unless the samples of `dataset` go on where the checkpoint stopped."""
+    """Raise CheckpointError unless the samples of `dataset` continue where the checkpoint stopped."""
     plain = _plain(path)
     batch = config.train.global_batch_size
     if plain["data"] != dataset.fingerprint:
         raise CheckpointError(
             f"{path} was trained on other data, or in another order",
-            why="the sources, model.seq_length, the seed or the tokenizer differ, so the samples would not go on",
+            why="the sources, model.seq_length, the seed or the tokenizer differ, so the samples would not continue",
             fix="restore those options, or load weights only with checkpoint.finetune=True",
         )
     if plain["consumed_samples"] != plain["iteration"] * batch:
@@ -318,7 +326,10 @@ def require_same_samples(config: Config, dataset: TokenDataset, path: Path) -> N
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint that `save` wrote. Raises CheckpointError for one of other contents."""
+    """Return the plain values of a checkpoint that `save` wrote.
+
+    Raises CheckpointError for one of other contents.
+    """
     plain: dict[str, Any] = api.read_plain(path)
     missing = [key for key in _NEEDED if key not in plain]
     if missing:
@@ -331,7 +342,7 @@ def _plain(path: Path) -> dict[str, Any]:
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by name, tied ones once: views of the live tensors."""
+    """Return parameters and saved buffers by name, tied ones once: views of the live tensors."""
     state = model.state_dict()
     first: dict[int, str] = {}
     here = {name: local_of(tensor) for name, tensor in state.items()}
@@ -339,9 +350,11 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_to_load(config: Config) -> Path | None:
-    """The newest checkpoint in `checkpoint.load`; None for a run that begins anew, which is one without this option, or
-    one that has not saved yet into the folder that it saves to and loads from. Raises CheckpointError for another
-    folder without a checkpoint, and for checkpoints of which none is named.
+    """Return the newest checkpoint in `checkpoint.load`; None for a run that starts from scratch.
+
+    A run starts from scratch without this option, or if the folder that it both saves to and loads from has no
+    checkpoint yet. Raises CheckpointError for another folder without a checkpoint, and if there are checkpoints but
+    `latest` names none.
 
     The first save of a run may be ended between the checkpoint and its name, and a launcher starts the run again: where
     there is one checkpoint alone, that one is meant.
@@ -355,10 +368,10 @@ def checkpoint_to_load(config: Config) -> Path | None:
     if same_folder(config) and not config.checkpoint.finetune:
         names = complete_names(directory)
         if not names:
-            log.info("no checkpoint in %s yet: the run begins at iteration 0", directory)
+            log.info("no checkpoint in %s yet: the run starts at iteration 0", directory)
             return None
         if len(names) == 1:
-            log.info("%s is complete, and the save ended before it was named: the run goes on from it", names[0])
+            log.info("%s is complete, but its save ended before `latest` named it: the run resumes from it", names[0])
             return directory / names[0]
     raise nothing_to_load(directory)
 
@@ -382,26 +395,32 @@ def _set_numpy_rng(saved: list[Any]) -> None:
     np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))
 
 
-# What is wrong with a folder that `checkpoint.load` names and that has no `latest`, and what to do about it.
+# Errors for a folder that `checkpoint.load` names and that has no `latest`.
 
 
 def complete_names(directory: Path) -> list[str]:
-    """The complete checkpoints in a folder, which need not exist. Raises CheckpointError if it cannot be read."""
+    """Return the complete checkpoints in a folder, which need not exist.
+
+    Raises CheckpointError if it cannot be read.
+    """
     with system_errors(f"cannot read checkpoints in {directory}"):
         return [path.name for path in complete_checkpoints(directory)] if directory.is_dir() else []
 
 
 def nothing_to_load(directory: Path) -> CheckpointError:
-    """The error for a folder where `checkpoint.latest` finds nothing. Raises CheckpointError if it cannot be read."""
+    """Return the error for a folder where `checkpoint.latest` finds nothing.
+
+    Raises CheckpointError if it cannot be read.
+    """
     held = complete_names(directory)
     if held:
         return CheckpointError(
-            f"checkpoint.load={directory} holds checkpoints, and no file {LATEST}",
-            why="a run goes on from the one that this file names",
+            f"checkpoint.load={directory} holds checkpoints, but no file {LATEST}",
+            why="a run resumes from the one that this file names",
             fix=f"write the name of one into it, as in {_written(held[-1], directory)}",
         )
     around, name = _place(directory)
-    # What the folder around it holds is a hint; it may be one that only its owner may list.
+    # The content of its parent is only a hint, and listing it may be forbidden.
     beside: list[str] = []
     with suppress(CheckpointError):
         beside = complete_names(around)
@@ -409,7 +428,7 @@ def nothing_to_load(directory: Path) -> CheckpointError:
         return _one_of_several(directory, around, name)
     why, folder = "no save into it was ever finished", "a folder that checkpoint.save wrote"
     if not directory.is_dir():
-        why = "there is no such folder"
+        why = "the folder does not exist"
     elif beside and api.latest(around) is not None:
         why, folder = "it is within a folder of checkpoints", f"checkpoint.load={around}"
     return CheckpointError(
@@ -427,67 +446,68 @@ def _one_of_several(directory: Path, around: Path, name: str) -> CheckpointError
         newest, named = None, "none that is complete"
     else:
         named = "it is missing" if newest is None else newest.name
-    why = f"a run goes on from what {around / LATEST} names: {named}"
+    why = f"a run resumes from the checkpoint that {around / LATEST} names: {named}"
     if newest is not None and newest.name == name:
         return CheckpointError(what, why=why, fix=f"name checkpoint.load={around}, or leave checkpoint.load out")
     return CheckpointError(what, why=why, fix=f"{_written(name, around)}, then checkpoint.load={around}")
 
 
 def _place(directory: Path) -> tuple[Path, str]:
-    """The folder that a folder lies in, as it was written where that is it, and its name there."""
+    """Return the parent of a folder, as it was written if possible, and the folder's name there."""
     real = directory.resolve()
     return directory.parent if directory.parent.resolve() == real.parent else real.parent, real.name
 
 
 def _written(name: str, folder: Path) -> str:
-    """The command that makes a run go on from this checkpoint of a folder."""
+    """Return the command that makes a run resume from this checkpoint of a folder."""
     return f"printf {name} > {shlex.quote(str(folder / LATEST))}"
 
 
-# The folders that a run writes into: they are its own from before it looks what is there until it is over.
+# Locks of the folders that a run writes into, held from before it looks into them until it is over.
 
 
 def same_folder(config: Config) -> bool:
-    """Whether the run saves where it loads from."""
+    """Return whether the run saves to the folder that it loads from."""
     save, load = config.checkpoint.save, config.checkpoint.load
     return save is not None and load is not None and _are_same(Path(save), Path(load))
 
 
 def _are_same(a: Path, b: Path) -> bool:
-    """Whether these are one folder, by whatever names; of one that is not there yet its name tells."""
+    """Return whether both paths are one folder; a folder that does not exist is compared by its name."""
     return os.path.samefile(a, b) if a.exists() and b.exists() else a.resolve() == b.resolve()
 
 
 def lock_folders(config: Config, run_dir: Path | None, ranks: Ranks, undone: ExitStack) -> list[FolderLock]:
-    """Have the folders that a run writes into for it alone: that of `checkpoint.save`, and its own. They are made, if
-    need be, and tried. The first rank has them for all, and the others get none.
+    """Lock the run's output folders (rank 0 only): that of `checkpoint.save`, and `run_dir`.
+
+    Folders are made if missing, and checked to be writable. Other ranks get an empty list.
 
     Args:
-        undone: where the run is refused after all, its end leaves the folders as they were.
+        undone: if the run does not start after all, closing it leaves the folders as they were.
 
     Raises:
-        CheckpointError: `checkpoint.save` is none that checkpoints can be saved to, or has some of another run.
+        CheckpointError: `checkpoint.save` cannot be written, or holds checkpoints of another run.
         ConfigError: another run has one of the folders.
     """
     save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    told = f"checkpoint.save={save}"
-    # Of two locks that ranks wait for one after the other, and others for this rank meanwhile.
+    label = f"checkpoint.save={save}"
+    # The rank may wait for two locks one after the other, and the other ranks wait for it meanwhile.
     most_s = 60 * config.dist.distributed_timeout_minutes / 4 if ranks.size > 1 else math.inf
 
-    def locked(told: str, folder: Path) -> FolderLock:
-        with system_errors(f"{told} cannot be written"):
-            return undone.enter_context(FolderLock(told, folder, most_s=most_s))
+    def locked(label: str, folder: Path) -> FolderLock:
+        with system_errors(f"{label} cannot be written"):
+            return undone.enter_context(FolderLock(label, folder, most_s=most_s))
 
     def all_locked() -> list[FolderLock]:
         if save is not None and is_checkpoint(save):
             raise CheckpointError(
-                f"{told} is a checkpoint",
-                why="checkpoints lie beside each other, and what is within one is removed with it",
+                f"{label} is a checkpoint",
+                why="checkpoints are siblings, and whatever is inside one is removed with it",
                 fix=f"checkpoint.save={save.parent}, or another folder",
             )
         if not ranks.first:
             return []
-        found = [] if save is None else [locked(told, save)]
+        found = [] if save is None else [locked(label, save)]
         if run_dir is not None and (save is None or not _are_same(run_dir, save)):
             found.append(locked(f"--run-dir {run_dir}", run_dir))
         return found
@@ -499,7 +519,7 @@ def lock_folders(config: Config, run_dir: Path | None, ranks: Ranks, undone: Exi
 
 
 def _require_writable(config: Config, save: Path) -> None:
-    """Raises CheckpointError now rather than at the first save."""
+    """Raise CheckpointError now rather than at the first save."""
     with system_errors(f"checkpoint.save={save} cannot be written"):
         save.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=save).close()
@@ -508,5 +528,5 @@ def _require_writable(config: Config, save: Path) -> None:
         raise CheckpointError(
             f"checkpoint.save={save} already holds checkpoints, the newest of them {others[-1].name}",
             why="a second run would overwrite and outdate those of the first",
-            fix=f"go on from them with checkpoint.load={save}, or name another folder",
+            fix=f"resume from them with checkpoint.load={save}, or name another folder",
         )

@@ -1,7 +1,7 @@
-"""Iterations whose forward and backward are one CUDA graph: recorded once, and replayed with each batch.
+"""Capture forward and backward of an iteration in one CUDA graph, and replay it with each batch.
 
-What the graph writes has fixed addresses: `.grad` of every parameter, and the loss. The optimizer's step comes after
-the replay, outside of the graph, and weights have arrived before the next one.
+The graph writes to fixed addresses: `.grad` of every parameter, and the loss. The optimizer's step comes after
+the replay, outside of the graph, and all weights are on the device before the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from hostward.core.units import gib
 from hostward.errors import ConfigError, HostwardError, MemoryLimitError, ModelError
 from hostward.trainer import checkpointing
-from hostward.trainer.garbage_collection import uncollected
+from hostward.trainer.garbage_collection import gc_disabled
 from hostward.trainer.memory_sampler import BACKWARD
 from hostward.trainer.microbatches import WholeModel, samples
 from hostward.trainer.models import training_loss
@@ -29,31 +29,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("hostward")
 
 WARM_UP_ITERATIONS = 3
-"""Before the capture: libraries take their workspaces, offloaded activations the host memory that the graph will have,
-and staging slots settle.
+"""Eager iterations before the capture.
+
+Libraries allocate their workspaces, activation offloading its pinned memory, and the GPU staging buffers settle.
 """
 
 
 class Graph(Protocol):
-    """What a device does in one function, recorded."""
+    """Records the work that a device does in one function."""
 
     nbytes: int
-    """Device memory that recording has taken, and that nothing else gets until `close`."""
+    """Device memory that recording has allocated and that is unavailable to others until `close`."""
 
     def record(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record `function` instead of running it. The tensor that it returns, and gradients that it makes, have memory
-        that `replay` fills.
+        """Record `function` instead of running it; `replay` fills the tensor that it returns and the gradients that it
+        makes.
         """
 
     def replay(self) -> None:
-        """Do what was recorded, behind what the current stream has been given. Not waited for."""
+        """Enqueue the recorded work on the current stream, without waiting for it."""
 
     def close(self) -> None:
-        """Forget the recording, once the device is done with it."""
+        """Drop the recording, once the device has finished it."""
 
 
 class CudaGraph:
-    """A torch.cuda.CUDAGraph with a memory pool of its own."""
+    """Records into a torch.cuda.CUDAGraph with a memory pool of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,11 +62,14 @@ class CudaGraph:
         self.nbytes = 0
 
     def record(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Raises ModelError for what cannot be captured, MemoryLimitError where the pool does not fit."""
+        """Record `function`.
+
+        Raises ModelError if it cannot be captured, MemoryLimitError if the pool does not fit.
+        """
         torch.cuda.synchronize(self._device)
         gc.collect()
-        with uncollected():  # what dies may free page-locked memory or destroy events, which would end the capture
-            torch.cuda.empty_cache()  # what eager iterations left would stand beside the pool
+        with gc_disabled():  # a collected object may free pinned memory or destroy events, which would end the capture
+            torch.cuda.empty_cache()  # blocks cached by eager iterations would take memory besides the pool
             before_bytes, stream = torch.cuda.memory_reserved(self._device), torch.cuda.current_stream(self._device)
             try:
                 with torch.cuda.graph(self._graph):
@@ -73,7 +77,7 @@ class CudaGraph:
             except RuntimeError as error:
                 raise capture_error(error) from error
             finally:
-                torch.cuda.set_stream(stream)  # where the end of a capture fails it stays on that of the capture
+                torch.cuda.set_stream(stream)  # if ending a capture fails, its stream stays current
         self.nbytes = torch.cuda.memory_reserved(self._device) - before_bytes
         return result
 
@@ -86,14 +90,14 @@ class CudaGraph:
 
 
 def capture_error(error: RuntimeError) -> HostwardError:
-    """Return the error for a capture that has failed, from what torch raised."""
-    cause = error.__context__ or error  # what ended the capture, not what the end of it found
+    """Return the error for a failed capture, from the error that torch raised."""
+    cause = error.__context__ or error  # the error that ended the capture, not the one from ending it
     why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
     if isinstance(cause, HostwardError):
         return cause
     if isinstance(cause, torch.OutOfMemoryError):
         return MemoryLimitError(
-            "the device has no room for a CUDA graph of forward and backward",
+            "the device has not enough memory for a CUDA graph of forward and backward",
             why=why,
             fix="offload more, or set model.cuda_graph_impl=none: a graph keeps its memory between replays",
         )
@@ -103,10 +107,10 @@ def capture_error(error: RuntimeError) -> HostwardError:
 
 
 class Captured:
-    """As WholeModel, from the fourth iteration on by a graph.
+    """Runs batches like WholeModel, from the fourth iteration on by a CUDA graph.
 
     Args:
-        new_graph: makes a graph that has recorded nothing.
+        new_graph: makes an empty graph.
     """
 
     def __init__(self, new_graph: Callable[[], Graph]) -> None:
@@ -120,12 +124,12 @@ class Captured:
         self._begun = False
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
-        """As `Passes.backward`. Without `taken` it is an ordinary one."""
+        """Run the batch by graph, as `Passes.backward`; without `taken` run it eagerly."""
         if not taken:
             return self._eager.backward(run, taken=False)
         if not self._begun:
             self._begun = True
-            _say_if_too_few(run)
+            _warn_if_too_few(run)
         if self._seen < WARM_UP_ITERATIONS:
             self._seen += 1
             return self._eager.backward(run, taken=True)
@@ -138,13 +142,13 @@ class Captured:
         run.optimizer.arrive()
         self._graph.replay()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient  # zero_grad() has taken it out
+            parameter.grad = gradient  # zero_grad() has removed it
         run.optimizer.replayed()
         run.sampler.sample(run.iteration, BACKWARD)
         return self._loss
 
     def close(self) -> None:
-        """Forget the graph; eager iterations may follow."""
+        """Drop the graph; eager iterations may follow."""
         if self._graph is not None:
             self._graph.close()
         for parameter, gradient in self._gradients:
@@ -155,7 +159,7 @@ class Captured:
         self._seen, self._begun = 0, False
 
     def _record(self, run: Run) -> tuple[Graph, torch.Tensor]:
-        checkpointing.finish(run)  # copies of a save from another thread would end the capture
+        checkpointing.finish(run)  # copies that a save makes in another thread would end the capture
         run.optimizer.zero_grad(set_to_none=True)
         run.optimizer.arrive()
         self._batches = [samples(run, microbatch) for microbatch in range(run.microbatches)]
@@ -163,19 +167,22 @@ class Captured:
         try:
             loss = graph.record(lambda: self._passes(run))
         except BaseException:
-            run.optimizer.zero_grad(set_to_none=True)  # what is there has never been computed
+            run.optimizer.zero_grad(set_to_none=True)  # the gradients there have never been computed
             raise
         self._gradients = [(p, p.grad) for p in run.model.parameters() if p.grad is not None]
         run.graph_bytes = max(0, graph.nbytes - sum(gradient.nbytes for _, gradient in self._gradients))
         log.info(
-            "iteration %d: forward and backward are captured in a CUDA graph of %s GiB, gradients included",
+            "iteration %d: forward and backward were captured in a CUDA graph of %s GiB, gradients included",
             run.iteration,
             gib(graph.nbytes),
         )
         return graph, loss
 
     def _passes(self, run: Run) -> torch.Tensor:
-        """What is recorded. Order and dtype of every addition are those of `WholeModel`."""
+        """Run the passes to record.
+
+        Order and dtype of every addition are those of `WholeModel`.
+        """
         total = torch.zeros((), dtype=torch.float32, device=run.device)
         for inputs, labels in self._batches:
             mean = training_loss(run.model, inputs, labels) / run.microbatches
@@ -184,18 +191,18 @@ class Captured:
         return total
 
 
-def _say_if_too_few(run: Run) -> None:
+def _warn_if_too_few(run: Run) -> None:
     left = run.config.train.train_iters - run.iteration
     if left <= WARM_UP_ITERATIONS:
         log.warning(
-            "model.cuda_graph_impl=full_iteration does nothing in %d iterations: the first %d run without a graph",
+            "model.cuda_graph_impl=full_iteration has no effect in %d iterations: the first %d run without a graph",
             left,
             WARM_UP_ITERATIONS,
         )
 
 
 def require_graphs(device: torch.device, plan: PlanFile | None) -> None:
-    """Raises ConfigError where iterations cannot be captured, NotBuiltError with a plan."""
+    """Raise ConfigError if iterations cannot be captured, NotBuiltError with a plan."""
     if device.type != "cuda":
         raise ConfigError(
             "model.cuda_graph_impl=full_iteration on a machine without a GPU, which has no CUDA graphs",
@@ -206,14 +213,15 @@ def require_graphs(device: torch.device, plan: PlanFile | None) -> None:
 
 
 def require_capturable(described: Any) -> None:
-    """Raises ConfigError for a pretrained folder, given its transformers configuration, whose model cannot be captured
-    with the bits of the run without.
+    """Raise ConfigError for a pretrained model whose capture fails or is not bitwise identical to eager execution.
+
+    `described` is its transformers configuration.
     """
     rope = (getattr(described, "rope_parameters", None) or {}).get("rope_type", "default")
     kinds = set(getattr(described, "layer_types", None) or ("full_attention",))
     problem = None
     if described.attention_dropout > 0:
-        problem = "it drops out at random, and generators in a graph are not those of the run without"
+        problem = "it uses dropout, and a graph's random numbers differ from those of eager execution"
     elif kinds != {"full_attention"}:
         problem = f"its layers attend within windows ({', '.join(sorted(kinds))}), which needs a mask"
     elif rope in ("dynamic", "longrope"):

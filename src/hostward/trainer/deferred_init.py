@@ -1,7 +1,7 @@
-"""Initial weights drawn later: a model is built without memory, and every draw that its making asks for is noted.
+"""Build a model without memory, record the random operations that fill its weights, and run them later.
 
-Carried out afterwards, in order and whole, the draws give the weights of a model that was built with memory, bit for
-bit; of each tensor as much is kept as the caller wants.
+Run later in the recorded order, on whole tensors, they make weights bitwise identical to those of a model built with
+memory; the caller keeps the part of each tensor that it wants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FACTORIES = {torch.empty, torch.ones, torch.zeros}
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """An operation that fills a tensor in place: its name, its arguments, and which tensor."""
+    """Operation that fills a tensor in place: its name, its arguments, and the index of the tensor."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -42,11 +42,11 @@ class Draw:
 
 @dataclass(slots=True)
 class Draws:
-    """Draws in order, and their tensors."""
+    """Records draws in order, with their tensors."""
 
     made: list[Draw] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """Kept, so that no two have one id."""
+    """The tensors are kept alive, so that no two have the same id."""
     numbers: dict[int, int] = field(default_factory=dict)
 
     def note(self, name: str, tensor: torch.Tensor, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
@@ -61,22 +61,22 @@ class Draws:
         device: torch.device,
         keep: Callable[[str, torch.Tensor], None],
     ) -> None:
-        """Make every draw on `device`, from torch's default generator there, one whole tensor at a time.
+        """Run every draw on `device`, from torch's default generator there, one whole tensor at a time.
 
         Args:
             named: the parameters of the model as it was built, by name.
-            keep: gets each of them, whole, when its last draw is made.
+            keep: called with each name and whole tensor after its last draw.
 
         Raises:
-            ModelError: a parameter that nothing was drawn for.
+            ModelError: a parameter without a draw.
         """
         names = {self.numbers[id(tensor)]: name for name, tensor in named if id(tensor) in self.numbers}
         missing = [name for name, tensor in named if id(tensor) not in self.numbers]
         if missing:
             raise ModelError(
-                f"nothing says what weight {missing[0]!r} begins with",
-                why="a model that is built without memory, because ranks or layers hold parts of it, is filled by the "
-                "draws that its class makes",
+                f"the initial value of weight {missing[0]!r} is unknown",
+                why="a model that is built without memory, because ranks hold parts of it or layers are offloaded, is "
+                "filled by the random operations of its class",
                 fix="train it from a folder (model.hf_model_path), or with one process and all weights on the device",
             )
         last = {draw.tensor: i for i, draw in enumerate(self.made)}
@@ -89,7 +89,7 @@ class Draws:
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes draws into tensors without memory."""
+    """Records draws into tensors without memory."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,8 +107,10 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """What weights are made by makes them on the meta device. Only that: buffers are computed, and classes that ask for
-    the current device, to leave out draws where there is no memory, are told the real one.
+    """Makes parameters on the meta device, and only those.
+
+    Buffers are computed, and classes that ask for the current device, to leave out draws if there is no memory, get the
+    real one.
     """
 
     def __torch_function__(
@@ -121,8 +123,8 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 @contextmanager
-def noted(device: torch.device) -> Iterator[Draws]:
-    """A context in which a model is built for `device`: its weights have no memory, and draws into them are noted."""
+def recording_draws(device: torch.device) -> Iterator[Draws]:
+    """Build a model for `device` inside the block without memory for its weights, and record draws into them."""
     draws = Draws()
     with device, _WithoutMemory(), _Noting(draws):
         yield draws
@@ -131,13 +133,14 @@ def noted(device: torch.device) -> Iterator[Draws]:
 def without_memory(
     config: Config, vocab_size: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Draws | None]:
-    """The model that `config.model` describes, without memory, and the draws on `device` that fill it; or that of a
-    pretrained folder, on the CPU.
+    """Build the model of `config.model` without memory and return it with the draws that fill it on `device`.
+
+    The model of a pretrained folder is built on the CPU, without draws.
     """
     path, draws = config.model.hf_model_path, None
     if path is None:
         described = transformers_config(config.model, vocab_size=vocab_size)
-        with noted(device) as draws:
+        with recording_draws(device) as draws:
             model = empty_model(described, dtype)
     else:
         model = load_pretrained(config.model, path, dtype)
@@ -154,10 +157,10 @@ def fill(
     *,
     memory: torch.device | None = None,
 ) -> None:
-    """Memory for what is here of a model, and in it what was drawn. The caller's generators are left as they were.
+    """Allocate the parts of a model that are here and fill them by draws, leaving the caller's generators unchanged.
 
     Args:
-        models: what is here.
+        models: the models that are here.
         named: the parameters of the whole model.
         device: where weights are drawn, one at a time; memory: where they are kept, by default there too.
     """
@@ -179,7 +182,7 @@ def fill(
 
 
 def _part_of(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this process has of a parameter's value."""
+    """Return the part of a parameter's value that this process has."""
     if local_of(parameter) is parameter:
         return whole
     from hostward.distributed import fsdp2
@@ -187,24 +190,26 @@ def _part_of(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.T
     return fsdp2.part_of_saved(name, whole, parameter)
 
 
-# Models whose weights leave: built on the CPU, so that the device never holds all of them, with the bits that weights
-# drawn on the device have.
+# Models with offloaded weights: built on the CPU, so that the device never holds all of them, bitwise identical to
+# weights drawn on the device.
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """Weights of the first `layers` layers that are here, and this rank's bytes of them. Of one process they wait on
-    the CPU until they are attached; stages, and parts of what ranks share, lie on the device until then.
+class OffloadedWeights:
+    """Names how many first layers here offload their weights, and this rank's bytes of them.
+
+    With one process they are on the CPU until they are attached; weights of pipeline stages and of sharded layers are
+    on the device until then.
     """
 
     layers: int
     weight_bytes: int
 
 
-def leaving_weights(
+def weights_to_offload(
     config: Config, plan: PlanFile | None, vocab_size: int | None, dtype: torch.dtype, ranks: Ranks
-) -> Leaving | None:
-    """What options, or the plan, let leave; None: all weights are to lie on the device."""
+) -> OffloadedWeights | None:
+    """Return the weights that options or the plan offload; None if all weights stay on the device."""
     if plan is not None:
         count = layers_of(plan).weights
     else:
@@ -218,16 +223,16 @@ def leaving_weights(
     names = set(here[:count])
     held = sum(math.prod(p.shape) for name, p in model.named_parameters() if layer_of(name) in names)
     parts = ranks.of_stage if ranks.divided else 1
-    return Leaving(count, -(-held * dtype.itemsize // parts))
+    return OffloadedWeights(count, -(-held * dtype.itemsize // parts))
 
 
 def build_on_cpu(
     config: Config, *, vocab_size: int | None, device: torch.device, dtype: torch.dtype, seed: int
 ) -> torch.nn.Module:
-    """As `models.build_model`, on the CPU: for `hostward.move`. Weights are drawn on `device`, one at a time.
+    """Build the model on the CPU for `hostward.move`, as `models.build_model`, but drawing each weight on `device`.
 
     Raises:
-        ConfigError, ModelError: as there; a weight that is not drawn as the model is made.
+        ConfigError, ModelError: as there; a weight that is not drawn while the model is built.
     """
     model, draws = without_memory(config, vocab_size, device, dtype)
     if draws is not None:

@@ -1,6 +1,4 @@
-"""Checkpoints of `hostward train` for other programs: what one holds, its weights for transformers, its state for
-torch.optim.AdamW.
-"""
+"""Inspect checkpoints of `hostward train` and convert them: weights for transformers, state for torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from hostward.errors import CheckpointError, ConfigError
 from hostward.report.schema import REPORT_FILE, read_report
 
 SHARD_BYTES = 4 * GIB
-"""Of a safetensors file, at most, unless one tensor is larger; so much host memory an export takes."""
+"""Size limit of a safetensors file, unless one tensor is larger; an export takes as much host memory."""
 FORMATS = ("safetensors", "torch")
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -35,7 +33,7 @@ _ERRNO = re.compile(r"\(os error (\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds, by its table of contents and its plain values."""
+    """Summarizes a checkpoint, from its table of contents and its plain values."""
 
     path: Path
     size_bytes: int
@@ -44,7 +42,7 @@ class Contents:
     parameters: int
     weight_dtypes: tuple[str, ...]
     tensors: Mapping[str, int]
-    """Their number by kind: model, exp_avg, exp_avg_sq, master, step, rng."""
+    """Tensors by kind: model, exp_avg, exp_avg_sq, master, step, rng."""
     plain: Mapping[str, Any]
     checked: bool
     """Every chunk of every file has been read and agrees with its checksum."""
@@ -72,15 +70,18 @@ class Contents:
         lines += [f"{key.replace('_', ' ')}: {value}" for key, value in known.items()]
         lines.append(f"parameters: {self.parameters:,} in {', '.join(self.weight_dtypes)}")
         lines.append("tensors: " + ", ".join(f"{count} {kind}" for kind, count in self.tensors.items()))
-        lines.append("checksums: all agree" if self.checked else "checksums: not looked at (--verify)")
+        lines.append("checksums: all agree" if self.checked else "checksums: not checked (--verify)")
         return "\n".join(lines)
 
 
 def found(path: Path) -> Path:
-    """The checkpoint at `path`, or the one that `path/latest` names. Raises CheckpointError for a folder without."""
+    """Return the checkpoint at `path`, or the one that `path/latest` names.
+
+    Raises CheckpointError for a folder without one.
+    """
     if not path.exists():
         fix = "name a run's folder (checkpoint.save), for the one that its latest names, or one of DIR/iter_... in it"
-        raise CheckpointError(f"{path} is not a checkpoint", why="there is no such folder", fix=fix)
+        raise CheckpointError(f"{path} is not a checkpoint", why="the folder does not exist", fix=fix)
     if path.name.startswith("iter_") or files.is_checkpoint(path) or not path.is_dir():
         return path
     named = api.latest(path)
@@ -90,20 +91,23 @@ def found(path: Path) -> Path:
     if not (path / REPORT_FILE).is_file():
         raise CheckpointError(what, why=f"there is neither {files.LATEST} nor {MANIFEST} in it", fix=fix)
     elsewhere = _saved_by_run(path)
-    why = f"it is a run's folder ({REPORT_FILE}) into which no save was ever finished"
+    why = f"it is a run's folder ({REPORT_FILE}) in which no save has completed"
     raise CheckpointError(what, why=why, fix=f"name {elsewhere}, which this run saved" if elsewhere else fix)
 
 
 def _saved_by_run(folder: Path) -> str | None:
-    """The newest checkpoint of the run of this folder, by its report."""
+    """Return the newest checkpoint of the run of this folder, according to its report."""
     try:
         return read_report(folder).checkpoint
     except ConfigError:
-        return None  # a damaged report is not what was asked about
+        return None  # the caller asked about a checkpoint, not about this report
 
 
 def inspect(path: Path, *, verify: bool = False) -> Contents:
-    """What a checkpoint holds. Raises CheckpointError for one that is missing or damaged."""
+    """Summarize a checkpoint.
+
+    Raises CheckpointError for one that is missing or damaged.
+    """
     path = found(path)
     if verify:
         api.verify(path)
@@ -129,18 +133,18 @@ def _kind(name: str) -> str:
 
 
 def convert(path: Path, out: Path, form: str) -> list[Path]:
-    """Write a checkpoint in another form into the new folder `out`; returns its files.
+    """Write a checkpoint in another form into the new folder `out` and return the files written.
 
     Args:
         form: "safetensors": the weights, as transformers loads them with `from_pretrained(out)`. "torch": `model.pt`
-            and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their float32 masters.
+            and `optimizer.pt` for torch.optim.AdamW; 16-bit weights as their fp32 main weights.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged, or was not saved by `hostward train`; `out` exists; an
             unknown form; a full disk, or another write that fails, which leaves nothing at `out`.
     """
     if form not in FORMATS:
-        raise CheckpointError(f"there is no form {form!r}", fix=f"one of {', '.join(FORMATS)}")
+        raise CheckpointError(f"form {form!r} is unknown", fix=f"one of {', '.join(FORMATS)}")
     path = found(path)
     plain = api.read_plain(path)
     missing = [key for key in ("optimizer", "config") if key not in plain]
@@ -179,7 +183,7 @@ def _safetensors(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
         (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1))
     _described(index, plain).save_pretrained(out)
     for name in set(held.values()):
-        shutil.copymode(out / "config.json", out / name)  # safetensors makes files that the owner alone may read
+        shutil.copymode(out / "config.json", out / name)  # safetensors creates files that only the owner may read
 
 
 def _shards(index: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[list[str]]:
@@ -196,7 +200,7 @@ def _shards(index: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterato
 
 
 def _described(index: Mapping[str, tuple[tuple[int, ...], torch.dtype]], plain: Mapping[str, Any]) -> Any:
-    """The configuration of transformers that the weights belong to."""
+    """Return the transformers configuration that the weights belong to."""
     from hostward.trainer.models import pretrained_config, transformers_config
 
     model = from_dict({"model": plain["config"]["model"]}).model
@@ -216,14 +220,14 @@ def _torch(path: Path, out: Path, plain: Mapping[str, Any]) -> None:
     state, masters = to_torch_adamw(api.optimizer_state(plain["optimizer"], into))
     weights = {n.removeprefix(MODEL): t for n, t in into.items() if n.startswith(MODEL)}
     for name, content in (("model.pt", {**weights, **masters}), ("optimizer.pt", state)):
-        # By Python's file, whose error stands behind the one that the end of the zip file raises.
+        # Opened by Python: its OSError is the context of the error that closing the zip file raises.
         with _system_errors_shown(), (out / name).open("xb") as stream:
             torch.save(content, stream)
 
 
 @contextmanager
 def _system_errors_shown() -> Iterator[None]:
-    """Raise the OSError that safetensors tells in its text, and torch's zip writer replaces by `unexpected pos`."""
+    """Raise the OSError that safetensors reports as text, and torch's zip writer replaces by `unexpected pos`."""
     from safetensors import SafetensorError
 
     try:

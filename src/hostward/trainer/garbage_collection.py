@@ -1,5 +1,7 @@
-"""When Python looks for garbage: a full collection takes some tenths of a second in a process of this size. The calling
-thread stands still meanwhile, and so does a device whose queue runs dry.
+"""Control when Python's garbage collector runs.
+
+A full collection takes some tenths of a second in a process of this size. It blocks the calling thread, and the GPU
+idles if its queue runs dry.
 """
 
 from __future__ import annotations
@@ -12,31 +14,29 @@ from hostward.config.schema import TrainConfig
 
 
 @contextmanager
-def collected_by_hand(config: TrainConfig) -> Iterator[None]:
-    """With train.manual_gc a collection now, and none of Python's own inside the block."""
+def manual_gc_enabled(config: TrainConfig) -> Iterator[None]:
+    """Collect now and disable automatic collections inside the block, if train.manual_gc is set."""
     if not config.manual_gc:
         yield
         return
-    with uncollected():
+    with gc_disabled():
         gc.collect()
         yield
 
 
-def collect_garbage(config: TrainConfig, iteration: int) -> None:
-    """Collect, if it is time: every train.manual_gc_interval iterations, on all ranks in the same one; not behind the
-    last.
-    """
+def collect_if_due(config: TrainConfig, iteration: int) -> None:
+    """Collect every train.manual_gc_interval iterations, on all ranks in the same one, but not after the last."""
     interval = config.manual_gc_interval if config.manual_gc else 0
     if interval and iteration % interval == 0 and iteration < config.train_iters:
         gc.collect()
 
 
-# Python's garbage collector, held still. No torch.
+# Disabling Python's garbage collector. No torch.
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No collection but those that are asked for inside; behind it the collector is as it was."""
+def gc_disabled() -> Iterator[None]:
+    """Disable automatic collections inside the block and restore the collector's state after it."""
     collects = gc.isenabled()
     gc.disable()
     try:

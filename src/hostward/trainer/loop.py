@@ -1,4 +1,4 @@
-"""The training loop behind `hostward train`, over a `Run` that `hostward.trainer.setup` has made."""
+"""Run the training loop of `hostward train` over a `Run` that `hostward.trainer.setup` has made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from hostward.runtime.backend import Tier
 from hostward.trainer import checkpointing
-from hostward.trainer.garbage_collection import collect_garbage, collected_by_hand
+from hostward.trainer.garbage_collection import collect_if_due, manual_gc_enabled
 from hostward.trainer.lr_schedule import learning_rate
 from hostward.trainer.report import SLOTS, measured, ranks_report
 from hostward.trainer.run import Run
@@ -21,14 +21,17 @@ from hostward.trainer.run import Run
 log = logging.getLogger("hostward")
 
 METERED_ITERATIONS = 3
-"""Iterations at the end of a run that are timed, operation by operation, and as many soon after its start."""
+"""Iterations that are timed operation by operation, at the end of a run and soon after its start."""
 SETTLED_ITERATIONS = 5
-"""After so many, memory and the number of slots have settled."""
+"""Iterations after which memory and the number of GPU staging buffers have settled."""
 
 
 @contextmanager
 def deterministic(enabled: bool) -> Any:
-    """Deterministic algorithms inside the block. cuBLAS reads its variable once, when it starts."""
+    """Use deterministic algorithms inside the block.
+
+    cuBLAS reads its variable once, when it starts.
+    """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
@@ -40,7 +43,7 @@ def deterministic(enabled: bool) -> Any:
 
 
 def is_over(run: Run) -> bool:
-    """Whether a run that goes on in its own folder has come to its end before. That there is nothing to do is said."""
+    """Return whether a run that resumes in its own folder has already finished, and log it."""
     until = run.config.train.train_iters
     if run.iteration >= until:
         log.warning(
@@ -55,12 +58,12 @@ def train(run: Run, *, progress: Callable[[Run], None] | None = None, metered: i
     """Train to `train.train_iters`, saving on the way and after the last iteration.
 
     Args:
-        progress: called once per iteration, when its numbers have arrived.
+        progress: called once per iteration, when its loss and norm have been copied to the host.
         metered: how many of the last iterations are timed, operation by operation, into `run.trace` and `run.offload`;
-            in a long run as many near its start, too. All lanes are emptied before the first of them.
+            in a long run as many near its start, too. All streams are synchronized before the first of them.
     """
     until = run.config.train.train_iters
-    steady = collected_by_hand(run.config.train)
+    steady = manual_gc_enabled(run.config.train)
     with checkpointing.saves(run), deterministic(run.config.model.deterministic_mode), closing(run.passes), steady:
         run.clock_s = time.perf_counter()
         for first, end in _windows(run.iteration, until, metered):
@@ -87,7 +90,7 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
     interval = config.checkpoint.save_interval if config.checkpoint.save is not None else None
     while run.iteration < until and not run.stopped:
         train_iteration(run)
-        collect_garbage(config.train, run.iteration)
+        collect_if_due(config.train, run.iteration)
         checkpointing.look(run)
         run.watermark.look(run.iteration)
         run.full_device.look(run.iteration, run.sampler.steps[-1])
@@ -101,19 +104,19 @@ def _iterate(run: Run, until: int, progress: Callable[[Run], None] | None) -> No
 
 
 def train_iteration(run: Run) -> None:
-    """One optimizer step over the microbatches of one global batch. Enqueued, not waited for."""
+    """Enqueue one optimizer step over the microbatches of one global batch, without waiting for it."""
     loss = backward(run)
     step(run, loss)
     run.optimizer.zero_grad(set_to_none=True)
 
 
 def backward(run: Run, *, taken: bool = True) -> torch.Tensor:
-    """As `Passes.backward`: forward and backward of every microbatch."""
+    """Run forward and backward of every microbatch, as `Passes.backward`."""
     return run.passes.backward(run, taken=taken)
 
 
 def step(run: Run, loss: torch.Tensor) -> None:
-    """The optimizer step of the iteration, at the learning rate of the schedule. Its numbers are sent to the host."""
+    """Run the optimizer step at the scheduled learning rate, and start copying its loss and norm to the host."""
     optimizer = run.optimizer
     lr = learning_rate(run.iteration, run.config.optimizer, run.config.scheduler)
     for group in optimizer.param_groups:
@@ -131,7 +134,7 @@ def step(run: Run, loss: torch.Tensor) -> None:
 
 
 def collect(run: Run, progress: Callable[[Run], None] | None = None, *, everything: bool = False) -> None:
-    """Take over the numbers that have arrived, or wait for everything."""
+    """Record the losses and norms that have reached the host, or wait for all of them."""
     for numbers in run.readback.arrived(everything=everything):
         run.losses.append(numbers.loss)
         run.grad_norms.append(numbers.grad_norm)

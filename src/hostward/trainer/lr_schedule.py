@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the iteration."""
+"""Compute the learning rate as a pure function of the iteration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hostward.errors import ConfigError
 
 
 def learning_rate(iteration: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
-    """The learning rate of the step that follows `iteration` finished steps (0 for the first step).
+    """Return the learning rate of the step that follows `iteration` finished steps (0 for the first step).
 
     Linear from `lr_warmup_init` to `lr` over `lr_warmup_iters`, then by `lr_decay_style` to `min_lr` at
     `lr_decay_iters`, then `min_lr`. As in Megatron, the first warm-up step runs at `lr_warmup_init` and the step at

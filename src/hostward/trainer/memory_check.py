@@ -1,4 +1,4 @@
-"""Whether a run can fit, from the sizes of its model alone: refused before anything is allocated."""
+"""Check from the sizes of the model alone that a run fits, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ from hostward.profiler.workload import inventory_of
 from hostward.report.schema import Estimate
 from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, named_shapes, parameter_count, place_in_model
-from hostward.trainer.offload_options import accumulates_in_fp32, gradients_leave, share_of, staging_bytes, sums_on_host
+from hostward.trainer.offload_options import (
+    accumulates_in_fp32,
+    gradients_offloaded_in_backward,
+    share_of,
+    staging_bytes,
+    sums_on_host,
+)
 from hostward.trainer.plan_request import asked_of, other_division, phases_of, require_by_rows, shares, unplanned
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.workload import recipe_workload, usual_folder
@@ -58,16 +64,18 @@ log = logging.getLogger("hostward")
 
 
 STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 10, Dtype.FP16: 12}
-"""Per parameter: two moments, and the part of the master that is not the weight itself."""
+"""Bytes per parameter: two moments, and the part of the fp32 main weight that is not the weight itself."""
 
 SMALLER = "shrink the model, as in model.num_layers=2"
-NONE_FOUND = "no GPU was found: hostward doctor says why, and hostward plan with the same options what GPUs it takes"
-NONE_ASKED = "train.device=auto uses GPUs, and hostward plan with the same options says which it takes"
+NONE_FOUND = (
+    "no GPU was found: hostward doctor reports why, and hostward plan with the same options which GPUs it needs"
+)
+NONE_ASKED = "train.device=auto uses GPUs, and hostward plan with the same options says which it needs"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Least bytes of a run, activations and workspaces left out."""
+    """Lower bounds on the bytes of a run, without activations and workspaces."""
 
     parameters: int
     weight_bytes: int
@@ -76,7 +84,7 @@ class Need:
 
 
 def lock_limit(device: torch.device) -> str | None:
-    """What to tell at the start of this process's limit of locked pages; None: it has none, or nothing is locked."""
+    """Return the warning about this process's limit on pinned memory; None if it has none, or no memory is pinned."""
     limit_bytes = lock_limit_bytes()
     if device.type != "cuda" or limit_bytes is None:
         return None
@@ -84,7 +92,7 @@ def lock_limit(device: torch.device) -> str | None:
 
 
 def slow_halves(config: Config, device: torch.device) -> list[str]:
-    """What to tell of a 16-bit model on a CPU that is slow with it; nothing where it is none."""
+    """Return the warning about a 16-bit model on a CPU that is slow with it, if it is one."""
     dtype = config.model.params_dtype
     if device.type != "cpu" or Dtype(dtype) is Dtype.FP32 or not has_slow_halves(processor_flags()):
         return []
@@ -92,7 +100,7 @@ def slow_halves(config: Config, device: torch.device) -> list[str]:
 
 
 def need(config: Config, parameters: int) -> Need:
-    """What a model of so many parameters needs, wherever it lies."""
+    """Return what a model of this many parameters needs, on all tiers together."""
     dtype = Dtype(config.model.params_dtype)
     weight_bytes = parameters * TORCH_DTYPES[dtype].itemsize
     gradient_bytes = parameters * 4 if accumulates_in_fp32(config) else weight_bytes
@@ -100,11 +108,13 @@ def need(config: Config, parameters: int) -> Need:
 
 
 def require_memory(config: Config, device: torch.device, vocab_size: int, ranks: Ranks, away_bytes: int = 0) -> Need:
-    """What the model needs, wherever it lies. On a GPU the offloaded share is asked of the host; on a CPU all is. The
-    ranks of a node ask it together.
+    """Check that the model fits and return what it needs, on all tiers together.
+
+    On a GPU the offloaded share is counted on the host; on a CPU everything is. The ranks of a node are counted
+    together.
 
     Args:
-        away_bytes: of this rank's weights that leave, and are never all on the device while there are gradients.
+        away_bytes: bytes of this rank's offloaded weights, which are never all on the device while there are gradients.
 
     Raises:
         MemoryLimitError: weights, gradients and optimizer state exceed the memory that is free.
@@ -115,14 +125,14 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     of_experts = sum(math.prod(shapes[name]) for name in held if ".experts." in name)
     config = share_of(config, ranks.data_size)
     least = need(config, -(-count // ranks.of_stage) if ranks.divided else count)
-    # Divided weights are whole besides, from forward to backward, unless one layer at a time is.
+    # Sharded weights are also unsharded from forward to backward, unless resharded layer by layer.
     gathered = (count - of_experts) // ranks.sharing + of_experts // config.model.expert_model_parallel_size
     whole_bytes = need(config, gathered).weight_bytes if ranks.divided and not ranks.resharded else 0
     asked = shares(config)
     offloaded_bytes = int(asked.offload_fraction * least.state_bytes)
     least_share, most_share = asked.host_share
     landing_bytes = int(least_share * least.gradient_bytes)
-    leaving_bytes = int(most_share * least.gradient_bytes) if gradients_leave(config) else 0
+    leaving_bytes = int(most_share * least.gradient_bytes) if gradients_offloaded_in_backward(config) else 0
     parts = {
         Owner.WEIGHTS.value: least.weight_bytes,
         Owner.GATHERED.value: whole_bytes,
@@ -148,16 +158,16 @@ def require_memory(config: Config, device: torch.device, vocab_size: int, ranks:
     if free_bytes is not None and phase.device_bytes > free_bytes:
         fix = f"raise optimizer.optimizer_offload_fraction, or {SMALLER}"
         raise _too_large(least, phase, free, "device", phase.device_bytes, free_bytes, fix)
-    # Weights that leave do so when all are there, and before there are gradients.
+    # Weights are offloaded after all are on the device, and before there are gradients.
     if free_bytes is not None and ranks.size > 1 and least.weight_bytes > free_bytes:
         loading = PhaseNeeds(LOAD, {Owner.WEIGHTS.value: least.weight_bytes}, {}, {})
-        fix = "divide it among more processes: with several, weights that leave lie on the device until training begins"
+        fix = "divide it among more processes: with several, offloaded weights are on the device until training starts"
         raise _too_large(least, loading, free, "device", least.weight_bytes, free_bytes, fix)
     return least
 
 
 def names_on_rank(names: Iterable[str], ranks: Ranks, rounds: int) -> list[str]:
-    """Return those of a model's parameters that this rank's stages have.
+    """Return the names of the model's parameters that this rank's stages have.
 
     The embedding is with the first stage of all, what follows the layers with the last, and so is an embedding that is
     the output layer as well.
@@ -179,9 +189,9 @@ def _too_large(
         f"optimizer state {size(least.state_bytes)}, and activations come on top"
     )
     if free.device_bytes is None:
-        why = f"{why}; without a GPU all of it lies there"
+        why = f"{why}; without a GPU all of it is there"
     else:
-        why = f"{why}; without these, compared with what is free:\n{table(Needs((phase,)), free)}"
+        why = f"{why}; without these, compared with free memory:\n{table(Needs((phase,)), free)}"
     asked, there = sizes_apart(needed_bytes, available_bytes)
     return MemoryLimitError(
         f"the run needs at least {asked} of {where} memory, and {there} are available",
@@ -190,23 +200,25 @@ def _too_large(
     )
 
 
-# Refusing a run that cannot fit, by the memory model, before anything is allocated.
+# Checking by the memory estimate that a run fits, before anything is allocated.
 
 
-CURE = "hostward plan with the same options says what would fit; --force starts anyway"
-CURE_UNPLANNED = "{} is weighed as if what it takes away stayed; if that is more than is missing, --force starts anyway"
-CURE_OF_MORE = "leave {} out: it keeps one layer more on the device than has been weighed"
-CURE_OF_COPIES = "ddp.use_distributed_optimizer=true divides the model among the GPUs; --force starts anyway"
+FIX = "hostward plan with the same options reports what would fit; --force starts anyway"
+FIX_UNPLANNED = (
+    "{} saves memory that the estimate does not count; if that is more than is missing, --force starts anyway"
+)
+FIX_OF_MORE = "leave {} out: it keeps one layer more on the device than the estimate counts"
+FIX_OF_COPIES = "ddp.use_distributed_optimizer=true shards the model over the GPUs; --force starts anyway"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What is predicted of a run, None where nothing was weighed, and other plans for it."""
+    """Prediction for a run, None if nothing was estimated, and alternative plans."""
 
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
     mix_of: ShareOf | None = None
-    """What to stream of the offloaded state; None: not known, or nothing depends on it."""
+    """Returns the share of offloaded state to stream; None if unknown, or if nothing depends on it."""
 
 
 def require_fit(
@@ -217,9 +229,11 @@ def require_fit(
     plan: PlanFile | None,
     ranks: Ranks,
 ) -> MemoryEstimate:
-    """Weigh what the options, or the plan, ask of a GPU. Nothing is weighed without a GPU, or for layers, experts or
-    matrices divided over ranks. With several ranks each weighs its part, and asks the host for its share of what is
-    free. Seconds are the plan's, or those of the shipped profile of this GPU; and so is what else would do.
+    """Check that the memory estimate of the options, or of the plan, fits the GPU and the host.
+
+    Nothing is estimated without a GPU, or with layers, experts or matrices sharded over ranks. With several ranks each
+    estimates its part, and counts on its share of the free host memory. Predicted seconds are the plan's, or follow
+    from the shipped profile of this GPU, as do those of the alternatives.
 
     Raises:
         MemoryLimitError: it does not fit what is free on the device and on the host.
@@ -231,7 +245,7 @@ def require_fit(
     try:
         workload = recipe_workload(config, name=recipe, vocab_size=vocab_size, folder=usual_folder())
     except ModelError as error:
-        log.warning("what this run needs is not known before it starts: %s", error.what)
+        log.warning("the memory that this run needs is not known before it starts: %s", error.what)
         return MemoryEstimate()
     in_fp32 = widened(config, ranks.size)
     if ranks.divided:
@@ -242,12 +256,12 @@ def require_fit(
     needs = required(workload, choice)
     budgets = Budgets(free_bytes, host_memory().available_bytes // ranks.local_size, phases=phases_of(config))
     copies = ranks.size > 1 and not ranks.divided
-    cure = CURE_OF_COPIES if copies else cure_of(config)
-    refuse(needs, budgets, cure if plan is None else cure_of_plan(budgets, ranks))
-    # Predicted seconds are those of a step that hides behind forward and backward.
+    fix = FIX_OF_COPIES if copies else fix_for(config)
+    refuse(needs, budgets, fix if plan is None else fix_for_plan(budgets, ranks))
+    # Predicted seconds are those of a step that overlaps with forward and backward.
     hardware = None if not choice.overlapped else profile_of(torch.cuda.get_device_name(device))
-    drawn = plan is None and ranks.first and not copies  # a plan brings its own; nothing of copies is offloaded
-    frontier = others(workload, hardware, ranks.local_size, budgets) if drawn and hardware is not None else ()
+    with_frontier = plan is None and ranks.first and not copies  # a plan has its own; replicas are not offloaded
+    frontier = others(workload, hardware, ranks.local_size, budgets) if with_frontier and hardware is not None else ()
     known = plan is not None or unplanned(config) is None
     predicted = estimate(workload, choice, needs, plan, hardware, ranks.local_size) if known else None
     asked = shares(config)
@@ -261,16 +275,18 @@ def require_fit(
     return MemoryEstimate(predicted, frontier, mix_of)
 
 
-def cure_of(config: Config) -> str:
-    """What to do about options that do not fit."""
+def fix_for(config: Config) -> str:
+    """Return the fix for options that do not fit."""
     found = unplanned(config)
     if found is None:
-        return CURE
-    return (CURE_OF_MORE if found.adds else CURE_UNPLANNED).format(found.option)
+        return FIX
+    return (FIX_OF_MORE if found.adds else FIX_UNPLANNED).format(found.option)
 
 
-def cure_of_plan(free: Budgets, ranks: Ranks) -> str:
-    """How to make another one, for what is free on each GPU and on the node."""
+def fix_for_plan(free: Budgets, ranks: Ranks) -> str:
+    """Return the fix for a plan that does not fit: the command that plans for the free memory of each GPU and the
+    node.
+    """
     words = [f"--gpus {ranks.size}"] if ranks.size > 1 else []
     for name, size_bytes in (("device", free.device_bytes), ("host", free.host_bytes)):
         if size_bytes is not None:
@@ -279,8 +295,9 @@ def cure_of_plan(free: Budgets, ranks: Ranks) -> str:
 
 
 def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) -> tuple[FrontierPoint, ...]:
-    """Plans that take less memory, or less time, than one another within the budgets of host memory, for the page of a
-    run; none without SciPy, which planning needs and training does not.
+    """Return the Pareto-optimal plans by memory and step time within the host's budget, for the report's page.
+
+    There are none without SciPy, which planning needs and training does not.
     """
     if importlib.util.find_spec("scipy") is None:
         return ()
@@ -292,8 +309,9 @@ def others(workload: Workload, hardware: Hardware, gpus: int, budgets: Budgets) 
 def estimate(
     workload: Workload, choice: Choice, needs: Needs, plan: PlanFile | None, hardware: Hardware | None, gpus: int = 1
 ) -> Estimate:
-    """What is predicted of a run on so many GPUs of a machine; its seconds are unknown without a plan of this workload
-    and without a profile of the GPU.
+    """Predict memory and step time of a run on this many GPUs of a machine.
+
+    Seconds are unknown without a plan of this workload and without a profile of the GPU.
     """
     step_s = exposed_s = None
     sizes = workload.sequence_tokens, workload.microbatch_sequences, workload.microbatches
@@ -306,9 +324,10 @@ def estimate(
 
 
 def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: Ranks) -> None:
-    """Raises ConfigError if the plan's buckets are not those of the model, divided among `ranks`, or if it cannot be
-    carried out; NotBuiltError if options divide it in another way. A plan for a step of other sizes is carried out, and
-    it is said.
+    """Raise ConfigError if the plan's buckets differ from the model's, sharded over `ranks`, or it cannot be executed.
+
+    Raises NotBuiltError if options divide the model in another way. A plan for a step of other sizes is executed, with
+    a warning.
     """
     require_by_rows(config, "--plan", ranks.size)
     plan.require_ranks(ranks.size)
@@ -316,7 +335,7 @@ def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: R
     sizes = config.model.seq_length, config.train.micro_batch_size, microbatches(config, ranks.size)
     if ranks.first and (others := plan.workload.other_sizes(*sizes)):
         log.warning(
-            "the plan is for %s: another may be faster here, or need less memory, and its seconds are not this run's; "
+            "the plan is for %s: another may be faster here, or need less memory, and its times do not apply; "
             "hostward plan with the options of this run makes one",
             others,
         )
@@ -324,12 +343,13 @@ def require_same_model(plan: PlanFile, config: Config, vocab_size: int, ranks: R
     model = meta_model(config, vocab_size, TORCH_DTYPES[Dtype(config.model.params_dtype)])
     whole = inventory_of(model, split_master=split_master)
     plan.placements(cut_buckets(first_parts(whole.parameters, ranks.size), split_master=split_master))
-    layers_of(plan)  # raises for what cannot be carried out
+    layers_of(plan)  # raises for what cannot be executed
 
 
 def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = None) -> Choice:
-    """What the options ask for. An "auto" mix is weighed as if the host stepped all of it, which takes most memory of
-    the host, unless `speeds` are known.
+    """Return the choices that the options ask for.
+
+    Without `speeds` an "auto" mix counts as a CPU optimizer step for all of it, which needs the most host memory.
     """
     forced = asked_of(config, workload, speeds)
     buckets, layers = workload.inventory.buckets, workload.repeated
@@ -344,19 +364,20 @@ def asked_choice(config: Config, workload: Workload, speeds: Speeds | None = Non
     )
 
 
-# Whether the checkpoints of a run have room on their disk: refused, or told, before any weight is allocated.
+# Checking before any weight is allocated that the checkpoints of a run fit on their disk.
 
 
 SAVED_STATE_BYTES = {Dtype.FP32: 8, Dtype.BF16: 12, Dtype.FP16: 12}
-"""Per parameter beside its weight: two moments, and the fp32 master of a 16-bit weight."""
+"""Bytes per parameter besides its weight: two moments, and the fp32 main weight of a 16-bit weight."""
 
 
 def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, first: bool = True) -> None:
-    """Weigh the next checkpoint against what is free; the first rank tells if those that are to be kept together find
-    no room. Ranks weigh the same: they write into one folder, what they hold alike once.
+    """Check that the next checkpoint fits the free disk space; rank 0 warns if those kept together do not.
+
+    All ranks compute the same size: they write into one folder, and write replicated tensors once.
 
     Raises:
-        CheckpointError: not even one finds room. Retention gives none: older checkpoints stay until a new one is whole.
+        CheckpointError: not even one fits. Retention frees nothing: older checkpoints stay until a new one is complete.
     """
     options = config.checkpoint
     if options.save is None:
@@ -365,12 +386,12 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
     if not saves:
         return
     save, one_bytes = Path(options.save), checkpoint_bytes(config, vocab_size)
-    with files.system_errors(f"checkpoint.save={save} cannot be weighed"):
+    with files.system_errors(f"checkpoint.save={save} cannot be examined"):
         free_bytes = room_bytes(save)
         if free_bytes is None:
             return
         free_bytes += files.leftover_bytes(save)
-        # Retention removes none of later iterations, as of a run that this one is finetuned from.
+        # Retention keeps checkpoints of later iterations, such as those of a run that this one is finetuned from.
         kept = options.most_recent_k is not None
         older_bytes = files.complete_bytes(save, config.train.train_iters) if kept else 0
     if one_bytes > free_bytes:
@@ -384,7 +405,7 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
     if first and together * one_bytes > free_bytes + older_bytes:
         log.warning(
             "checkpoint.save=%s would hold %d checkpoints of this run at once, of %s each at least, and has room for "
-            "%d; the save that finds none ends the run (checkpoint.most_recent_k keeps fewer, one more during a save)",
+            "%d; the save without room ends the run (checkpoint.most_recent_k keeps fewer, one more during a save)",
             save,
             together,
             size(one_bytes),
@@ -393,14 +414,16 @@ def require_room(config: Config, vocab_size: int, resume_from: Path | None, *, f
 
 
 def checkpoint_bytes(config: Config, vocab_size: int) -> int:
-    """Of one checkpoint of the whole model, without tables of contents and the like."""
+    """Return the bytes of one checkpoint of the whole model, without tables of contents and the like."""
     dtype = Dtype(config.model.params_dtype)
     return parameter_count(config, vocab_size) * (dtype.itemsize_bytes + SAVED_STATE_BYTES[dtype])
 
 
 def saves_to_come(config: Config, resume_from: Path | None) -> int:
-    """Checkpoints that a run writes until its end: those at intervals before the last iteration, and one behind it,
-    which is there already where a run that is over goes on in its own folder.
+    """Count the checkpoints that a run writes until its end.
+
+    These are one per interval before the last iteration and one after it, which exists already if a finished run
+    resumes in its own folder.
     """
     options, until, begun = config.checkpoint, config.train.train_iters, 0
     if resume_from is not None and not options.finetune:
@@ -412,7 +435,7 @@ def saves_to_come(config: Config, resume_from: Path | None) -> int:
 
 
 def room_bytes(folder: Path) -> int | None:
-    """What this user may still write where the folder is, or will be; None: the file system does not say."""
+    """Return what this user may still write to the folder's file system; None if it does not report that."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     found = os.statvfs(there)
     blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail

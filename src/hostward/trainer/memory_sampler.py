@@ -1,4 +1,4 @@
-"""Memory of a run as it goes on: counters that the host has anyway, read while steps are issued. Waits for nothing."""
+"""Sample the memory of a run from counters on the host while steps are issued, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from hostward.runtime.backend import Ledger, Tier
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 MOMENTS = {FORWARD: 1 / 3, BACKWARD: 2 / 3, STEP: 1.0}
-"""Where each moment is drawn within its iteration: when it comes depends on how far the host is ahead."""
+"""Position within its iteration at which charts draw each moment; the real time depends on how far the host is ahead.
+"""
 FIRST_ITERATIONS = 8
-"""Sampled one and all: memory grows here."""
+"""First iterations, all of which are sampled, because memory grows in them."""
 MOST_SAMPLED = 128
-"""Iterations after those that are sampled, at about equal distances, so that no run's report grows large."""
+"""Iterations sampled after those, at most and at about equal distances, so that a report stays small."""
 
 
 class MemorySampler:
-    """Bytes per iteration, and by owner at the moments of some iterations.
+    """Records bytes per iteration, and bytes by category at the moments of some iterations.
 
     Args:
-        parameters: whose gradients count as owner "gradients" on the device.
-        staying: names of those whose gradients stay there until the step, also when they have left `.grad`.
+        parameters: parameters whose gradients count as "gradients" on the device.
+        staying: names of those whose gradients stay there until the step, also after they were removed from `.grad`.
         first: the first iteration; `until`: the one after the last.
     """
 
@@ -53,7 +54,7 @@ class MemorySampler:
         self._first = first
         self._stride = max(1, -(-(until - first) // MOST_SAMPLED))
         self.steps: list[StepBytes] = []
-        """By iteration."""
+        """Bytes by iteration."""
         self._at: list[float] = []
         self._moments: list[str] = []
         self._rows: dict[Tier, list[dict[str, int]]] = {Tier.DEVICE: [], Tier.HOST: []}
@@ -61,7 +62,7 @@ class MemorySampler:
         self._pinned_then: list[int] = []
 
     def issued(self, iteration: int) -> None:
-        """The step of an iteration has been issued."""
+        """Record that the step of an iteration has been issued."""
         found = {} if self._device is None else torch.cuda.memory_stats(self._device)
         self.steps.append(
             StepBytes(
@@ -76,7 +77,7 @@ class MemorySampler:
         self.sample(iteration, STEP)
 
     def sample(self, iteration: int, moment: str) -> None:
-        """Take bytes by owner, if this iteration is one of those."""
+        """Record bytes by category, if this iteration is sampled."""
         number = iteration - self._first
         if number >= FIRST_ITERATIONS and number % self._stride:
             return
@@ -93,8 +94,10 @@ class MemorySampler:
         self._moments.append(moment)
 
     def _gradient_bytes(self, parameter: torch.nn.Parameter) -> int:
-        """Return the device bytes of this process's part of a gradient. `nbytes` of a DTensor are those of all ranks
-        together, and what stands in `.grad` for a gradient that was taken has its shape and no bytes.
+        """Return the device bytes of this process's part of a gradient.
+
+        `nbytes` of a DTensor counts all ranks together, and an offloaded gradient's stand-in in `.grad` has its shape
+        but no bytes.
         """
         gradient = parameter.grad
         if gradient is None:
@@ -105,7 +108,7 @@ class MemorySampler:
         return local_of(gradient).nbytes
 
     def step_memory(self) -> StepMemory:
-        """The columns so far."""
+        """Return the columns recorded so far."""
         return StepMemory(
             device_allocated_bytes=_known([step.device_allocated_bytes for step in self.steps]),
             device_peak_bytes=_known([step.device_peak_bytes for step in self.steps]),
@@ -116,7 +119,7 @@ class MemorySampler:
         )
 
     def owners(self) -> OwnerSamples:
-        """The samples so far."""
+        """Return the samples recorded so far."""
         return OwnerSamples(
             at_iteration=tuple(self._at),
             moments=tuple(self._moments),
@@ -137,22 +140,22 @@ def _columns(rows: list[dict[str, int]]) -> dict[str, tuple[int, ...]]:
     return {owner: tuple(row.get(owner, 0) for row in rows) for owner in owners}
 
 
-# A word before the host's memory runs out: the kernel, when it kills, says none. And one where the device's has run
-# out without an error: torch's allocator then takes time instead.
+# Warnings before the host's memory runs out, as the kernel kills without a message, and where the device's memory is
+# full without an error, as torch's allocator then takes time instead.
 
 
 log = logging.getLogger("hostward")
 
 LEVELS = (0.95, 0.98)
-"""Shares of the memory in use at which something is said, once each."""
+"""Used shares of the memory at which a warning is logged, once each."""
 
 
 class Watermark:
-    """Looks at the memory that this process may use, in several files: now and then, and until all has been said.
+    """Checks at intervals how full the memory of this process is, until every level has been reported.
 
     Args:
-        root: where `proc` and `sys` are looked up.
-        interval_s: between two looks, at least.
+        root: the folder that has `proc` and `sys`.
+        interval_s: least time between two checks.
     """
 
     def __init__(self, root: Path = Path("/"), *, interval_s: float = 1.0) -> None:
@@ -162,7 +165,7 @@ class Watermark:
         self._left = list(LEVELS)
 
     def look(self, iteration: int) -> None:
-        """Warn if a level has been reached since the last look, if that is long enough ago."""
+        """Warn if a level has been reached since the last check, if that is long enough ago."""
         now_s = time.monotonic()
         if not self._left or now_s - self._looked_s < self._interval_s:
             return
@@ -175,40 +178,41 @@ class Watermark:
             log.warning(
                 "iteration %d: %.0f %% of the host's memory is in use (%s GiB left of %s by %s; this process has %s). "
                 "At the limit the kernel kills with signal 9. Lower optimizer.optimizer_offload_fraction or the data "
-                "loader's share, or give the process more memory; `hostward plan` says what the run needs",
+                "loader's share, or give the process more memory; `hostward plan` reports what the run needs",
                 iteration, 100 * used, gib(memory.available_bytes), gib(memory.total_bytes), memory.limited_by,
                 gib(resident_bytes(self._root)),
             )  # fmt: skip
 
 
 class FullDevice:
-    """Says once that torch's CUDA allocator finds no memory in one iteration after the other. It then gives back what
-    it keeps for later, and CUDA lets it only when the whole GPU has come to rest: host steps and copies too, so that
-    nothing of them is hidden, and no operation is seen to wait for them.
+    """Warns once when torch's CUDA allocator finds no free memory in several iterations in a row.
+
+    The allocator then returns its cached blocks, which CUDA allows only when the whole GPU is idle, CPU optimizer steps
+    and copies included. So nothing overlaps, although no operation is seen to wait.
     """
 
     PATIENCE = 4
-    """Iterations in a row. In a few it may happen while pools of several streams find their sizes."""
+    """Iterations in a row. Fewer may be full while the pools of several streams grow to their sizes."""
 
     def __init__(self) -> None:
         self._retries: int | None = None
         self._in_a_row = 0
-        self._told = False
+        self._reported = False
 
     def look(self, iteration: int, step: StepBytes) -> None:
-        """After the step of an iteration has been issued."""
+        """Check after the step of an iteration has been issued."""
         now = step.alloc_retries
-        if now is None or self._told:
+        if now is None or self._reported:
             return
         more, self._retries = now - (now if self._retries is None else self._retries), now
         self._in_a_row = self._in_a_row + 1 if more else 0
         if self._in_a_row == self.PATIENCE:
-            self._told = True
+            self._reported = True
             log.warning(
-                "iterations %d to %d: torch's CUDA allocator found no memory and gave back what it keeps, %d times in "
-                "the last. The host then waits until the GPU has finished, offloaded work too, and nothing of that is "
-                "hidden. It holds %s GiB, of which at most %s are in use at a time: pools of several streams do not "
-                "lend to one another. Let the run hold less: `hostward plan` names choices",
+                "iterations %d to %d: torch's CUDA allocator found no free memory and returned its cached blocks, %d "
+                "times in the last. The host then waits until the GPU has finished, offloaded work too, and nothing of "
+                "that overlaps. It holds %s GiB, of which at most %s are in use at a time: pools of several streams "
+                "do not share memory. Let the run use less: `hostward plan` lists configurations",
                 iteration - self.PATIENCE + 1, iteration, more, gib(step.device_reserved_bytes or 0),
                 gib(step.device_peak_bytes or 0),
             )  # fmt: skip

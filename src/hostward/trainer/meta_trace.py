@@ -20,8 +20,11 @@ from hostward.runtime.backend import TORCH_DTYPES
 from hostward.trainer.models import meta_model, on_meta, training_loss
 
 
-def traced_recipe(config: Config, vocab_size: int | None) -> Workload:
-    """Of one microbatch. Raises as `recipe_workload`."""
+def trace_recipe(config: Config, vocab_size: int | None) -> Workload:
+    """Trace the model of `config` on one microbatch.
+
+    Raises as `recipe_workload`.
+    """
     model = config.model
     return _traced(
         meta_model(config, vocab_size, TORCH_DTYPES[Dtype(model.params_dtype)]),
@@ -31,29 +34,34 @@ def traced_recipe(config: Config, vocab_size: int | None) -> Workload:
     )
 
 
-def traced_file(
+def trace_config_file(
     file: Path, content: Mapping[str, Any], dtype: Dtype, attn_implementation: str, **sizes: int
 ) -> Workload:
-    """Of the configuration that `file` holds. Raises ModelError where it is none of a causal language model."""
+    """Trace the model of the configuration in `file`.
+
+    Raises ModelError if it is not a causal language model.
+    """
     fix = "name a config.json of a causal language model of transformers, or the folder that holds it"
     given = dict(content)
     if (kind := str(given["model_type"])) not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
         raise ModelError(
-            f"{file} describes no model",
+            f"{file} does not describe a model",
             why=f"transformers {transformers.__version__} knows no model type {kind!r}",
             fix=f"did you mean {near[0]!r}? Else {fix}" if near else fix,
         )
     try:
         described: Any = AutoConfig.for_model(given.pop("model_type"), **given)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{file} describes no model", why=f"{type(error).__name__}: {error}", fix=fix) from error
+        raise ModelError(
+            f"{file} does not describe a model", why=f"{type(error).__name__}: {error}", fix=fix
+        ) from error
     described._attn_implementation = attn_implementation
     described.use_cache = False
     try:
         return _traced(on_meta(described, TORCH_DTYPES[dtype]), name=str(described.model_type), **sizes)
     except (ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{file} describes no causal language model", why=str(error), fix=fix) from error
+        raise ModelError(f"{file} does not describe a causal language model", why=str(error), fix=fix) from error
 
 
 def _traced(model: Any, **options: Any) -> Workload:

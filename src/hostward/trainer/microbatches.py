@@ -1,5 +1,6 @@
-"""How the microbatches of a step go through the model: the whole of it here, or a stage of it on each process.
-`hostward.trainer.cuda_graph` has one more way.
+"""Run the microbatches of a step through the whole model, or through the pipeline stages of this process.
+
+`hostward.trainer.cuda_graph` runs them by CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """Each microbatch goes forward and backward before the next."""
+    """Runs forward and backward of each microbatch before the next."""
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=run.device)
@@ -45,14 +46,16 @@ class WholeModel:
         return total
 
     def close(self) -> None:
-        """Nothing outlives an iteration."""
+        """Do nothing: no resource outlives an iteration."""
 
 
 class Pipeline:
-    """Each microbatch goes from stage to stage and back; several are on their way at once."""
+    """Runs each microbatch through the pipeline's stages and back, with several in flight at once."""
 
     def __init__(self, parts: Sequence[Part], stages: dist.ProcessGroup, share: Config, device: torch.device) -> None:
-        """`share`: the options as this process sees them; `stages`: the processes that hold them."""
+        """Build the schedule of `stages`, the process group; `share`: options with this process's share of the
+        batch.
+        """
         from hostward.distributed.pipeline_parallel import schedule_of
 
         train = share.train
@@ -73,14 +76,14 @@ class Pipeline:
         self._total: torch.Tensor
         self._left = self._done = 0
         self._order: list[tuple[int, bool]] = []
-        """Passes of a step: of which part, and whether backward."""
+        """Passes of a step, in order: (index of the part, is backward)."""
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
         self._run, self._taken = run, taken
         self._total = torch.zeros((), dtype=torch.float32, device=run.device)
         self._left, self._done = len(self._parts) * self._microbatches, 0
         if run.scaler is not None:
-            # It makes its factor when it first scales something, and the last stage alone has a loss.
+            # The scaler initializes its factor when it first scales a tensor, and only the last stage has a loss.
             run.scaler.scale(self._total)
         first, last = (any(getattr(part, end) for part in self._parts) for end in ("first", "last"))
         inputs = labels = None
@@ -94,7 +97,7 @@ class Pipeline:
         return self._total
 
     def close(self) -> None:
-        """Nothing outlives an iteration."""
+        """Do nothing: no resource outlives an iteration."""
 
     def _loss(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
         from hostward.distributed.pipeline_parallel import loss_of
@@ -105,7 +108,7 @@ class Pipeline:
 
     @contextmanager
     def around(self, part: Part, *, last_of_part: bool) -> Iterator[None]:
-        """As `pipelines.Told`."""
+        """Set up each pass of a part, as `pipelines.Told.around`."""
         run = self._run
         self._left -= 1
         last = self._left == 0
@@ -116,7 +119,10 @@ class Pipeline:
             yield
 
     def passed(self, part: Part, *, backward: bool) -> None:
-        """As `pipelines.Told`. Every step has the order of the first: what is next is known from the second on."""
+        """Record a finished pass, as `pipelines.Told.passed`.
+
+        Every step repeats the order of the first, so the next pass is known from the second step on.
+        """
         self._done += 1
         if self._done > len(self._order):
             self._order.append((self._parts.index(part), backward))
@@ -126,8 +132,10 @@ class Pipeline:
 
 
 def samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of one of this process's microbatches. As in Megatron, the samples of a step go to the ranks in
-    turns of a microbatch, so that together they see the batch that one process would see.
+    """Return inputs and labels of one of this process's microbatches.
+
+    As in Megatron, ranks take the samples of a step alternately, one microbatch each, so that together they see the
+    batch that one process would see.
     """
     began_s = time.perf_counter()
     size, ranks = run.config.train.micro_batch_size, run.ranks
@@ -138,6 +146,6 @@ def samples(run: Run, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_device(tokens: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for: from pinned memory, which torch keeps until the copy is done."""
+    """Copy to the device without blocking the host, from pinned memory that torch keeps until the copy is done."""
     tensor = torch.from_numpy(tokens)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -21,15 +21,13 @@ LLAMA3_HIGH_FREQ_FACTOR = 4.0
 LLAMA3_ORIGINAL_CONTEXT_TOKENS = 8192
 LLAMA3_CONTEXT_TOKENS = 131072
 MASKLESS = "hostward_causal"
-"""Name of an attention in transformers' table: scaled_dot_product_attention that is causal by its own flag, never by a
-mask.
-"""
+"""Name in transformers' table of the scaled_dot_product_attention that is causal by its own flag, without a mask."""
 
 
 def build_model(
     config: Config, *, vocab_size: int | None, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> torch.nn.Module:
-    """The causal language model that `config.model` describes, in training mode, with its cache off.
+    """Build the causal language model that `config.model` describes, in training mode, with its cache off.
 
     Random weights are drawn on `device` at `dtype`, without a copy elsewhere, and depend on `seed`, the device type,
     the dtype and the sizes alone. With `model.hf_model_path` the weights are those of the folder, cast to `dtype`.
@@ -63,7 +61,7 @@ def build_model(
 
 
 def named_shapes(config: Config, vocab_size: int | None) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter by name, shared ones once, without allocating any.
+    """Return the shape of each parameter by name, shared ones once, without allocating any.
 
     With `model.hf_model_path` the sizes are read from the folder.
     """
@@ -74,12 +72,12 @@ def named_shapes(config: Config, vocab_size: int | None) -> dict[str, tuple[int,
 
 
 def parameter_count(config: Config, vocab_size: int | None) -> int:
-    """Parameters of the model, shared ones counted once, without allocating any."""
+    """Count the parameters of the model, shared ones once, without allocating any."""
     return sum(math.prod(shape) for shape in named_shapes(config, vocab_size).values())
 
 
 def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the next token, plus the load-balancing loss where the model has one.
+    """Return the mean cross entropy of the next token, plus the load-balancing loss if the model has one.
 
     Args:
         inputs: int64 [batch, sequence].
@@ -96,7 +94,7 @@ def training_loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Te
 
 
 def layers_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """(path, module) of the layers that are here, in order of use: of a stage there may be one."""
+    """Return (path, module) of the layers on this process, in order of use; a stage may have only one."""
     if not hasattr(model, "model"):
         from hostward.model.layers import find_layers
 
@@ -105,7 +103,7 @@ def layers_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 
 def place_in_model(name: str) -> float:
-    """The number of the layer that has a parameter; before all of them the embedding, behind them what follows."""
+    """Return a sort key: the parameter's layer; the embedding comes before the layers, the rest after."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return -1 if "embed_tokens" in name else math.inf
@@ -113,7 +111,7 @@ def place_in_model(name: str) -> float:
 
 
 def empty_model(described: Any, dtype: torch.dtype) -> Any:
-    """The model of a transformers configuration on torch's current default device, weights drawn from its generator."""
+    """Build a transformers model on torch's current default device, with weights drawn from its generator."""
     from transformers import AutoModelForCausalLM
 
     causal: Any = AutoModelForCausalLM
@@ -121,8 +119,7 @@ def empty_model(described: Any, dtype: torch.dtype) -> Any:
 
 
 def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> Any:
-    """The model that `config.model` describes, or the folder of `model.hf_model_path`, on torch's meta device: names,
-    shapes and dtypes, without any bytes.
+    """Build the model of `config.model`, or of `model.hf_model_path`, on torch's meta device, without any bytes.
 
     Raises:
         ConfigError: no vocabulary size. ModelError: the pretrained folder cannot be read.
@@ -134,7 +131,7 @@ def meta_model(config: Config, vocab_size: int | None, dtype: torch.dtype) -> An
 
 
 def on_meta(described: Any, dtype: torch.dtype) -> Any:
-    """The model of a transformers configuration on torch's meta device."""
+    """Build the model of a transformers configuration on torch's meta device."""
     import torch
 
     with torch.device("meta"):
@@ -142,7 +139,7 @@ def on_meta(described: Any, dtype: torch.dtype) -> Any:
 
 
 def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
-    """The transformers configuration of a model that is built from sizes.
+    """Return the transformers configuration of a model that is built from sizes.
 
     Raises:
         ConfigError: neither `model.vocab_size` nor `vocab_size` is given.
@@ -202,7 +199,7 @@ def transformers_config(model: ModelConfig, *, vocab_size: int | None) -> Any:
 
 
 def _attention(model: ModelConfig, layer_types: Iterable[str]) -> str:
-    """The name in transformers' table of what `model.attn_implementation` asks for.
+    """Return the name in transformers' table for `model.attn_implementation`.
 
     transformers asks the device in every forward whether sequences are packed, for which the host waits, and makes a
     mask where it may not ask, as in the capture of a CUDA graph: another kernel, and other bits. Without a mask the
@@ -213,13 +210,13 @@ def _attention(model: ModelConfig, layer_types: Iterable[str]) -> str:
 
     if model.attn_implementation != "sdpa" or set(layer_types) - {"full_attention"}:
         return model.attn_implementation
-    # No function makes masks for this name: then none is made.
+    # No mask function is registered for this name, so no mask is made.
     AttentionInterface.register(MASKLESS, sdpa_attention_forward)
     return MASKLESS
 
 
 def load_pretrained(model: ModelConfig, path: str, dtype: torch.dtype) -> Any:
-    """The model of a local folder, on the CPU, at `dtype`.
+    """Load the model of a local folder, on the CPU, at `dtype`.
 
     Raises:
         ModelError: the folder or its files cannot be read, or lack a weight that the model needs.
@@ -243,7 +240,7 @@ def load_pretrained(model: ModelConfig, path: str, dtype: torch.dtype) -> Any:
 
 
 def unusable_weights(path: str, why: str) -> ModelError:
-    """The error for a pretrained folder whose weights cannot be used."""
+    """Return the error for a pretrained folder whose weights cannot be used."""
     return ModelError(
         f"the weights in model.hf_model_path={path} cannot be loaded",
         why=why,
@@ -252,7 +249,7 @@ def unusable_weights(path: str, why: str) -> ModelError:
 
 
 def pretrained_config(model: ModelConfig, path: str) -> Any:
-    """The transformers configuration of a local folder, with the implementations that the options ask for.
+    """Return the transformers configuration of a local folder, with the implementations that the options ask for.
 
     Raises:
         ModelError: no readable config.json, or another architecture than `model.architecture`.

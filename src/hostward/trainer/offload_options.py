@@ -1,4 +1,4 @@
-"""From options to the optimizer: which share of its state is stepped where, and what that leaves on the device."""
+"""Turn options into the optimizer: which share of its state is stepped where, and what stays on the device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 
 def share_of(config: Config, data_ranks: int) -> Config:
-    """The options as one of so many ranks sees them, each of which trains on its share of the global batch. One rank
-    alone reduces nothing; those that share matrices and samples reduce gradients of experts.
+    """Return the options as one of `data_ranks` ranks sees them, each training on its share of the global batch.
+
+    One rank alone reduces nothing; ranks that share matrices and samples reduce gradients of experts.
     """
     found = copy.deepcopy(config)
     found.train.global_batch_size //= data_ranks
@@ -48,34 +49,37 @@ def share_of(config: Config, data_ranks: int) -> Config:
 
 
 def accumulates(config: Config) -> bool:
-    """Whether several microbatches add to the gradients of one step."""
+    """Return whether several microbatches accumulate into the gradients of one step."""
     return config.train.global_batch_size > config.train.micro_batch_size
 
 
-def gradients_leave(config: Config) -> bool:
-    """Whether gradients of the host share leave the device while backward makes others."""
+def gradients_offloaded_in_backward(config: Config) -> bool:
+    """Return whether gradients of the host share are offloaded while backward is running."""
     return not _all_stay(config) and (not accumulates(config) or sums_on_host(config))
 
 
 def _all_stay(config: Config) -> bool:
-    """Whether no gradient leaves before the step: the serial schedule takes them in it, a CUDA graph writes them."""
+    """Return whether all gradients stay until the step.
+
+    The serial schedule offloads them in the step, and a CUDA graph writes them to fixed addresses.
+    """
     return serial(config) or captured(config)
 
 
 def sums_on_host(config: Config) -> bool:
-    """Whether gradients of the host share are added up on the host, and the others in float32."""
+    """Return whether gradients of the host share are accumulated on the host, and the others in float32."""
     return config.optimizer.optimizer_cpu_offload and config.optimizer.gradients == "host"
 
 
 def accumulates_in_fp32(config: Config) -> bool:
-    """Whether gradients that stay on the device do so in float32."""
+    """Return whether gradients that stay on the device are accumulated in float32."""
     return accumulates(config) or sums_on_host(config) or config.ddp.grad_reduce_in_fp32
 
 
 def with_plan(config: Config, plan: PlanFile) -> Config:
-    """The options of a run with a plan: what they say of placements is what the plan says.
+    """Return the options of a run with a plan: the plan's placements replace those of the options.
 
-    Raises ConfigError where options place something themselves, NotBuiltError for what no plan carries out.
+    Raises ConfigError if options set placements themselves, NotBuiltError for options that no plan supports.
     """
     own = {
         "optimizer.optimizer_cpu_offload": config.optimizer.optimizer_cpu_offload,
@@ -101,7 +105,7 @@ def with_plan(config: Config, plan: PlanFile) -> Config:
 
 
 def group_settings(config: Config) -> dict[str, Any]:
-    """Settings of the parameter group that no schedule changes."""
+    """Return the settings of the parameter group that no schedule changes."""
     o = config.optimizer
     return {"betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
 
@@ -113,11 +117,11 @@ def make_optimizer(
     cpus: CpuFacts | None = None,
     mix_of: ShareOf | None = None,
 ) -> AdamW:
-    """The optimizer that the options describe; `plan` says where its state goes instead.
+    """Build the optimizer that the options describe; `plan` gives the placement of its state instead.
 
     Args:
-        cpus: of the machine, for the threads of the host step where options give no number. None: as the system says.
-        mix_of: tells what an "auto" mix streams; None: rates alone do.
+        cpus: the machine's CPUs, for the number of CPU optimizer threads if options give none. None: ask the system.
+        mix_of: returns the share that an "auto" mix streams; None: measured rates alone decide.
     """
     options, asked = config.optimizer, shares(config)
     streamed: float | str | ShareOf = asked.streamed_fraction if plan is None else 0.0
@@ -145,7 +149,10 @@ def make_optimizer(
 
 
 def staging_bytes(config: Config, inventory: Callable[[], Inventory]) -> int | None:
-    """Most device bytes of staging slots; None: what backward frees, and two slots. A CUDA graph frees nothing."""
+    """Return the most device bytes of GPU staging buffers; None: the bytes that backward frees, and two buffers.
+
+    A CUDA graph frees nothing.
+    """
     asked = config.optimizer.optimizer_state_offload_chunk_size_mb * MIB
     if asked or not captured(config):
         return asked or None
@@ -154,7 +161,7 @@ def staging_bytes(config: Config, inventory: Callable[[], Inventory]) -> int | N
 
 
 def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
-    """Most bytes that gradients take on the device at once, if every parameter has one.
+    """Return the most bytes that gradients take on the device at once, if every parameter has one.
 
     With several microbatches that is all of them, before the last, unless the host adds them up. Those that leave in
     every backward, or in the only one: at any time there are those of the other buckets, and of a run of buckets that
@@ -167,7 +174,7 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
         p.name: p.numel * (4 if in_fp32 and (p.name in stay or not sums_on_host(config)) else p.dtype.itemsize_bytes)
         for p in inventory.parameters
     }
-    if not gradients_leave(config):
+    if not gradients_offloaded_in_backward(config):
         return sum(sizes.values())
     on_host = [names[b] for b in leaving]
     runs = [set().union(*on_host[i : i + GRADIENTS_IN_FLIGHT + 1]) - stay for i in range(len(on_host))]
@@ -176,13 +183,15 @@ def gradient_bytes(config: Config, inventory: Inventory, plan: Plan) -> int:
 
 
 def staying_gradients(config: Config, inventory: Inventory, plan: Plan) -> frozenset[str]:
-    """Names of parameters whose gradients are on the device until the step; others leave in the last backward."""
+    """Return the parameters whose gradients stay on the device until the step; others are offloaded in the last
+    backward.
+    """
     leaving = [] if _all_stay(config) else _leaving(config, inventory, plan)
     return frozenset(_names_besides(leaving, _names(inventory)))
 
 
 def _leaving(config: Config, inventory: Inventory, plan: Plan) -> list[int]:
-    """Buckets whose gradients go to the host."""
+    """Return the buckets whose gradients are offloaded."""
     placements = [b.placement for b in plan.buckets]
     if sums_on_host(config):
         return sorted(summed_on_host(inventory.buckets, placements))
@@ -190,7 +199,7 @@ def _leaving(config: Config, inventory: Inventory, plan: Plan) -> list[int]:
 
 
 def _names(inventory: Inventory) -> list[set[str]]:
-    """By bucket, the parameters that it holds ranges of."""
+    """Return for each bucket the parameters that it holds ranges of."""
     return [{r.name for r in bucket.ranges} for bucket in inventory.buckets]
 
 
@@ -198,13 +207,14 @@ def _names_besides(leaving: list[int], names: list[set[str]]) -> set[str]:
     return {name for b, held in enumerate(names) if b not in leaving for name in held}
 
 
-# From options to what becomes of saved activations, offloaded, recomputed, or both, and of weights.
+# From options to offloading and recomputation of activations, and offloading of weights.
 
 
 def recompute_layers(model: torch.nn.Module, config: Config, plan: PlanFile | None = None) -> int:
-    """Put the model's own checkpoints around the layers that are to be recomputed: all (uniform), or the first
-    `recompute_num_layers` (block) that are here, or those of a plan. Returns how many. Raises ConfigError for layers
-    that have none.
+    """Enable the model's own activation checkpointing in the layers to recompute, and return their number.
+
+    These are all layers (uniform), the first `recompute_num_layers` on this stage (block), or those of a plan. Raises
+    ConfigError for layers that have no checkpointing.
     """
     options = config.model
     if plan is None and options.recompute_granularity != "full":
@@ -227,14 +237,14 @@ def attach_activations(
     plan: PlanFile | None = None,
     stages: Sequence[torch.nn.Module] = (),
 ) -> Attachment | None:
-    """Offloading of activations and weights, and recomputation of parts of layers, as options or plan say; or None.
+    """Attach the offloading and recomputation that options or plan ask for; return None if they ask for none.
 
     Args:
-        stages: those of a pipeline that `model` consists of.
+        stages: the pipeline stages that `model` consists of.
     """
     if plan is not None:
         layers = layers_of(plan)
-        # What does not fit was refused before the weights were allocated.
+        # Memory was checked before the weights were allocated.
         wanted = layers.activations or layers.weights or layers.parts
         return attach(model, optimizer, plan=plan, force=True) if wanted else None
     how, modules, weights = _offloaded(config), None, None
@@ -254,7 +264,7 @@ def attach_activations(
 def _offloaded(config: Config) -> Activations | None:
     options = config.model
     if options.fine_grained_activation_offloading:
-        # Megatron counts elements, and offloads in all layers but those whose backward comes at once.
+        # Megatron counts elements, and offloads in all layers but those whose backward follows immediately.
         return Activations(
             modules=options.offload_modules,
             min_bytes=0,

@@ -1,6 +1,6 @@
-"""What a process holds of a model. Of one that several share each holds a part: built without memory, divided, filled.
+"""Build the part of a model that this process holds: build without memory, shard, fill.
 
-The stages of a pipeline have layers of their own. With `ddp.use_distributed_optimizer` FSDP2 divides weights, gradients
+Each pipeline stage has its own layers. With `ddp.use_distributed_optimizer` FSDP2 shards weights, gradients
 and state, layer by layer, over the ranks of a stage, or over all. Without it each of these has all of them: the same
 FSDP2, on a mesh of copies (docs/decisions/0011-ranks-of-a-run.md).
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this process holds of a model.
+    """Holds this process's part of a model.
 
     Args:
         model: all of it; parameters have the names that they have in the whole model.
-        parts: of a pipeline: its stages that are here.
-        stages: the processes that have the same place in each stage, in order; None: there are no stages.
-        tied: by name, the weights that another stage has as well, and the processes that have this part of each.
+        parts: the pipeline stages on this process.
+        stages: the processes with the same position in each stage, in order; None: there are no stages.
+        tied: by name, the weights shared with another stage, and the processes that have this part of each.
     """
 
     model: torch.nn.Module
@@ -54,14 +54,16 @@ def hold(
     seed: int,
     on_cpu: bool = False,
 ) -> Held:
-    """Build what this process holds of the model that `models.build_model` describes. Drawn weights have the bits that
-    one process would give them. A pretrained folder is read into host memory by every rank.
+    """Build the part of the model that this process holds.
+
+    Its initial weights are bitwise identical to those that one process would have. A pretrained folder is read into
+    host memory by every rank.
 
     Args:
-        on_cpu: a model of one process is built there, for `hostward.move`.
+        on_cpu: build a model of one process on the CPU, for `hostward.move`.
 
     Raises:
-        ConfigError, ModelError: as `build_model`, or the model cannot be divided as the options say.
+        ConfigError, ModelError: as `build_model`, or the model cannot be sharded as the options say.
     """
     if ranks.size == 1:
         build = build_on_cpu if on_cpu else build_model
@@ -88,8 +90,9 @@ def hold(
 def _stages(
     model: Any, ranks: Ranks, config: Config, *, vocab_size: int | None, device: torch.device, dtype: torch.dtype
 ) -> list[Part]:
-    """The stages of this process, cut out of `model` and, of several, out of others like it: with P processes the
-    first has stages 0, P, 2 P, and so on.
+    """Cut this process's stages out of `model`, and further ones out of copies of it.
+
+    With P processes the first has stages 0, P, 2 P, and so on.
     """
     from hostward.distributed.pipeline_parallel import cut
 
@@ -103,7 +106,7 @@ def _stages(
 
 
 def _held(parts: Sequence[Part], ranks: Ranks, device_type: str) -> Held:
-    """These stages, which have been divided, as what this process holds."""
+    """Return these sharded stages as the part that this process holds."""
     from hostward.distributed.pipeline_parallel import TIED, name_tied, together
 
     for part in parts:
@@ -115,19 +118,19 @@ def _held(parts: Sequence[Part], ranks: Ranks, device_type: str) -> Held:
 
 
 def _ends_of(stages: dist.ProcessGroup, ranks: Ranks) -> dist.ProcessGroup | None:
-    """Of the processes that have the same place in each stage, the first and the last; None where this is neither."""
+    """Return the group of the first and last stage at this position; None if this process is in neither."""
     import torch.distributed as dist
 
     if ranks.stages == 2:
         return stages
     limit, behind = timedelta(seconds=patience_s(stages)), (ranks.stages - 1) * ranks.of_stage
-    # Every process makes all of them.
+    # Every process has to create all groups.
     made = {place: dist.new_group([place, behind + place], timeout=limit) for place in range(ranks.of_stage)}
     return made[ranks.rank % ranks.of_stage] if ranks.stage in (0, ranks.stages - 1) else None
 
 
 def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
-    """All ranks: for each stage a mesh of these dimensions. Its groups wait as long as all ranks do for one another."""
+    """Build a mesh of all ranks, one per stage with these dimensions, whose groups use the run's own timeout."""
     from torch.distributed import group as groups
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -135,15 +138,16 @@ def _mesh(device_type: str, stages: int, dims: Mapping[str, int]) -> DeviceMesh:
     named = {"stages": stages, **dims} if stages > 1 else dict(dims)
     mesh = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
     limit = timedelta(seconds=patience_s(cast("dist.ProcessGroup", groups.WORLD)))
-    for group in mesh.get_all_groups():  # which would wait for torch's own time
+    for group in mesh.get_all_groups():  # which would otherwise use torch's default timeout
         _set_pg_timeout(limit, group)
     return mesh
 
 
 def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
-    """Over the ranks of a stage. Each layer is gathered for itself, and stays whole from its forward to its backward,
-    as in Megatron, unless it is to be resharded in between. Layers of experts are gathered for themselves, from the
-    ranks that have the same experts.
+    """Shard the model over the ranks of a stage, with FSDP2.
+
+    Each layer is gathered by itself and stays unsharded from its forward to its backward, as in Megatron, unless it is
+    to be resharded in between. Experts are gathered by themselves, from the ranks that have the same experts.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -162,7 +166,7 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
     else:
         mesh = _mesh(device_type, ranks.stages, {"copies": size, "data": 1})["copies", "data"]
     if options.virtual_pipeline_model_parallel_size is not None:
-        # Of several parts none is all that is here: whoever looks for what FSDP2 divides sees what they consist of.
+        # With several parts none is the root of all: a search for FSDP2's modules sees the parts' modules.
         gathered += [model.model.norm] if has_weights(model.model.norm) else []
     reduced = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.ddp.grad_reduce_in_fp32 else None)
     for module, over in [*apart, *((module, mesh) for module in [*gathered, model])]:
@@ -176,8 +180,10 @@ def _divide(model: Any, config: Config, device_type: str, ranks: Ranks) -> None:
 def _divide_experts(
     layers: Sequence[Any], parts: int, device_type: str, ranks: Ranks
 ) -> list[tuple[torch.nn.Module, DeviceMesh]]:
-    """Experts of layers and the ranks that have the same ones. None where each layer has all of its own, and every rank
-    samples of its own: they are gathered with the rest of the layer then.
+    """Return the layers' experts and the mesh of ranks that have the same ones.
+
+    There are none if each layer has all experts and every rank its own samples: they are then gathered with the rest of
+    the layer.
     """
     from hostward.distributed.expert_parallel import divide_experts
 
@@ -191,8 +197,10 @@ def _divide_experts(
 
 
 def _ends(model: Any) -> list[torch.nn.Module]:
-    """Embedding and output layer, as far as they are here, unless they have one weight. What is the root's own is
-    gathered before its first layer, and until the output layer has been stepped nothing would begin.
+    """Return the embedding and output layer on this process, unless they share a weight.
+
+    The root's own parameters are gathered before its first layer, and until the output layer has been stepped forward
+    could not start.
     """
     from hostward.distributed.tensor_parallel import has_weights
 
@@ -201,11 +209,13 @@ def _ends(model: Any) -> list[torch.nn.Module]:
 
 
 def synchronise_gradients(model: Any, *, last: bool, resharded: bool) -> None:
-    """Say whether the coming backward is that of the last microbatch: unless they are `resharded` anyway, weights stay
-    whole until then. Gradients are reduced in every one, so that sums take a rank's part of them alone.
+    """Announce whether the coming backward is that of the last microbatch.
+
+    Weights stay unsharded until then, unless they are `resharded` anyway. Gradients are reduced in every backward, so
+    that only a rank's part of them is accumulated.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    if isinstance(model, FSDPModule):  # of a pipeline without further ranks each has its stage to itself
+    if isinstance(model, FSDPModule):  # with pipeline parallelism alone each process has a whole stage
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or resharded)

@@ -1,4 +1,4 @@
-"""What a recipe's options, and options of `hostward plan`, leave to the planner, and what not."""
+"""Separate what a recipe's options and those of `hostward plan` fix from what the planner chooses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _OTHER_DIVISIONS = (
 
 
 def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Forced:
-    """What a recipe's options say themselves; all else is the planner's to choose. `speeds` divide an "auto" mix."""
+    """Return the choices that a recipe's options fix; the planner makes all others.
+
+    `speeds` divide an "auto" mix.
+    """
     forced, options = _besides_placements(config, workload), config.optimizer
     if not options.optimizer_cpu_offload and not options.offload_optimizer_states:
         return forced
@@ -44,7 +47,7 @@ def asked_of(config: Config, workload: Workload, speeds: Speeds | None) -> Force
             share = best_share(Costs(workload, speeds), choice, asked.offload_fraction)
     plan = place_fraction(workload.inventory.buckets, asked.offload_fraction, share)
     placements = {i: row.placement for i, row in enumerate(plan.buckets)}
-    # Without a plan a run adds gradients up on the host only where that is asked.
+    # Without a plan a run accumulates gradients on the host only if options ask for it.
     return replace(forced, placements=placements, gradients_on_host=bool(forced.gradients_on_host))
 
 
@@ -69,33 +72,33 @@ def _besides_placements(config: Config, workload: Workload) -> Forced:
 
 
 def other_division(config: Config) -> str | None:
-    """The option that divides a model in another way than plans know, each parameter by rows among all GPUs; None where
-    none does.
-    """
+    """Return the option that divides the model otherwise than plans know, by rows among all GPUs; None if none does."""
     return next((name for name in _OTHER_DIVISIONS if get_option(config, name) > 1), None)
 
 
 def require_by_rows(config: Config, what: str, ranks: int) -> None:
-    """Raises NotBuiltError where options divide a model in another way than plans know. `what` wants a plan, for that
-    number of `ranks`.
+    """Raise NotBuiltError if options divide the model otherwise than plans know.
+
+    `what` names the caller that needs a plan, for that number of `ranks`.
     """
     if (name := other_division(config)) is not None:
         raise NotBuiltError(
             f"{what} with {name}={get_option(config, name)} is known, but not built yet",
             why="a plan divides each parameter by rows among all GPUs",
-            fix=f"set {name}=1, or say what is to be offloaded by options, without a plan",
+            fix=f"set {name}=1, or choose by options what is offloaded, without a plan",
         )
     if ranks > 1 and not config.ddp.use_distributed_optimizer:
         raise NotBuiltError(
             f"{what} for {ranks} GPUs with ddp.use_distributed_optimizer=false is known, but not built yet",
-            why="a plan divides each parameter by rows among all GPUs, and without it each has all of them",
+            why="a plan divides each parameter by rows among all GPUs, but with this option each GPU has all of them",
             fix="set ddp.use_distributed_optimizer=true",
         )
 
 
 class Unplanned(NamedTuple):
-    """An option that lets layers keep other things for backward than a plan's choices do. `adds`: they keep more than
-    runs with it are weighed by; else less.
+    """Option with which layers save other tensors for backward than a plan's choices.
+
+    `adds`: they save more than the memory estimate of runs with the option counts; else less.
     """
 
     option: str
@@ -103,7 +106,7 @@ class Unplanned(NamedTuple):
 
 
 def unplanned(config: Config) -> Unplanned | None:
-    """The first such option that is set."""
+    """Return the first such option that is set."""
     model = config.model
     leave = model.cpu_offloading and model.cpu_offloading_activations and model.cpu_offloading_num_layers > 0
     if model.fine_grained_activation_offloading:
@@ -116,35 +119,38 @@ def unplanned(config: Config) -> Unplanned | None:
 
 
 def _elementwise(config: Config) -> set[str]:
-    """What plans recompute within layers, by the names of options."""
+    """Return what plans recompute within layers, by the names of options."""
     grouped = config.model.experts_implementation != "eager"
     return {*ELEMENTWISE_MODULES} - other_kind(config) - (set() if grouped else {"moe_act"})
 
 
 def require_planned(config: Config, what: str) -> None:
-    """Raises NotBuiltError for options that a plan does not carry out. `what` wants one."""
+    """Raise NotBuiltError for options that a plan does not support.
+
+    `what` names the caller that needs one.
+    """
     if (found := unplanned(config)) is not None:
         raise NotBuiltError(
             f"{what} with {found.option} is known, but not built yet",
-            why="a plan lets whole layers' saved tensors leave, by one buffer, and recomputes whole layers, or "
+            why="a plan offloads whole layers' saved tensors, through one buffer, and recomputes whole layers, or "
             f"{' and '.join(sorted(_elementwise(config)))} within them",
-            fix="leave the option out, and the plan chooses; or train without a plan: hostward train weighs such a run "
-            "before it starts",
+            fix="leave the option out, and the plan chooses; or train without a plan: hostward train estimates the "
+            "memory of such a run before it starts",
         )
 
 
 def unplanned_graphs(what: str) -> NotBuiltError:
-    """The error for `what`, which wants a plan, where forward and backward are a CUDA graph."""
+    """Return the error for `what`, which needs a plan, with forward and backward in a CUDA graph."""
     return NotBuiltError(
         f"{what} with model.cuda_graph_impl=full_iteration is known, but not built yet",
-        why="a plan counts on memory that backward frees, and on a step that hides behind forward and backward",
-        fix="set model.cuda_graph_impl=none, or say what is to be offloaded by options: hostward train weighs such "
-        "a run before it starts",
+        why="a plan counts on memory that backward frees, and on a step that overlaps with forward and backward",
+        fix="set model.cuda_graph_impl=none, or choose by options what is offloaded: hostward train estimates the "
+        "memory of such a run before it starts",
     )
 
 
 def phases_of(config: Config) -> tuple[str, ...]:
-    """Phases of a run with these options, all of which must fit."""
+    """Return the phases of a run with these options, all of which must fit."""
     saves = (SAVE,) if config.checkpoint.save is not None else ()
     resumes = (RESUME,) if config.checkpoint.load is not None else ()
     return (*TRAINING, *saves, *resumes)
@@ -154,7 +160,7 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
     model = config.model
     first = model.recompute_num_layers or 0
     whole = model.recompute_granularity == "full" and (model.recompute_method == "uniform" or layer < first)
-    # What is recomputed as a whole keeps no more than if its activation alone were.
+    # A layer that is recomputed as a whole saves no more than if only its activation were.
     again = {f"{name}_act" if name in ("mlp", "moe") else name for name in model.recompute_modules}
     parts = model.recompute_granularity == "selective" and again >= _elementwise(config)
     if layer < leaving:
@@ -164,8 +170,9 @@ def _keep(config: Config, layer: int, leaving: int) -> Keep:
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """What `--place PATTERN=PLACEMENT` and `--keep PATTERN=WHAT` say (patterns of layer or bucket names, as in shells),
-    and of how many first layers `--weights` lets the weights leave.
+    """Choices made by hand: `--place PATTERN=PLACEMENT`, `--keep PATTERN=WHAT` and `--weights N`.
+
+    Patterns match layer or bucket names, as in shells; `--weights` offloads the weights of the first N layers.
     """
 
     places: tuple[tuple[str, Placement], ...]
@@ -174,13 +181,13 @@ class ByHand:
 
 
 def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, layers: int | None) -> ByHand:
-    """The texts of these options, judged before there is a model.
+    """Parse these options before there is a model.
 
     Args:
-        layers: how many the model has, where that is known already.
+        layers: number of the model's layers, if known already.
 
     Raises:
-        ConfigError: a text without a pattern, a word that is none, or more layers than there are.
+        ConfigError: a text without a pattern, an unknown word, or more layers than the model has.
     """
     if layers is not None:
         _require_fewer(weights, layers)
@@ -188,7 +195,10 @@ def by_hand(places: Sequence[str], keeps: Sequence[str], weights: int | None, la
 
 
 def forced_by_hand(workload: Workload, before: Forced, hand: ByHand) -> Forced:
-    """`before`, changed by hand. Raises ConfigError for a pattern that nothing matches, or too many layers."""
+    """Return `before` with the changes made by hand.
+
+    Raises ConfigError for a pattern that nothing matches, or too many layers.
+    """
     placements, activations = dict(before.placements), dict(before.activations)
     buckets = [(bucket.layer, bucket.name) for bucket in workload.inventory.buckets]
     layers = [(layer.name,) for layer in workload.repeated]
@@ -205,7 +215,7 @@ def _require_fewer(weights: int | None, layers: int) -> None:
     if weights and weights >= layers:
         raise ConfigError(
             f"--weights {weights}: the model has {layers} layers",
-            why="the weights of the last layer are wanted by forward and backward in a row, so they stay",
+            why="the weights of the last layer are used by forward and then at once by backward, so they stay",
             fix=f"at most --weights {layers - 1}",
         )
 
@@ -224,7 +234,7 @@ def _words(option: str, texts: Sequence[str], cls: type[T]) -> tuple[tuple[str, 
         if word not in known:
             closest = nearest(word, known)
             raise ConfigError(
-                f"{option} {text}: {word!r} is none of the words that stand behind =",
+                f"{option} {text}: {word!r} is not a known word after =",
                 why=f"they are {', '.join(known)}",
                 fix=f"did you mean {closest}?" if closest else f"{option} '{pattern}={known[0]}'",
             )
@@ -238,27 +248,27 @@ def _matched(option: str, asked: Sequence[tuple[str, T]], names: Sequence[tuple[
         hit = [i for i, held in enumerate(names) if any(fnmatchcase(name, pattern) for name in held)]
         if not hit:
             raise ConfigError(
-                f"{option} {pattern}={word.value}: nothing has a name like {pattern}",
+                f"{option} {pattern}={word.value}: no name matches {pattern}",
                 why=f"names are like {names[0][0]}" if names else "",
-                fix=f"{option} '*={word.value}' takes all",
+                fix=f"{option} '*={word.value}' matches all",
             )
         found |= dict.fromkeys(hit, word)
     return found
 
 
-# Which share of the optimizer's state the options place where. No torch.
+# Shares of the optimizer's state by placement, as options ask. No torch.
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What `hostward.AdamW` is asked for: the share of state off the device, and how much of that is streamed."""
+    """Gives the share of state that `hostward.AdamW` places off the device, and the streamed part of it."""
 
     offload_fraction: float
     streamed_fraction: float | str
 
     @property
     def host_share(self) -> tuple[float, float]:
-        """Share of all state that is stepped on the host: at least and at most, since measured rates may decide."""
+        """Return the least and most share of all state with a CPU optimizer step, since measured rates may decide."""
         if isinstance(self.streamed_fraction, str):
             return 0.0, self.offload_fraction
         share = self.offload_fraction * (1 - self.streamed_fraction)
@@ -266,7 +276,9 @@ class Shares:
 
 
 def shares(config: Config) -> Shares:
-    """The host steps optimizer_offload_fraction of all state; of the rest, optimizer_state_offload_fraction is
+    """Return the shares that the options ask for.
+
+    Of all state optimizer_offload_fraction has a CPU optimizer step; of the rest optimizer_state_offload_fraction is
     streamed. `offload_mix` streams a part of the first instead.
     """
     options = config.optimizer

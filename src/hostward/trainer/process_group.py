@@ -1,6 +1,6 @@
-"""The processes of a run, as torchrun starts them: who they are, what they agree on, what they tell each other.
+"""Represent the processes of a run, as torchrun starts them: identity, agreement and exchange.
 
-Callers never ask whether there are several: with one process every verb here is that process's own.
+Callers never ask whether there are several: with one process every method acts on that process alone.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from hostward.model.collective_errors import attempted
 
 T = TypeVar("T")
 _WATCHDOG_WAIT_MS = 2000
-"""Torch's watchdog of NCCL, once it has found a rank missing, waits four times so long before it ends this process, so
-that all ranks can write down what they were at; of its own default, 15 s, that is a minute.
+"""Poll interval of torch's NCCL watchdog.
+
+Once it has found a rank missing it waits four times as long before it ends this process, so that all ranks can record
+their state; by its own default, 15 s, that is a minute.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process among those of a run.
+    """Identifies one process among those of a run.
 
     Args:
-        rank, size: of all; local_rank, local_size: of those on this node.
-        sharing: neighbours, among whom one microbatch is divided: they train on the same samples.
-        stages: parts of a pipeline, each of `size // stages` neighbours, which have layers that the others have not.
-        divided: weights, gradients and state are divided over all of a stage; else each of these has all of them.
-        resharded: divided weights of a layer are whole only while it runs; else from its forward to its backward.
+        rank, size: position among all processes; local_rank, local_size: among those on this node.
+        sharing: number of neighbouring ranks that share one microbatch: they train on the same samples.
+        stages: pipeline stages, each of `size // stages` neighbouring ranks with layers of its own.
+        divided: weights, gradients and state are sharded over the ranks of a stage; else replicated.
+        resharded: sharded weights of a layer are unsharded only while it runs; else from its forward to its backward.
     """
 
     rank: int = 0
@@ -56,7 +58,10 @@ class Ranks:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Ranks:
-        """As torchrun's variables say. Raises ConfigError for what is no number, or no rank."""
+        """Read torchrun's environment variables.
+
+        Raises ConfigError for a value that is not a number, or not a rank.
+        """
         size, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
         local_size, local_rank = _number(environ, "LOCAL_WORLD_SIZE", 1), _number(environ, "LOCAL_RANK", 0)
         if rank >= size or local_rank >= local_size:
@@ -68,7 +73,7 @@ class Ranks:
         return cls(rank, size, local_rank, local_size)
 
     def placed(self, config: Config) -> Ranks:
-        """This process, with the place that the options give it."""
+        """Return this process with the position that the options give it."""
         model = config.model
         placed = replace(self, sharing=model.tensor_model_parallel_size, stages=model.pipeline_model_parallel_size)
         divided = placed.of_stage > 1 and config.ddp.use_distributed_optimizer
@@ -80,7 +85,7 @@ class Ranks:
 
     @property
     def of_stage(self) -> int:
-        """Ranks of one stage."""
+        """Return the number of ranks in one stage."""
         return self.size // self.stages
 
     @property
@@ -88,12 +93,12 @@ class Ranks:
         return self.rank // self.of_stage
 
     def has_layer(self, layer: int, layers: int, rounds: int) -> bool:
-        """Whether a layer of a model of so many is in one of the `rounds` stages that this rank has."""
+        """Return whether a layer of a model of `layers` layers is in one of the `rounds` stages of this rank."""
         return layer // (layers // (self.stages * rounds)) % self.stages == self.stage
 
     @property
     def data_rank(self) -> int:
-        """Of those of a stage that train on samples of their own."""
+        """Return the position among those ranks of a stage that train on different samples."""
         return self.rank % self.of_stage // self.sharing
 
     @property
@@ -105,10 +110,10 @@ class Ranks:
         return f"rank {self.rank} on {platform.node()}"
 
     def join(self, device: torch.device, limit: timedelta) -> None:
-        """Meet the other processes, for which each waits `limit` at most, now and later. Nothing to do for one, or
-        where the caller has made them meet.
+        """Initialize the process group, in which each process waits at most `limit` for the others, now and later.
 
-        Raises ConfigError where the launcher has not said where.
+        Does nothing for one process, or if the caller has initialized it. Raises ConfigError if the launcher has not
+        set an address.
         """
         if self.size == 1 or dist.is_initialized():
             return
@@ -116,26 +121,30 @@ class Ranks:
         if missing:
             raise ConfigError(
                 f"{self.size} processes, and {' and '.join(missing)} not set",
-                why="processes meet there",
+                why="processes rendezvous there",
                 fix="start with torchrun --nproc-per-node",
             )
         if device.type == "cuda":
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(_WATCHDOG_WAIT_MS))
-        # Errors and names go by way of the host on either device.
+        # Errors and names are exchanged through host memory on either device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=limit))
         start = PrefixStore(f"hostward/{_start(os.environ)}", store)
         dist.init_process_group(backend, store=start, rank=self.rank, world_size=self.size, timeout=limit)
 
     def leave(self) -> None:
-        """The run is over on every rank. Waits for all: when one ends with an exit code the launcher ends the rest."""
+        """Leave when the run is over on every rank.
+
+        Waits for all: when one ends with an exit code the launcher ends the rest.
+        """
         if self.size > 1 and dist.is_initialized():
             self.gather(None)
             dist.destroy_process_group()
 
     def agreed(self, check: Callable[[], T]) -> T:
-        """What `check` returns here, if it raises on no rank; else every rank raises the error of the first that did,
-        which is named.
+        """Return the result of `check`, or raise on every rank if it raises on one.
+
+        All ranks raise the error of the first rank that failed, with that rank's name.
         """
         if self.size == 1:
             return check()
@@ -146,7 +155,10 @@ class Ranks:
         return cast("T", found)
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, on every rank. Waits for all."""
+        """Return the value of each rank, on every rank.
+
+        Waits for all.
+        """
         if self.size == 1:
             return [value]
         found: list[T | None] = [None] * self.size
@@ -154,12 +166,14 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def of_model(self, number: int) -> int:
-        """The sum over stages of what each rank knows of its stage."""
+        """Return the sum over stages of a number that each rank knows for its stage."""
         return number if self.stages == 1 else sum(self.gather(number)) // self.of_stage
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks of a tensor on the run's device, for reports; of a pipeline over those of the last stage,
-        and it is 0 on the others. With NCCL nothing waits on the host.
+        """Average a tensor on the run's device over ranks, for reports.
+
+        In a pipeline the average is over the ranks of the last stage, and 0 on the others. With NCCL the host does not
+        wait.
         """
         if self.size > 1:
             dist.all_reduce(loss)
@@ -167,7 +181,7 @@ class Ranks:
         return loss
 
     def torch_threads(self, facts: CpuFacts | None = None) -> int | None:
-        """CPU threads of torch in this process: those of this node in equal shares; None: torch's own default."""
+        """Return torch's number of CPU threads here, an equal share of the node's; None keeps torch's default."""
         if self.local_size == 1:
             return None
         facts = facts or read_cpu_facts()
@@ -176,8 +190,9 @@ class Ranks:
 
 
 def _start(environ: Mapping[str, str]) -> str:
-    """Which start of the run this is, for torchrun keeps one store over all of them: a rank that is early would find
-    there where others listened before. Agents of several machines count their starts each for itself.
+    """Identify this start of the run, so that a restarted rank does not read the previous start's address.
+
+    torchrun keeps one store over all starts. Agents of several machines count their starts independently.
     """
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") if environ.get("GROUP_WORLD_SIZE") == "1" else "0"
 
@@ -190,14 +205,16 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-# Each rank's threads on the CPUs beside its GPU. (Its page-locked memory is taken there by the backend.)
+# Bind each rank's threads to the CPUs of its GPU's NUMA node. (The backend allocates its pinned memory there.)
 
 
 log = logging.getLogger("hostward")
 
 
 def bind_beside_gpu(ranks: Ranks, device: torch.device, root: Path = Path("/")) -> CpuFacts | None:
-    """Bind this process, one of several on its machine, to its CPUs there; None where it shares them with others.
+    """Bind this process, one of several on its machine, to CPUs of its GPU's NUMA node.
+
+    Does nothing and returns None if it shares these CPUs with other processes.
 
     Returns:
         the machine's CPUs, as if every rank on it had as many of its own as this one.
@@ -205,15 +222,18 @@ def bind_beside_gpu(ranks: Ranks, device: torch.device, root: Path = Path("/")) 
     if ranks.size == 1:
         return None
     allowed = frozenset(os.sched_getaffinity(0))
-    told = ranks.gather(RankCpus(platform.node(), _numa_node(device, root), allowed))
-    cpus = cpus_for(ranks.rank, told, root)
+    reported = ranks.gather(RankCpus(platform.node(), _numa_node(device, root), allowed))
+    cpus = cpus_for(ranks.rank, reported, root)
     if cpus is None:
         return None
     if cpus != allowed:
         try:
             bind(cpus)
         except OSError as error:
-            log.warning("threads could not be bound to the CPUs beside the GPU (%s): they run anywhere", error.strerror)
+            log.warning(
+                "threads could not be bound to the CPUs on the NUMA node of the GPU (%s): they run on any",
+                error.strerror,
+            )
             return None
         log.info("threads of this rank are bound to %d CPUs on the NUMA node of its GPU", len(cpus))
     return CpuFacts(len(cpus) * ranks.local_size, read_quota_cpus(root))

@@ -1,4 +1,4 @@
-"""Losses and norms on their way from the device, read one iteration late, so that no iteration waits for the host."""
+"""Copy losses and norms from the device and read them one iteration late, so that no iteration waits for the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What one iteration says about itself."""
+    """Loss, gradient norm and skip flag of one iteration."""
 
     iteration: int
     loss: float
@@ -20,18 +20,18 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where three numbers land: float32 [3] on the host, and the event after the copy; None on a CPU."""
+    """Landing buffer of three numbers: float32 [3] on the host, and the event after the copy; None on a CPU."""
 
     values: torch.Tensor
     copied: torch.cuda.Event | None
 
 
 class Readback:
-    """Numbers in the order in which they were sent.
+    """Returns numbers in the order in which they were sent.
 
     Args:
-        device: where they are made.
-        late: how many of the newest iterations may still be on their way; None: 1 on a CUDA device, 0 elsewhere.
+        device: the device that computes them.
+        late: how many of the newest iterations may still be in flight; None: 1 on a CUDA device, 0 elsewhere.
     """
 
     def __init__(self, device: torch.device, *, late: int | None = None) -> None:
@@ -41,7 +41,7 @@ class Readback:
         self._unused: list[_Place] = []
 
     def send(self, iteration: int, loss: torch.Tensor, grad_norm: torch.Tensor, skip: torch.Tensor) -> None:
-        """Copy one element each, float32, float32 and int32, behind what the current stream has been given."""
+        """Enqueue copies of one element each, float32, float32 and int32, on the current stream."""
         place = self._unused.pop() if self._unused else self._new_place()
         row = torch.cat([loss.view(1), grad_norm.view(1), skip.view(1).float()])
         place.values.copy_(row, non_blocking=True)
@@ -50,7 +50,10 @@ class Readback:
         self._sent.append((iteration, place))
 
     def arrived(self, *, everything: bool = False) -> list[Numbers]:
-        """Numbers that were not given out before: all but the newest `late`, or all. Waits for them alone."""
+        """Return numbers not returned before: all but the newest `late`, or all.
+
+        Waits for these copies only.
+        """
         found = []
         while len(self._sent) > (0 if everything else self._late):
             iteration, place = self._sent.popleft()
@@ -65,6 +68,6 @@ class Readback:
         cuda = self._device.type == "cuda"
         return _Place(
             torch.empty(3, dtype=torch.float32, pin_memory=cuda),
-            # Blocking: a thread that spins takes a core from the host step.
+            # Blocking: a spinning thread takes a core from the CPU optimizer step.
             torch.cuda.Event(blocking=True) if cuda else None,  # type: ignore[no-untyped-call]
         )

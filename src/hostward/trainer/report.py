@@ -1,4 +1,4 @@
-"""From a run to its report: what it did and what it holds, as data; and tables for people."""
+"""Turn a run into its report (data) and into tables for the terminal."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ GRAPH = "CUDA graph"
 
 
 def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None:
-    """Averages over the steps of a trace of `traced` iterations, the last of them `iterations` - 1; None for a trace of
-    nothing.
+    """Average over the steps of a trace of `traced` iterations, the last of them `iterations` - 1; None if it is empty.
 
-    The last step is left out where there are others: no forward follows, so there is nothing for it to hide behind. So
-    is what the first forward moves: a step begins with its gradients, and that forward's own is not in the trace.
+    The last step is left out if there are others: no forward follows that it could overlap with. The copies of the
+    first forward are left out too: a step begins with its gradients, and the step before that forward is not in the
+    trace.
     """
     steps = trace.steps()[-traced:] if traced else ()
     if not steps:
@@ -85,7 +85,7 @@ def measured(trace: Trace, iterations: int, traced: int) -> OffloadReport | None
 
 
 def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: str | None = None) -> RunReport:
-    """What the run did and what it holds now. Reads counters; waits for nothing.
+    """Report what the run did and what it holds now, from counters, without waiting for the device.
 
     Args:
         circumstances: `date`, `command` and `versions` of the report.
@@ -149,7 +149,7 @@ def report(run: Run, circumstances: Mapping[str, Any], *, ended: Ended, reason: 
 
 
 def newest_row(run: Run) -> StepRow:
-    """The newest iteration whose numbers have arrived; there is one."""
+    """Return the newest iteration whose loss and norm have reached the host; there must be one."""
     i = len(run.losses) - 1
     return step_row(run, i, run.sampler.steps[i], run.skipped[-1:])
 
@@ -178,7 +178,7 @@ def _memory(run: Run) -> MemoryReport:
 
 
 def options_set(config: Config) -> dict[str, str]:
-    """The options that differ from their defaults, as typed on a command line."""
+    """Return the options that differ from their defaults, as typed on a command line."""
     values = {name: get_option(config, name) for name in options()}
     return {name: shown(value) for name, value in values.items() if value != options()[name].default}
 
@@ -200,21 +200,21 @@ def _host_facts() -> dict[str, Any]:
 
 
 def render(report: RunReport) -> list[Table]:
-    """Tables for a terminal."""
+    """Return tables for a terminal."""
     from rich.table import Table
 
     run = Table(title=f"{report.recipe}: {iterations(report.first_iteration, report.last_iteration)}")
     run.add_column("run")
-    run.add_column("value", justify="right", overflow="fold")  # names of options can be copied
+    run.add_column("value", justify="right", overflow="fold")  # so that names of options can be copied
     simulated = report.simulated
     rows = {
         "loss, first and last": _first_and_last(report.losses),
         "tokens/s": f"{report.tokens_per_s:,.0f}",
         "parameters (trained)": f"{report.model_parameters:,} ({report.parameters:,})",
-        "state offloaded, asked": f"{report.asked_fraction:.4f}",
+        "state offloaded, requested": f"{report.asked_fraction:.4f}",
         "state offloaded, placed": f"{report.placed_fraction:.4f}",
         "state offloaded, bytes": f"{report.offloaded_bytes:,} of {report.state_bytes:,}",
-        "buckets stepped on the host": f"{report.host_buckets} of {report.buckets}",
+        "buckets with CPU optimizer step": f"{report.host_buckets} of {report.buckets}",
         "buckets streamed": f"{report.streamed_buckets} of {report.buckets}",
         "placements": report.placements,
         "moved device to host, bytes": f"{report.moved_d2h_bytes:,}",
@@ -225,11 +225,11 @@ def render(report: RunReport) -> list[Table]:
     }
     if report.activations is not None:
         weights = report.activations.get("weights")
-        rows |= {"weights that leave": weights["words"]} if weights else {}
+        rows |= {"offloaded weights": weights["words"]} if weights else {}
         rows |= {"saved activations": report.activations["words"]} if report.activations["words"] else {}
     if report.offload is not None:
         span = iterations(report.offload.first_iteration, report.offload.last_iteration)
-        notes = ["copies within host memory: times and rates of no GPU"] if simulated else []
+        notes = ["copies within host memory: times and rates are not those of a GPU"] if simulated else []
         rows |= {f"measured, {span}": "\n".join([*report.offload.lines, *notes])}
     rows |= _allocator_row(report.step_memory)
     rows |= {"each rank has": report.division} if report.division else {}
@@ -243,14 +243,14 @@ def render(report: RunReport) -> list[Table]:
 
 
 def _allocator_row(memory: StepMemory) -> dict[str, str]:
-    """Of iterations after the first, in which pools grow."""
+    """Describe cache flushes of torch's allocator after the first iteration, in which pools grow."""
     retries = memory.alloc_retries
     if not retries or retries[-1] == retries[0]:
         return {}
     n = sum(now > before for before, now in pairwise(retries))
     return {
         "device memory was full": f"in {n} of {len(retries) - 1} iterations after the first, torch's allocator gave\n"
-        "back what it keeps; the host waits for the whole GPU then"
+        "back its cached blocks; the host then waits for the whole GPU"
     }
 
 
@@ -274,7 +274,7 @@ def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, 
 
     table = Table(title="memory in steady state")
     if simulated:
-        table.caption = "The device is simulated: its bytes are host memory too, and nothing is page-locked."
+        table.caption = "The device is simulated: its bytes are host memory too, and nothing is pinned."
     for column in ("owner", "simulated device bytes" if simulated else "device bytes", "host bytes"):
         table.add_column(column, justify="left" if column == "owner" else "right")
     owners = [*memory.device_by_owner_bytes]
@@ -297,24 +297,28 @@ def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, 
     return table
 
 
-# What the ranks of a run say of themselves at its end: sums by node, and who was slow.
+# The report of all ranks at the end of a run: sums by node, and stragglers.
 
 
 SLOW = 1.25
-"""A rank is named that takes so many times what the median rank takes,"""
+"""A rank is a straggler if it takes this many times as long as the median rank,"""
 MATTERS = 0.02
-"""and by at least this share of an iteration longer."""
+"""and longer by at least this share of an iteration."""
 _WORK: dict[str, Callable[[RankRow], float | None]] = {
     "reading samples": lambda row: row.data_s,
-    "its host step": lambda row: row.host_step_s,
+    "its CPU optimizer step": lambda row: row.host_step_s,
     "its copies": lambda row: row.transfer_s,
 }
-"""What a rank does by itself. While it does it the others wait for it in their next collective, so iterations take
-equally long on all ranks."""
+"""Work that a rank does by itself, by its name. The other ranks wait for it in their next collective, so iterations
+take equally long on all ranks.
+"""
 
 
 def ranks_report(run: Run) -> RanksReport | None:
-    """Gathered from all ranks, so every one must call it; None of a run of one process."""
+    """Gather the report of all ranks; None for a run of one process.
+
+    This is a collective: every rank must call it.
+    """
     if run.ranks.size == 1:
         return None
     ledger, cuda, offload = run.optimizer.backend.ledger, run.device.type == "cuda", run.offload
@@ -336,7 +340,7 @@ def ranks_report(run: Run) -> RanksReport | None:
 
 
 def division(config: Config, ranks: Ranks) -> str | None:
-    """What of the model each process has, in words; None of one process."""
+    """Describe in words which part of the model each process has; None for one process."""
     if ranks.size == 1:
         return None
     model, among, found = config.model, ranks.of_stage, []
@@ -344,21 +348,21 @@ def division(config: Config, ranks: Ranks) -> str | None:
         several = model.virtual_pipeline_model_parallel_size
         found.append(f"layers in {ranks.stages} stages" + (f" of {several} parts each" if several else ""))
     if ranks.divided:
-        found.append(f"weights, gradients and state divided over {among} ranks{' of each' if found else ''}")
+        found.append(f"weights, gradients and state sharded over {among} ranks{' of each' if found else ''}")
         if ranks.sharing > 1:
             found.append(f"matrices first among {ranks.sharing} neighbours")
         if model.expert_model_parallel_size > 1:
             found.append(f"experts first among {model.expert_model_parallel_size}")
         whole = "only while it runs" if ranks.resharded else "from its forward to its backward"
         strategy = config.ddp.data_parallel_sharding_strategy
-        found.append(f"a layer whole {whole} (ddp.data_parallel_sharding_strategy={strategy})")
+        found.append(f"a layer unsharded {whole} (ddp.data_parallel_sharding_strategy={strategy})")
     elif among > 1:
         found.append(f"all weights, gradients and state on each of {among} ranks (ddp.use_distributed_optimizer=false)")
     return "; ".join(found)
 
 
 def nodes(rows: Sequence[RankRow]) -> tuple[NodeRow, ...]:
-    """Sums over ranks, by node, in order of their first rank."""
+    """Sum over ranks by node, in the order of their first rank."""
     names = dict.fromkeys(row.node for row in rows)
     held = {name: [row for row in rows if row.node == name] for name in names}
     return tuple(
@@ -368,7 +372,7 @@ def nodes(rows: Sequence[RankRow]) -> tuple[NodeRow, ...]:
 
 
 def stragglers(rows: Sequence[RankRow], iteration_s: float) -> tuple[str, ...]:
-    """One sentence for each rank and work that the others wait for."""
+    """Return one sentence for each rank and work that the others wait for."""
     found = []
     for work, seconds in _WORK.items():
         taken = [(row, s) for row in rows if (s := seconds(row)) is not None]

@@ -1,4 +1,4 @@
-"""What one training run holds: setup makes it, the loop moves it on, checkpoints and the report read it."""
+"""Hold the state of one training run, which setup makes, the loop advances, and checkpoints and the report read."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from hostward.trainer.readback import Readback
 
 
 class Passes(Protocol):
-    """Knows how a batch is run."""
+    """Runs the forward and backward passes of a batch."""
 
     def backward(self, run: Run, *, taken: bool) -> torch.Tensor:
-        """Forward and backward of every microbatch; returns their mean loss, float32 on the device, and 0 where it is
-        not known: of a pipeline the last stage knows it.
+        """Run forward and backward of every microbatch and return their mean loss.
+
+        The loss is float32 on the device. On pipeline stages other than the last, which do not know it, it is 0.
 
         Args:
-            taken: let the optimizer take gradients while the last backward makes them; else all stay in `.grad`.
+            taken: let the optimizer offload gradients during the last backward; else all stay in `.grad`.
         """
 
     def close(self) -> None:
-        """The run is over, or has failed."""
+        """Release resources after the run is over or has failed."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Everything that one training run holds.
+    """Holds everything that one training run owns.
 
-    `losses`, `grad_norms`, `skipped` and `iteration_s` lag behind `iteration` by those numbers that are still on their
-    way from the device; `collect` brings them up to date.
+    `losses`, `grad_norms`, `skipped` and `iteration_s` lag behind `iteration` while their values are being copied from
+    the device; `collect` brings them up to date.
     """
 
     recipe: str
@@ -54,73 +55,73 @@ class Run:
     optimizer: AdamW
     scaler: torch.amp.GradScaler | None
     passes: Passes
-    """How a batch goes through the model."""
+    """Runs a batch through the model."""
     iteration: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     iteration_s: list[float] = field(default_factory=list)
     slot_bytes: int = 0
-    """Most device memory of streamed state seen between a step and the next forward."""
+    """Peak device bytes of GPU staging buffers between a step and the next forward."""
     graph_bytes: int = 0
     """Device memory that a CUDA graph of forward and backward keeps between iterations, gradients left out."""
     save_bytes: dict[str, int] = field(default_factory=dict)
     """Host memory that saving has kept from one checkpoint to the next, by owner."""
     save_pinned_bytes: int = 0
-    """Of these, page-locked."""
+    """Pinned part of `save_bytes`."""
     attachment: Attachment | None = None
-    """Offloading of activations, where it is asked for."""
+    """Activation and weight offloading, if enabled."""
     saved: Path | None = None
-    """The newest checkpoint that is complete."""
+    """Newest complete checkpoint."""
     saver: Saver | None = None
-    """What saves them, from the first save on."""
+    """Checkpoint saver, made at the first save."""
     locks: list[FolderLock] = field(default_factory=list)
-    """That no other run writes into its folders; of the first rank."""
+    """Output folders' locks (rank 0 only)."""
     keeps_folders: bool = False
-    """They stay its own when training is over: whoever writes more files there lets go of them."""
+    """True if the folders stay locked after training; the caller that writes more files there releases them."""
     first_iteration: int = 0
     trace: Trace | None = None
-    """Of the newest metered iterations, once they are over."""
+    """Trace of the newest metered iterations, once they are over."""
     offload: OffloadReport | None = None
-    """What these say."""
+    """Summarizes `trace`."""
     learning_rates: list[float] = field(default_factory=list)
     predicted: Estimate | None = None
     frontier: tuple[FrontierPoint, ...] = ()
-    """Of the plan that the run was started with."""
+    """Alternatives to the plan that the run was started with."""
     watermark: Watermark = field(default_factory=Watermark)
     full_device: FullDevice = field(default_factory=FullDevice)
     ranks: Ranks = field(default_factory=Ranks)
     data_s: float = 0.0
-    """Seconds that this process has spent on reading samples."""
+    """Seconds that this process has spent reading samples."""
     of_ranks: RanksReport | None = None
-    """Of a run of several ranks, once it is over."""
+    """Report of all ranks, once a run of several ranks is over."""
     stop_asked: bool = False
-    """A signal has asked this process to stop,"""
+    """A signal has asked this process to stop."""
     stopped: bool = False
-    """and the run ends before its last iteration, on all of them (train.exit_signal_handler)."""
+    """The run ends early on all ranks (train.exit_signal_handler)."""
     model_parameters: int = field(init=False)
-    """Of the whole model, wherever they are."""
+    """Parameter number of the whole model, on all ranks and tiers."""
     trained_parameters: int = field(init=False)
-    """Of these, the ones that are trained."""
+    """Trainable part of `model_parameters`."""
     share: Config = field(init=False)
-    """`config` as this process sees it: its share of the global batch."""
+    """`config` with this process's share of the global batch."""
     sampler: MemorySampler = field(init=False)
     readback: Readback = field(init=False)
     clock_s: float = 0.0
-    """When the newest collected iteration ended."""
+    """Time at which the newest collected iteration ended."""
 
     def __post_init__(self) -> None:
         self.readback = Readback(self.device)
         self.share = share_of(self.config, self.ranks.data_size)
         elsewhere = self.optimizer.tied.uncounted()
         counted = [p for name, p in self.model.named_parameters() if name not in elsewhere]
-        # A DTensor's number is that of all ranks together.
+        # A DTensor counts the elements of all ranks together.
         self.model_parameters = self.ranks.of_model(sum(p.numel() for p in counted))
         self.trained_parameters = self.ranks.of_model(sum(p.numel() for p in counted if p.requires_grad))
         self.begin_at(self.iteration)
 
     def begin_at(self, iteration: int) -> None:
-        """The run begins, or goes on from a checkpoint, with so many iterations done."""
+        """Start the run, or resume it from a checkpoint, with this many iterations done."""
         self.iteration = self.first_iteration = iteration
         self.sampler = MemorySampler(
             self.device,
@@ -132,14 +133,14 @@ class Run:
             until=self.config.train.train_iters,
         )
 
-    def let_go(self) -> None:
-        """Other runs may write into its folders."""
+    def release_folders(self) -> None:
+        """Release the locks, so that other runs may write into the folders."""
         for lock in self.locks:
             lock.release()
 
     @property
     def microbatches(self) -> int:
-        """Of one step, in this process."""
+        """Return the microbatches of one step in this process."""
         return self.share.train.global_batch_size // self.share.train.micro_batch_size
 
     @property

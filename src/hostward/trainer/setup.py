@@ -1,4 +1,4 @@
-"""From options to a run: what can be refused before any weight is allocated, then data, model and optimizer."""
+"""Turn options into a run: check all that can fail before weights are allocated, then build the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hostward.trainer import checkpointing
 from hostward.trainer.checkpointing import lock_folders
 from hostward.trainer.cuda_graph import Captured, CudaGraph, require_capturable, require_graphs
 from hostward.trainer.data.dataset import TokenDataset, build_dataset
-from hostward.trainer.deferred_init import Leaving, leaving_weights
+from hostward.trainer.deferred_init import OffloadedWeights, weights_to_offload
 from hostward.trainer.memory_check import (
     MemoryEstimate,
     lock_limit,
@@ -58,24 +58,24 @@ log = logging.getLogger("hostward")
 def prepare(
     recipe: str, config: Config, *, plan: PlanFile | None = None, run_dir: Path | None = None, force: bool = False
 ) -> Run:
-    """Check the options, read the data, build model and optimizer, and load the checkpoint asked for.
+    """Check the options, read the data, build model and optimizer, and load the requested checkpoint.
 
     Args:
-        plan: where everything goes, instead of the options.
-        run_dir: a folder that the run has to itself, besides that of `checkpoint.save`.
-        force: start even if it does not fit by the memory model, or no checkpoint fits the disk, or the plan is for
+        plan: placements to use instead of the options.
+        run_dir: an output folder of this run alone, besides that of `checkpoint.save`.
+        force: start even if the memory estimate or a checkpoint does not fit, or the plan is for
             another GPU.
 
     Raises:
-        HostwardError: of the kind that names the cause; everything that can be refused before the weights are
-            allocated is.
+        HostwardError: of the kind that names the cause; whatever can be checked before the weights are allocated is
+            checked before.
     """
     ranks = Ranks.of(os.environ)
     check(config, world_size=ranks.size)
     ranks = ranks.placed(config)
     device = choose_device(config.train.device, ranks.local_rank)
-    for told in [*idle_switches(config), *slow_halves(config, device)] if ranks.first else ():
-        log.warning("%s", told)
+    for reported in [*idle_switches(config), *slow_halves(config, device)] if ranks.first else ():
+        log.warning("%s", reported)
     if ranks.first and (limit := lock_limit(device)):
         log.info("%s", limit)
     if captured(config):
@@ -96,13 +96,13 @@ def prepare(
 def _prepared(
     recipe: str, config: Config, plan: PlanFile | None, device: torch.device, ranks: Ranks, *, force: bool
 ) -> Run:
-    """What `prepare` does once the ranks have met, and no other run saves where this one does."""
+    """Build the run once the ranks have met and its output folders are locked."""
     resume_from = ranks.agreed(lambda: checkpointing.checkpoint_to_load(config))
-    require_alike(ranks, what_runs(recipe, config, device.type, resume_from, plan))
+    require_same_on_all_ranks(ranks, what_runs(recipe, config, device.type, resume_from, plan))
     dataset, found, waiting = ranks.agreed(
-        lambda: weighed(recipe, config, device, plan, resume_from, ranks, force=force)
+        lambda: estimate_memory(recipe, config, device, plan, resume_from, ranks, force=force)
     )
-    require_alike(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
+    require_same_on_all_ranks(ranks, {"the data": f"{dataset.description} ({dataset.fingerprint[:8]})"})
     cpus = bind_beside_gpu(ranks, device)
     threads = config.train.num_threads or ranks.torch_threads(cpus)
     if threads is not None:
@@ -121,9 +121,9 @@ def _prepared(
         if resume_from is not None:
             checkpointing.load_weights(model, resume_from)
         move(model, device, weights=waiting.layers)
-    # By each rank's own memory and GPU; where one does not know, none uses it.
+    # Each rank estimates with its own memory and GPU; unless all of them can, none uses the estimate.
     mix_of = found.mix_of if all(ranks.gather(found.mix_of is not None)) else None
-    # Pages are locked here. A rank that may lock none must not leave the others waiting for it.
+    # Memory is pinned here. A rank that cannot pin must not leave the others waiting for it.
     optimizer = ranks.agreed(lambda: make_optimizer(held, share, plan, cpus, mix_of))
     stages = [part.model for part in held.parts]
     for whole in stages or [model]:
@@ -134,7 +134,7 @@ def _prepared(
     )  # fmt: skip
     if resume_from is not None and waiting is None:
         checkpointing.load(run, resume_from)
-    # It takes weights over as they are.
+    # It uses the weights as they are.
     run.attachment = ranks.agreed(lambda: attach_activations(model, optimizer, config, plan, stages))
     if resume_from is not None and waiting is not None:
         checkpointing.load(run, resume_from, with_weights=False)
@@ -143,18 +143,21 @@ def _prepared(
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto`: cuda where there is one. Raises DeviceError for a device that this machine lacks."""
+    """Return the torch device for `name`; `auto` is cuda if available.
+
+    Raises DeviceError for a device that this machine lacks.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
-            "train.device=cuda, and no CUDA device is there",
-            fix="train.device=cpu or auto; hostward doctor says why none was found",
+            "train.device=cuda, but no CUDA device is available",
+            fix="train.device=cpu or auto; hostward doctor reports why none was found",
         )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(
             f"LOCAL_RANK={local_rank} names no CUDA device",
-            why=f"this process sees {torch.cuda.device_count()} of them",
+            why=f"this process sees {torch.cuda.device_count()} CUDA devices",
             fix="start one process per device with torchrun, or unset it",
         )
     torch.cuda.set_device(local_rank)
@@ -171,7 +174,7 @@ def _require_vocabulary(model: torch.nn.Module, dataset: TokenDataset) -> None:
 
 
 def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
-    """What runs the batches of a model that is `held` here."""
+    """Return the runner of batches for the part of the model that this process holds."""
     if captured(share):
         return Captured(partial(CudaGraph, device))
     if held.stages is None:
@@ -180,13 +183,13 @@ def passes_of(held: Held, share: Config, device: torch.device) -> Passes:
 
 
 def scaler_of(held: Held, device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler | None:
-    """What scales the loss of weights of this dtype: on all stages in the same way. None: nothing has to."""
+    """Return the loss scaler for weights of this dtype, the same on all stages; None if none is needed."""
     if dtype is not torch.float16:
         return None
     return torch.amp.GradScaler(device.type) if held.stages is None else StagesScaler(device.type, held.stages)
 
 
-def weighed(
+def estimate_memory(
     recipe: str,
     config: Config,
     device: torch.device,
@@ -195,9 +198,10 @@ def weighed(
     ranks: Ranks,
     *,
     force: bool,
-) -> tuple[TokenDataset, MemoryEstimate, Leaving | None]:
-    """The data, what is predicted of the run and of others in its place, and which weights wait on the CPU. Raises for
-    all that can be refused before weights are allocated.
+) -> tuple[TokenDataset, MemoryEstimate, OffloadedWeights | None]:
+    """Return the data, the memory estimate with alternatives, and the weights that start on the CPU.
+
+    Raises for everything that can be checked before weights are allocated.
     """
     dataset = _dataset(config)
     if resume_from is not None and not config.checkpoint.finetune:
@@ -213,7 +217,7 @@ def weighed(
     if captured(config) and config.model.hf_model_path is not None:
         require_capturable(pretrained_config(config.model, config.model.hf_model_path))
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
-    leaving = leaving_weights(config, plan, dataset.vocab_size, dtype, ranks)
+    leaving = weights_to_offload(config, plan, dataset.vocab_size, dtype, ranks)
     require_memory(config, device, dataset.vocab_size, ranks, 0 if leaving is None else leaving.weight_bytes)
     found = MemoryEstimate() if force else require_fit(recipe, config, device, dataset.vocab_size, plan, ranks)
     if not force:
@@ -236,7 +240,7 @@ def _dataset(config: Config) -> TokenDataset:
     )
 
 
-# What the ranks of a run must have in common before one of them trains.
+# Options and versions must agree on all ranks before training starts.
 
 
 OWN = frozenset(
@@ -250,40 +254,40 @@ OWN = frozenset(
         "train.num_threads",
     }
 )
-"""Options that ranks may set each for itself: threads, what is printed, and where data lie on each node."""
+"""Options that may differ between ranks: threads, output, and the data's path on each node."""
 
 
 def what_runs(
     recipe: str, config: Config, device: str, resume_from: Path | None, plan: PlanFile | None = None
 ) -> dict[str, str]:
-    """What a rank is about to do, and with which versions, by name."""
+    """Return what this rank is about to do, and its versions, by name."""
     named = {name: shown(get_option(config, name)) for name in options() if name not in OWN}
     start = "none" if resume_from is None else resume_from.name
     planned = "none" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]
-    told = {"--plan": planned, "the device": device, "the checkpoint to go on from": start}
-    return {"--recipe": recipe, **named, **told, "hostward": __version__, "torch": torch.__version__}
+    reported = {"--plan": planned, "the device": device, "the checkpoint to resume from": start}
+    return {"--recipe": recipe, **named, **reported, "hostward": __version__, "torch": torch.__version__}
 
 
-def require_alike(ranks: Ranks, mine: Mapping[str, str]) -> None:
-    """Raises ConfigError on every rank if these values are not the same on all of them."""
+def require_same_on_all_ranks(ranks: Ranks, mine: Mapping[str, str]) -> None:
+    """Raise ConfigError on every rank unless these values agree on all of them."""
     digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).digest()
     if len(set(ranks.gather(digest))) > 1:
         raise differing(ranks.gather((ranks.name, dict(mine))))
 
 
-def differing(told: Sequence[tuple[str, Mapping[str, str]]]) -> ConfigError:
-    """The error for what ranks, by name, have told, each other than the first or some other one."""
-    first, expected = told[0]
-    names = dict.fromkeys(name for _, values in told for name in values)
+def differing(reported: Sequence[tuple[str, Mapping[str, str]]]) -> ConfigError:
+    """Return the error for the values, by rank name, that differ from the first rank's or from each other."""
+    first, expected = reported[0]
+    names = dict.fromkeys(name for _, values in reported for name in values)
     found = []
     for name in names:
-        others = [(rank, values.get(name)) for rank, values in told if values.get(name) != expected.get(name)]
+        others = [(rank, values.get(name)) for rank, values in reported if values.get(name) != expected.get(name)]
         if others:
             rank, value = others[0]
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             found.append(f"{name} is {expected.get(name)} on {first}, {value} on {rank}{more}")
     error = ConfigError(
-        "the ranks of this run were not started alike",
+        "the ranks of this run were started with different settings",
         why="; ".join(found),
         fix="give every rank the same options, data, folders and versions",
     )

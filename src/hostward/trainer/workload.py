@@ -1,7 +1,7 @@
-"""What a recipe, or a model of transformers, computes and holds in a step, without allocating it.
+"""Compute what a model's step computes and holds, without allocating it, and cache the answers.
 
-What tracing finds of a model is kept between calls, so that planning it again imports neither torch nor transformers.
-Whatever the answer depends on is in the key: the question, hostward's own source, every installed package with its
+A traced workload is cached between calls, so that planning it again imports neither torch nor transformers.
+The key has everything that the answer depends on: the question, hostward's own source, every installed package and
 version, Python's version, and the variables that torch and transformers read.
 """
 
@@ -32,7 +32,7 @@ from hostward.trainer.data.tokenizer import ByteTokenizer
 log = logging.getLogger("hostward")
 
 MOST_FILES = 64
-"""Of a folder; the oldest go."""
+"""Files in the cache folder, at most; the oldest are removed."""
 _TRACING = ("torch", "transformers")
 _VARIABLES = ("TORCH", "TRANSFORMERS_", "USE_", "XLA_")
 NOT_TRACED = frozenset(
@@ -63,19 +63,19 @@ NOT_TRACED = frozenset(
         "cuda_graph_impl",
     }
 )
-"""Options of the model that say what becomes of what it computes, not what that is."""
+"""Model options that place or recompute what it computes, but do not change it."""
 
 
 def recipe_workload(
     config: Config, *, name: str = "", vocab_size: int | None = None, folder: Path | None = None
 ) -> Workload:
-    """The workload of `hostward train` with these options.
+    """Return the workload of `hostward train` with these options.
 
     Args:
         name: of the recipe; by default the architecture.
         vocab_size: rows of the embedding where neither `model.vocab_size` nor a pretrained folder gives them; by
             default those of the byte tokenizer, if that is the one.
-        folder: where what tracing finds is kept between calls; None: the model is traced.
+        folder: the cache folder; None: always trace the model.
 
     Raises:
         ConfigError: no vocabulary size. ModelError: the pretrained folder cannot be read.
@@ -86,13 +86,13 @@ def recipe_workload(
     options = traced_options(config)
 
     def trace() -> Workload:
-        from hostward.trainer.meta_trace import traced_recipe  # which imports torch
+        from hostward.trainer.meta_trace import trace_recipe  # imports torch
 
-        return traced_recipe(options, vocab_size)
+        return trace_recipe(options, vocab_size)
 
     question = {"recipe": asdict(options), "vocab_size": vocab_size, "sizes": _sizes_of(model)}
     return replace(
-        recalled(folder, question, trace),
+        cached_workload(folder, question, trace),
         name=name or model.architecture,
         microbatches=max(1, train.global_batch_size // train.micro_batch_size),
         snapshot=config.checkpoint.async_save and config.checkpoint.async_save_mode == "snapshot",
@@ -102,7 +102,7 @@ def recipe_workload(
 
 
 def traced_options(config: Config) -> Config:
-    """The options that tracing may look at, and all others at their defaults."""
+    """Return the options that tracing may depend on, with all others at their defaults."""
     usual, found = ModelConfig(), Config()
     found.model = replace(config.model, **{option: getattr(usual, option) for option in NOT_TRACED})
     found.train.micro_batch_size = config.train.micro_batch_size
@@ -111,7 +111,7 @@ def traced_options(config: Config) -> Config:
 
 
 def _sizes_of(model: ModelConfig) -> str | None:
-    """Of a pretrained folder. What cannot be read is refused by who traces."""
+    """Return the configuration text of a pretrained folder; unreadable files raise later, in tracing."""
     if model.hf_model_path is None:
         return None
     try:
@@ -130,12 +130,12 @@ def config_workload(
     attn_implementation: str = "sdpa",
     folder: Path | None = None,
 ) -> Workload:
-    """The workload of a causal language model that transformers knows.
+    """Return the workload of a causal language model that transformers knows.
 
     Args:
         path: its config.json, or the folder of that.
         dtype: of the weights.
-        folder: where what tracing finds is kept between calls; None: the model is traced.
+        folder: the cache folder; None: always trace the model.
 
     Raises:
         ModelError: no readable configuration, or none of a causal language model.
@@ -146,27 +146,29 @@ def config_workload(
         content["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{file} describes no model",
+            f"{file} does not describe a model",
             why=f"{type(error).__name__}: {error}",
             fix="name a config.json of a causal language model of transformers, or the folder that holds it",
         ) from error
     sizes = {"sequence_tokens": sequence_tokens, "microbatch_sequences": microbatch_sequences}
 
     def trace() -> Workload:
-        from hostward.trainer.meta_trace import traced_file
+        from hostward.trainer.meta_trace import trace_config_file
 
-        return traced_file(file, content, dtype, attn_implementation, **sizes)
+        return trace_config_file(file, content, dtype, attn_implementation, **sizes)
 
     question = {"config": content, "dtype": dtype, "attention": attn_implementation, **sizes}
-    return replace(recalled(folder, question, trace), microbatches=microbatches)
+    return replace(cached_workload(folder, question, trace), microbatches=microbatches)
 
 
-# What tracing found, kept between calls.
+# The cache of traced workloads.
 
 
 def usual_folder() -> Path | None:
-    """`hostward/workloads` in the user's cache folder; None where there is no such user, or where torch or transformers
-    may change without a new version: installed from a folder that somebody edits, or imported from elsewhere.
+    """Return `hostward/workloads` in the user's cache folder; None if nothing can be cached.
+
+    That is if there is no such user, or torch or transformers may change without a new version: installed from an
+    editable folder, or imported from elsewhere.
     """
     try:
         if any('"editable": true' in _origin(p) or _shadowed(p) for p in _TRACING):
@@ -177,11 +179,11 @@ def usual_folder() -> Path | None:
         return None
 
 
-def recalled(folder: Path | None, question: Mapping[str, Any], trace: Callable[[], Workload]) -> Workload:
-    """What `trace` returns, or returned when it was asked the same question here.
+def cached_workload(folder: Path | None, question: Mapping[str, Any], trace: Callable[[], Workload]) -> Workload:
+    """Return what `trace` returns, from the cache if it was asked the same question before.
 
     Args:
-        folder: where answers are; None: `trace` is called.
+        folder: the cache folder; None: `trace` is called.
         question: JSON values. `trace` may depend on nothing else but installed software.
     """
     if folder is None:
@@ -196,8 +198,8 @@ def recalled(folder: Path | None, question: Mapping[str, Any], trace: Callable[[
         for old in sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime)[:-MOST_FILES]:
             old.unlink(missing_ok=True)
     except (OSError, ValueError, ConfigError) as error:
-        # The next call takes as long as this one.
-        log.info("what was found of the model is not kept: %s", error)
+        # Without a cached answer the next call takes as long as this one.
+        log.info("the model's workload was not cached: %s", error)
     return found
 
 
@@ -214,19 +216,19 @@ def _key(question: Mapping[str, Any]) -> str:
 
 
 def _origin(package: str) -> str:
-    """Where a package was installed from, down to the commit, if not from an index."""
+    """Return where a package was installed from, down to the commit, if not from an index."""
     return metadata.distribution(package).read_text("direct_url.json") or ""
 
 
 def _shadowed(package: str) -> bool:
-    """Whether Python would import it from another folder than the one it is installed in."""
+    """Return whether Python would import a package from another folder than the one it is installed in."""
     found = importlib.util.find_spec(package)
     installed = Path(str(metadata.distribution(package).locate_file(""))).resolve()
     return found is None or found.origin is None or not Path(found.origin).resolve().is_relative_to(installed)
 
 
 def _source() -> str:
-    """A digest of hostward's own modules: tracing changes more often than the version."""
+    """Return a digest of hostward's own modules, because tracing changes more often than the version."""
     root = Path(hostward.__file__).parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -236,7 +238,7 @@ def _source() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """Names with versions, as they stand in the folders that Python imports from."""
+    """Yield names with versions, as found in the folders that Python imports from."""
     for entry in sys.path:
         with suppress(OSError):
             yield from (name for name in os.listdir(entry or ".") if name.endswith((".dist-info", ".egg-info")))

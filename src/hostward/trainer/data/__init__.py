@@ -1,1 +1,1 @@
-"""Training data: text, JSON lines, Megatron's indexed files, and their tokenizers."""
+"""Provide training data: text, JSON lines, Megatron's indexed files, and their tokenizers."""

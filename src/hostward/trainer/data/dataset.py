@@ -1,4 +1,6 @@
-"""Training data: one stream of tokens, cut into samples, in an endless order that is a pure function of seed and index.
+"""Build training data: one stream of tokens, cut into samples, in an endless order.
+
+The order is a pure function of seed and index.
 
 A sample is `seq_length` + 1 tokens; sample i of the stream begins at token i * seq_length. Inputs are its first
 `seq_length` tokens, labels the next token of each, so every token is an input once per epoch (but for a tail shorter
@@ -45,7 +47,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class TokenSource(Protocol):
-    """A finite stream of token ids.
+    """Provides a finite stream of token ids.
 
     Attributes:
         description: what it is, without the number of tokens.
@@ -56,17 +58,17 @@ class TokenSource(Protocol):
     identity: str
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         ...
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [stop - start], int64, with 0 <= start <= stop <= len."""
+        """Return tokens [stop - start], int64, with 0 <= start <= stop <= len."""
         ...
 
 
 @final
 class MemoryTokens:
-    """A stream held in memory, as unsigned integers of 16 or 32 bits.
+    """Holds a stream in memory, as unsigned integers of 16 or 32 bits.
 
     Args:
         tokens: token ids [n].
@@ -88,10 +90,10 @@ class MemoryTokens:
 
 @final
 class MockTokens:
-    """Uniform random token ids from a counter-based generator: any part is made when it is read.
+    """Generates uniform random token ids by a counter-based generator; any part is made when it is read.
 
     Args:
-        vocab_size: ids lie in [0, vocab_size).
+        vocab_size: ids are in [0, vocab_size).
         seed: see `build_dataset`.
         n_tokens: length of the stream.
     """
@@ -114,7 +116,7 @@ class MockTokens:
 
 @final
 class TokenDataset:
-    """Samples of a token stream in an endless shuffled order.
+    """Yields samples of a token stream in an endless shuffled order.
 
     Args:
         source: the stream.
@@ -162,7 +164,7 @@ class TokenDataset:
         self._permutation: npt.NDArray[np.unsignedinteger[Any]] = np.zeros(0, np.uint32)
 
     def sample(self, index: int) -> Tokens:
-        """Tokens [seq_length + 1], int64, of the sample at `index` >= 0 of the endless order."""
+        """Return tokens [seq_length + 1], int64, of the sample at `index` >= 0 of the endless order."""
         if index < 0:
             raise DataError(f"The sample index {index} is negative.", fix="Count samples from 0.")
         epoch, position = divmod(index, self.n_samples)
@@ -175,7 +177,9 @@ class TokenDataset:
         return tokens
 
     def batch(self, first: int, count: int) -> tuple[Tokens, Tokens]:
-        """Inputs and labels, each [count, seq_length] int64, of samples `first` to `first + count` of the order."""
+        """Return inputs and labels, each [count, seq_length] int64, of samples `first` to `first + count` of the
+        order.
+        """
         samples = np.empty((count, self.seq_length + 1), dtype=np.int64)
         for row in range(count):
             samples[row] = self.sample(first + row)
@@ -203,7 +207,9 @@ def build_dataset(
     seed: int,
     vocab_size: int | None = None,
 ) -> TokenDataset:
-    """The dataset that the options ask for. Text, JSON lines and parquet are tokenized here, into memory.
+    """Build the dataset that the options ask for.
+
+    Text, JSON lines and parquet are tokenized here, into memory.
 
     Args:
         path: file, folder, or prefix of indexed data; None takes the sources of the Python standard library.
@@ -250,7 +256,7 @@ def build_dataset(
 
 
 def epoch_permutation(n_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """A permutation [n_samples] of range(n_samples), uint32 (uint64 from 2**32 samples on).
+    """Return a permutation [n_samples] of range(n_samples), uint32 (uint64 from 2**32 samples on).
 
     It sorts words of Philox, keyed by (seed, epoch): the words are the same in every numpy version, which is not
     promised for `Generator.permutation`. Costs some 20 bytes per sample while it runs.
@@ -261,7 +267,10 @@ def epoch_permutation(n_samples: int, *, seed: int, epoch: int) -> npt.NDArray[n
 
 
 def _resolve_format(path: str | None, data_format: str) -> str:
-    """The format without `auto`; raises DataError where path and format contradict each other."""
+    """Return the format without `auto`.
+
+    Raises DataError if path and format contradict each other.
+    """
     if data_format not in DATA_FORMATS:
         raise DataError(f"dataset.format={data_format} is unknown.", fix=f"Use one of: {', '.join(DATA_FORMATS)}.")
     if path is None:
@@ -315,7 +324,7 @@ def _tokenize(path: str | None, data_format: str, text_key: str, tokenizer: Toke
 
 
 def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Groups of documents with some text; an empty one has no end to mark."""
+    """Yield groups of documents, without the empty ones."""
     batch: list[Document] = []
     size_bytes = 0
     for document in documents:
@@ -340,7 +349,7 @@ def _key(seed: int, stream: int) -> npt.NDArray[np.uint64]:
 
 
 def _quantity(count: int) -> str:
-    """1234567 as "1.2 M"."""
+    """Format a count, as 1234567 to "1.2 M"."""
     for limit, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if count >= limit:
             return f"{count / limit:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Documents from files: the Python standard library, plain text, JSON lines and parquet.
+"""Read documents from files: the Python standard library, plain text, JSON lines and parquet.
 
 Each reader is a generator of `Document` in a fixed order: files by relative path, then lines or rows as they stand.
 """
@@ -29,13 +29,13 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "t
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a DataError about `path`."""
+    """Turn an OSError of the block into a DataError about `path`."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(
             f"{path} does not exist.",
-            why="" if path.is_absolute() else f"It is looked for in {Path.cwd()}.",
+            why="" if path.is_absolute() else f"The path is relative to {Path.cwd()}.",
             fix="Set dataset.path to a file or folder that is there, or to PREFIX where PREFIX.bin and PREFIX.idx are.",
         ) from error
     except PermissionError as error:
@@ -46,12 +46,12 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}.",
-            fix="Mend the file, or set dataset.path to a copy that can be read.",
+            fix="Repair the file, or set dataset.path to a copy that can be read.",
         ) from error
 
 
 def stdlib_files() -> list[Path]:
-    """The `*.py` files of the running Python's standard library, by relative path.
+    """Return the `*.py` files of the running Python's standard library, by relative path.
 
     Installed packages and tests are left out. Files are taken in order until the next would pass `STDLIB_LIMIT_BYTES`.
 
@@ -80,10 +80,10 @@ def stdlib_files() -> list[Path]:
 
 
 def find_files(path: Path, suffixes: tuple[str, ...] | None) -> list[Path]:
-    """The file `path`, or the files below the folder `path` by relative path; hidden ones are left out.
+    """Return the file `path`, or the files below the folder `path` by relative path, without hidden ones.
 
     Args:
-        suffixes: lower-case suffixes to take in a folder; None takes every file, and refuses files of another format.
+        suffixes: lower-case suffixes to take in a folder; None takes every file, but raises for other formats.
 
     Raises:
         DataError: nothing there, not readable, or a folder without such files.
@@ -118,7 +118,10 @@ def find_files(path: Path, suffixes: tuple[str, ...] | None) -> list[Path]:
 
 
 def text_documents(files: Sequence[Path]) -> Iterator[Document]:
-    """Each file is one document. Raises DataError for a file that cannot be read."""
+    """Yield each file as one document.
+
+    Raises DataError for a file that cannot be read.
+    """
     for path in files:
         with reading(path):
             raw = path.read_bytes()
@@ -126,7 +129,7 @@ def text_documents(files: Sequence[Path]) -> Iterator[Document]:
 
 
 def jsonl_documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
-    """Each line is a JSON object whose `text_key` is the document; blank lines are skipped.
+    """Yield the document under `text_key` of each line, a JSON object; blank lines are skipped.
 
     Raises:
         DataError: with the line number: malformed JSON, not an object, `text_key` missing or not text.
@@ -139,7 +142,7 @@ def jsonl_documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
 
 
 def parquet_documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
-    """Each row's column `text_key` is a document.
+    """Yield each row's column `text_key` as a document.
 
     Raises:
         DataError: pyarrow is not installed, the file is not parquet, the column is missing, not text, or has a null.
@@ -171,7 +174,9 @@ def parquet_documents(files: Sequence[Path], text_key: str) -> Iterator[Document
 
 
 def _walk(root: Path, *, skipped: frozenset[str]) -> Iterator[Path]:
-    """Files below `root`, sorted by relative path with `/` between parts, so that the order is the same everywhere."""
+    """Yield files below `root`, sorted by relative path with `/` between parts, so that the order is the same
+    everywhere.
+    """
 
     def refuse(error: OSError) -> None:
         with reading(Path(error.filename)):

@@ -1,4 +1,4 @@
-"""Megatron's indexed data: `PREFIX.bin` holds token ids, `PREFIX.idx` says where each sequence lies.
+"""Read and write Megatron's indexed data: `PREFIX.bin` holds token ids, `PREFIX.idx` the position of each sequence.
 
 The index, little-endian, without padding:
 
@@ -38,12 +38,12 @@ _Array = npt.NDArray[Any]
 
 
 def indexed_prefix(path: str) -> str:
-    """`path` without `.bin` or `.idx`."""
+    """Return `path` without `.bin` or `.idx`."""
     return path[:-4] if path.endswith(INDEXED_SUFFIXES) else path
 
 
 def is_indexed(path: str) -> bool:
-    """Whether `path` names indexed data: a `.bin` or `.idx` suffix, or a prefix that is no file or folder itself."""
+    """Return whether `path` names indexed data: a `.bin` or `.idx` suffix, or a prefix without a file of its own."""
     if path.endswith(INDEXED_SUFFIXES):
         return True
     return not os.path.exists(path) and any(os.path.exists(path + suffix) for suffix in INDEXED_SUFFIXES)
@@ -51,9 +51,9 @@ def is_indexed(path: str) -> bool:
 
 @final
 class IndexedTokens:
-    """The tokens of indexed data as one flat stream, sequence after sequence, read through memory maps.
+    """Reads the tokens of indexed data as one flat stream, sequence after sequence, through memory maps.
 
-    Sequences may lie anywhere in the `.bin`, in any order, and may share bytes. Nothing is put between documents: the
+    Sequences may be anywhere in the `.bin`, in any order, and may share bytes. Nothing is put between documents: the
     writer of the data has put its end-of-document tokens in.
 
     Args:
@@ -90,7 +90,7 @@ class IndexedTokens:
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [stop - start] of the stream from `start` on."""
+        """Return tokens [stop - start] of the stream from `start` on."""
         tokens = np.empty(stop - start, dtype=np.int64)
         done = start
         sequence = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -106,7 +106,7 @@ class IndexedTokens:
         return tokens
 
     def _read_header(self, index: _Array) -> tuple[np.dtype[Any], int, int]:
-        """Dtype of the tokens, number of sequences and of document boundaries."""
+        """Return the dtype of the tokens, and the numbers of sequences and of document boundaries."""
         path = self._idx_path
         head = index[: _HEADER.size].tobytes()
         if not head.startswith(_MAGIC[: len(head)]):
@@ -158,7 +158,7 @@ class IndexedTokens:
         if n_sequences == 0:
             raise DataError(
                 f"{self._idx_path} lists no sequences: the data are empty.",
-                why="They were written from no document.",
+                why="The writer had no documents.",
                 fix="Write them again from documents with text, or set dataset.path to the prefix of other data.",
             )
         if int(self._lengths.min()) < 0 or int(self._pointers.min()) < 0:
@@ -175,7 +175,7 @@ class IndexedTokens:
 
 
 def write_indexed(prefix: str, documents: Iterable[npt.ArrayLike], *, dtype: npt.DTypeLike = np.int32) -> None:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, one sequence per document, as Megatron's own tools do.
+    """Write `PREFIX.bin` and `PREFIX.idx`, one sequence per document, as Megatron's own tools do.
 
     Args:
         prefix: path without suffix.
@@ -214,7 +214,10 @@ def write_indexed(prefix: str, documents: Iterable[npt.ArrayLike], *, dtype: npt
 
 
 def _map(path: Path) -> _Array:
-    """The bytes of a file, mapped read-only. An empty file cannot be mapped and gives an empty array."""
+    """Map the bytes of a file read-only.
+
+    An empty file cannot be mapped and gives an empty array.
+    """
     with reading(path):
         if path.stat().st_size == 0:
             return np.zeros(0, np.uint8)

@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes of documents in, token ids out.
+"""Turn raw bytes of documents into token ids.
 
 Two exist: bytes as they are, and a local Hugging Face tokenizer folder. Nothing is ever downloaded.
 """
@@ -20,7 +20,7 @@ TOKENIZER_TYPES = ("byte", "huggingface", "null")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document before tokenization.
+    """Holds one document before tokenization.
 
     Attributes:
         raw: the bytes of the text; UTF-8 where a tokenizer needs characters.
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         label: what it is, for the description of a dataset.
-        n_ids: token ids lie in [0, n_ids).
+        n_ids: token ids are in [0, n_ids).
         vocab_size: rows of the embedding that a model needs; at least `n_ids`.
         end_of_document: the id that follows each document.
         typecode: `array` code of the smallest unsigned integer that holds every id.
@@ -49,7 +49,10 @@ class Tokenizer(Protocol):
     typecode: str
 
     def encode(self, documents: Sequence[Document]) -> list[npt.NDArray[np.integer[Any]]]:
-        """Token ids [n] of each document, without the end of document. Raises DataError for text it cannot take."""
+        """Return token ids [n] of each document, without the end of document.
+
+        Raises DataError for text it cannot take.
+        """
         ...
 
 
@@ -73,7 +76,9 @@ class ByteTokenizer:
 
 @final
 class HuggingFaceTokenizer:
-    """The tokenizer in a local folder, as `save_pretrained` writes it. Documents must be UTF-8.
+    """Uses the tokenizer in a local folder, as `save_pretrained` writes it.
+
+    Documents must be UTF-8.
 
     Args:
         folder: the folder.
@@ -108,7 +113,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer | None:
-    """The tokenizer that the options ask for; None for `null` (the data are token ids already).
+    """Load the tokenizer that the options ask for; None for `null` (the data are token ids already).
 
     Raises:
         DataError: unknown type, a folder that is missing, not given, given in vain, or that does not load.

@@ -1,1 +1,1 @@
-"""`hostward verify`: train with and without offloading and compare every bit."""
+"""Train with and without offloading and compare every bit, as `hostward verify`."""

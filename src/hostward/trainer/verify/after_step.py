@@ -1,5 +1,6 @@
-"""What a user's own loop does with weights right after the step, for `hostward verify`: it reads, copies and writes
-them through torch alone, and never tells the optimizer.
+"""Use weights right after the step as custom training loops do: read, copy and write them through torch alone.
+
+`hostward verify` runs this without notifying the optimizer.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from hostward.optim.master_sync import bit_sum
 from hostward.trainer.verify.claims import Claim
 
 DECAY = 0.9
-"""Of the hand-made average."""
+"""Decay used by the hand-made average."""
 CLAMPED_AT = 2.0
-"""Times the standard deviation of a matrix at the start: about one element in twenty is beyond."""
+"""Clamping limit, in standard deviations of a matrix at the start: about one element in twenty is beyond."""
 _NAMED = 3
-"""Tensors whose names are told where they differ."""
+"""Names reported at most, if tensors differ."""
 
 Bits = dict[str, int]
-"""By name, the sum over bits of a tensor."""
+"""Sum over the bits of a tensor, by its name."""
 
 
 class AfterStep:
-    """Averages, norms, clamps and copies of a model's weights, made after each step; of weights that are sharded over
-    ranks those of this rank's part.
+    """Averages, measures, clamps and copies a model's weights after each step.
+
+    Of weights that are sharded over ranks it uses this rank's part.
 
     The averages of `swa_utils` and the deep copies are where the weights are, the hand-made average and the second
     model on the host. All of them begin with the weights as they are now. Matrices are clamped through the tensor and
@@ -53,21 +55,23 @@ class AfterStep:
             "weights clamped through .data equal": lambda: self._clamp(matrices[1::2], through_data=True),
             "weights copied to a second model equal": self._copy_to_second,
         }
-        if not _is_fsdp2(model):  # which refuses deep copies
+        if not _is_fsdp2(model):  # which does not support deep copies
             self._averaged = AveragedModel(model)
             self._actions["swa_utils averages equal"] = self._average_by_swa_utils
             self._actions["deep copies of the model equal"] = lambda: _bits_of(copy.deepcopy(self._model))
         self.found: dict[str, list[Bits]] = {name: [] for name in self._actions}
-        """By claim, what each step left."""
+        """Values after each step, by claim."""
 
     @property
     def steps(self) -> int:
-        """Steps after which every action has been the first once: what comes later may find that weights are there."""
+        """Steps until every action has been first once: later actions may find that weights have been reloaded
+        already.
+        """
         return len(self._actions)
 
     @torch.no_grad()
     def act(self) -> None:
-        """Do everything once, after a step, beginning with another action each time."""
+        """Run every action once after a step, starting with a different one each time."""
         actions = list(self._actions.items())
         first = len(self.found[actions[0][0]]) % len(actions)
         for name, action in [*actions[first:], *actions[:first]]:
@@ -99,7 +103,7 @@ class AfterStep:
 
 
 def claims_after_steps(base: AfterStep, other: AfterStep) -> list[Claim]:
-    """One claim for each thing that was done after the steps of both runs."""
+    """Return one claim for each action that was run after the steps of both runs."""
     return [_equal(name, mine, other.found[name]) for name, mine in base.found.items()]
 
 
@@ -114,7 +118,7 @@ def _equal(name: str, mine: Sequence[Bits], theirs: Sequence[Bits]) -> Claim:
 
 
 def _here(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The weight, or of one that is sharded this rank's part, asked for as a user would: anew at each use."""
+    """Return the local weight, or this rank's part of a sharded one, looked up anew at each use as a user would."""
     part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return part
 

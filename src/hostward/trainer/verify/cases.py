@@ -1,4 +1,4 @@
-"""What `hostward verify` compares: configurations with offloading, each beside the same one without."""
+"""Choose the configurations with offloading that `hostward verify` compares with the same ones without."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ SCHEDULES = ("hidden", "serial")
 FRACTIONS = (0.25, 0.5, 1.0)
 
 WORDS = (
-    "N% host: that share of the optimizer state lies on the host and is stepped there; streamed: it lies there and is "
-    "stepped on the device; mixed: half of it each. hidden: behind backward and the next forward; serial: between "
-    "them. Averages, norms, clamps and copies: in runs that make them after each step and tell the optimizer nothing."
+    "N% host: that share of the optimizer state is on the host, with a CPU optimizer step; streamed: it is there and "
+    "is stepped on the device; mixed: half of it each. hidden: overlapped with backward and the next forward; serial: "
+    "between them. Averages, norms, clamps and copies: in runs that make them after each step without notifying the "
+    "optimizer."
 )
 ACTIVATIONS, WEIGHTS = "saved activations", "weights of layers"
 MIX = 0.5
-"""Share of the offloaded state that a mixed case streams."""
+"""Streamed share of the offloaded state in a mixed case."""
 
 _DEFAULT = ((0.25, "host", "serial"), (0.5, "mixed", "hidden"), (1.0, "host", "hidden"), (1.0, "streamed", "hidden"))
-"""Each placement and each schedule once, in as few runs as that takes."""
+"""Cases that cover each placement and each schedule once, in as few runs as possible."""
 
 _OFFLOADING = (
     "model.cpu_offloading",
@@ -64,7 +65,7 @@ _KEPT_AS_GIVEN = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A share of the state, where and when it is stepped, and how many microbatches make a step of one rank.
+    """Describes a configuration to compare: offloaded share, placement, schedule, microbatches per step and rank.
 
     `config` is the whole configuration. A placement or schedule of "as given" is that of the options.
     """
@@ -77,15 +78,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words, for tables: WORDS says what they mean."""
+        """Return the case's name for tables; WORDS explains the terms."""
         count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         how = "as the options say" if self.placement == self.schedule else f"{self.placement}, {self.schedule}"
         what = f"{100 * self.fraction:g}%" if self.fraction else " and ".join(offloaded_by_layers(self.config))
         return f"{what} {how}, {count}"
 
     def require_placed(self, plan: Plan) -> None:
-        """Raises ConfigError for a plan that would prove nothing about this case. What layers offload instead of state
-        is known when they have run.
+        """Raise ConfigError for a plan that would prove nothing about this case.
+
+        What layers offload besides state is known only after they have run.
         """
         if not self.fraction:
             return
@@ -111,19 +113,19 @@ class Case:
 
 
 def offloads_activations(config: Config) -> bool:
-    """Whether the options offload what layers save for backward."""
+    """Return whether the options offload what layers save for backward."""
     model = config.model
     return model.fine_grained_activation_offloading or (model.cpu_offloading and model.cpu_offloading_activations)
 
 
 def offloaded_by_layers(config: Config) -> list[str]:
-    """What the options offload besides optimizer state: ACTIVATIONS, WEIGHTS, both or neither."""
+    """Return what the options offload besides optimizer state: ACTIVATIONS, WEIGHTS, both or neither."""
     found = [ACTIVATIONS] if offloads_activations(config) else []
     return [*found, WEIGHTS] if config.model.cpu_offloading and config.model.cpu_offloading_weights else found
 
 
 def without_offloading(config: Config) -> Config:
-    """The same configuration with all state on the device."""
+    """Return the same configuration with all state on the device."""
     changed = copy.deepcopy(config)
     for name in _OFFLOADING:
         namespace, _, option = name.partition(".")
@@ -141,15 +143,17 @@ def choose(
     world_size: int = 1,
     divide: bool = False,
 ) -> list[Case]:
-    """Every combination of what is given. Where neither fraction, placement nor schedule is: the options' own, if they
-    offload anything, else four cases that cover all placements and schedules.
+    """Return every combination of the given values.
+
+    If neither fraction, placement nor schedule is given: the options' own case, if they offload anything, else four
+    cases that cover all placements and schedules.
 
     Args:
-        microbatches: of one rank in a step; world_size: of how many.
-        divide: a microbatch may have what a rank has in a step, if a larger one leaves some rank without.
+        microbatches: microbatches of one rank in a step; world_size: number of ranks.
+        divide: reduce a microbatch to a rank's share of a step, if a larger one would leave some rank without samples.
 
     Raises:
-        ConfigError: an unknown word, a number out of range, or a choice made twice.
+        ConfigError: an unknown word, a number out of range, or conflicting choices.
     """
     _require_known("--placement", placements, PLACEMENTS)
     _require_known("--schedule", schedules, SCHEDULES)
@@ -173,8 +177,8 @@ def choose(
     dropped = changed(config, _KEPT_AS_GIVEN)
     if dropped:
         raise ConfigError(
-            f"verify would not carry out {', '.join(dropped)}",
-            why="its own cases choose what is offloaded, and leave other offloading out",
+            f"verify would not use {', '.join(dropped)}",
+            why="its own cases choose what is offloaded, and disable other offloading",
             fix="give the optimizer's share as options (optimizer.optimizer_cpu_offload=True "
             "optimizer.optimizer_offload_fraction=1.0): then the options as given are what is compared",
         )
@@ -201,7 +205,10 @@ def _microbatches(config: Config, world_size: int) -> int:
 
 
 def _of_rank(config: Config, world_size: int) -> int:
-    """Sequences that a rank trains on in a step. What cannot be divided is refused with the other options."""
+    """Return the sequences that a rank trains on in a step.
+
+    A batch that cannot be divided raises with the other options.
+    """
     return config.train.global_batch_size // data_parallel_size(config, world_size)
 
 

@@ -1,4 +1,4 @@
-"""Claims about two runs: the same training with and without offloading, compared bit for bit."""
+"""Compare two runs, the same training with and without offloading, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from hostward.optim.adamw import AdamW
 from hostward.optim.bucket_state import same_bits
 
 MEMORY_TOLERANCE = 0.02
-"""Allowed relative difference between the device bytes that fell and those that the placement promised."""
+"""Allowed relative difference between the drop in device bytes and the drop that the placement promised."""
 
 _NAMED = 3
-"""Ranks whose details are told of a claim that does not hold."""
+"""Ranks at most whose details are reported for a claim that fails."""
 
 ALLOCATOR_SLACK_BYTES = 2 * 1024 * 1024
-"""Torch's CUDA allocator leaves up to 1 MiB unused at the end of a large block; seen at models of a few MiB only."""
+"""Bytes that torch's CUDA allocator may leave unused at the end of a large block, up to 1 MiB; seen only at models of a
+few MiB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing that was compared."""
+    """Holds the result of one comparison."""
 
     name: str
     held: bool
     detail: str
     broken_on: tuple[str, ...] = ()
-    """Of several ranks, the names of those on which it does not hold."""
+    """Names of the ranks on which it fails, in a run of several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run leaves behind on this rank for comparison: copies on the CPU, of the rank's own part."""
+    """Holds what one run leaves on this rank for comparison: copies on the CPU of the rank's own part."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -50,16 +52,17 @@ class Outcome:
     placed_fraction: float
     offloaded_bytes: int
     left_bytes: Mapping[str, int]
-    """By what it is, bytes that layers have offloaded since the run began, on all ranks together."""
+    """Bytes that layers have offloaded since the run started, on all ranks together, by kind."""
     placements: tuple[Placement, ...]
-    """Those that some bucket has."""
+    """Placements that some bucket has."""
     settings: dict[str, Any]
     unchanged_weights: bool
 
 
 def claims(base: Outcome, other: Outcome, kernels: Mapping[Placement, str | None]) -> list[Claim]:
-    """Every claim about one run with offloading. `kernels` holds what each placement's kernel makes differently from
-    the definition, or None.
+    """Return every claim about one run with offloading.
+
+    `kernels` holds for each placement the value that its kernel computes differently from the reference, or None.
     """
     found = [
         _trained(base),
@@ -80,15 +83,15 @@ def claims(base: Outcome, other: Outcome, kernels: Mapping[Placement, str | None
     return [*found, _memory_fell(base, other)]
 
 
-def of_all(told: Sequence[tuple[str, Sequence[Claim]]]) -> list[Claim]:
-    """One claim for what each rank, by name, says of its own part: it holds where it holds on all of them."""
-    if len(told) == 1:
-        return list(told[0][1])
-    return [_of_ranks(name, told) for name in dict.fromkeys(claim.name for _, found in told for claim in found)]
+def of_all(reported: Sequence[tuple[str, Sequence[Claim]]]) -> list[Claim]:
+    """Merge the claims of all ranks, by name: a claim holds if it holds on all of them."""
+    if len(reported) == 1:
+        return list(reported[0][1])
+    return [_of_ranks(name, reported) for name in dict.fromkeys(claim.name for _, found in reported for claim in found)]
 
 
-def _of_ranks(name: str, told: Sequence[tuple[str, Sequence[Claim]]]) -> Claim:
-    found = [(rank, claim) for rank, of_rank in told for claim in of_rank if claim.name == name]
+def _of_ranks(name: str, reported: Sequence[tuple[str, Sequence[Claim]]]) -> Claim:
+    found = [(rank, claim) for rank, of_rank in reported for claim in of_rank if claim.name == name]
     broken = [(rank, claim) for rank, claim in found if not claim.held]
     if not broken:
         rank, first = found[0]
@@ -99,7 +102,7 @@ def _of_ranks(name: str, told: Sequence[tuple[str, Sequence[Claim]]]) -> Claim:
 
 
 def _trained(base: Outcome) -> Claim:
-    """Equal garbage is no identity: the run that is compared with must have trained."""
+    """Check that the run without offloading has trained: equal wrong values would prove nothing."""
     problem = None
     moments = [t for entry in base.state.values() for t in entry.values()]
     if not all(math.isfinite(loss) for loss in base.losses):
@@ -122,7 +125,7 @@ def _defined(kernels: Mapping[Placement, str | None]) -> Claim:
 
 
 def _equal_numbers(name: str, mine: Sequence[float], theirs: Sequence[float]) -> Claim:
-    # repr tells 0.0 from -0.0 and lets NaN equal itself.
+    # repr distinguishes 0.0 from -0.0, and NaN equals itself.
     different = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if repr(a) != repr(b)]
     if len(mine) != len(theirs):
         return Claim(f"{name} equal", False, f"{len(mine)} against {len(theirs)}")
@@ -148,7 +151,7 @@ def _memory_fell(base: Outcome, other: Outcome) -> Claim:
     return Claim("device bytes fell as promised", abs(fell - promised) <= allowed, detail)
 
 
-# The kernels of this machine against the definition of the step: what `hostward verify` checks besides the runs.
+# Comparing this machine's kernels with the numpy reference of the step.
 
 
 _ELEMENTS = 100_003
@@ -156,9 +159,9 @@ _STEPS = 3
 
 
 def differing_role(device: torch.device, dtype: torch.dtype, placement: Placement) -> str | None:
-    """The first of exp_avg, exp_avg_sq, master and weight that numpy makes differently of the same gradients, or None.
+    """Return the first of exp_avg, exp_avg_sq, master and weight that differs from the numpy reference, or None.
 
-    Three clipped steps of one tensor of `dtype` on `device`, all its buckets at `placement`.
+    Three clipped steps of one tensor of `dtype` on `device`, with all its buckets at `placement`.
     """
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(_ELEMENTS, generator=generator).to(dtype)

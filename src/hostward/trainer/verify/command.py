@@ -1,8 +1,8 @@
-"""`hostward verify`: the same run without and with offloading, compared bit for bit.
+"""Run `hostward verify`: the same training without and with offloading, compared bit for bit.
 
 Both runs use deterministic algorithms, the same threads and the same data. Where an operator has no deterministic
 form, both optimizers are fed the same gradients instead, and the verdict says so. A second, shorter pair of runs reads
-and writes the weights after each step, as `after_step` says. Of several ranks each compares its own part, and there is
+and writes the weights after each step, as `after_step` says. Each of several ranks compares its own part, and there is
 one verdict.
 """
 
@@ -32,7 +32,7 @@ from hostward.runtime.backend import TORCH_DTYPES, Tier
 from hostward.trainer import loop, setup
 from hostward.trainer.process_group import Ranks
 from hostward.trainer.run import Run
-from hostward.trainer.setup import require_alike
+from hostward.trainer.setup import require_same_on_all_ranks
 from hostward.trainer.verify.after_step import AfterStep, claims_after_steps
 from hostward.trainer.verify.cases import ACTIVATIONS, WEIGHTS, WORDS, Case, offloads_activations, without_offloading
 from hostward.trainer.verify.claims import Claim, Outcome, claims, differing_role, of_all
@@ -45,7 +45,7 @@ log = logging.getLogger("hostward")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run with offloading against the run without."""
+    """Compares a run with offloading with the run without."""
 
     name: str
     asked_fraction: float
@@ -64,18 +64,18 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All comparisons of one recipe."""
+    """Holds all comparisons of one recipe."""
 
     recipe: str
     iterations: int
     same_gradients: bool
-    """Both optimizers were fed the gradients of one model, because an operator has no deterministic form."""
+    """True if both optimizers got the gradients of one model, because an operator has no deterministic form."""
     settings: dict[str, Any]
     losses: list[float]
-    """Of the run without offloading; with several counts of microbatches, of the first."""
+    """Losses without offloading; with several counts of microbatches, those of the first."""
     comparisons: list[Comparison]
     ranks: int = 1
-    """On each of which everything was compared."""
+    """Ranks on each of which everything was compared."""
 
     @property
     def passed(self) -> bool:
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         if self.passed:
             names = "; ".join(c.name for c in self.comparisons)
             where = f" on {self.ranks} ranks" if self.ranks > 1 else ""
@@ -100,20 +100,21 @@ class Verdict:
         return f"FAIL: NOT verified in {cases}: {', '.join(broken)}{where}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only, for JSON."""
+        """Return plain values only, for JSON."""
         return {**asdict(self), "passed": self.passed}
 
 
 def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
-    """Train every case and, once per count of microbatches, the same without offloading; compare. Every rank returns
-    the same verdict.
+    """Train every case and, once per count of microbatches, the same without offloading; compare them.
+
+    Every rank returns the same verdict.
 
     Raises:
-        ConfigError: a case whose plan would prove nothing, no iteration to run, options under which equal bits are not
-            claimed, or ranks that were started otherwise.
+        ConfigError: a case whose plan would prove nothing, no iteration to run, options without claim of
+            bitwise identical results, or ranks that were started with different settings.
     """
     ranks = Ranks.of(os.environ)
-    # Where options alone do not say how a step is divided into microbatches, the cases do.
+    # If options alone do not give the number of microbatches, the cases do.
     check(replace(config, train=cases[0].config.train), world_size=ranks.size)
     for case in cases:
         check(case.config, world_size=ranks.size)
@@ -123,7 +124,7 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
         raise problem
     device = setup.choose_device(config.train.device, ranks.local_rank)
     ranks.join(device, timedelta(minutes=config.dist.distributed_timeout_minutes))
-    require_alike(ranks, {"what is compared": "; ".join(case.name for case in cases)})
+    require_same_on_all_ranks(ranks, {"what is compared": "; ".join(case.name for case in cases)})
     same_gradients = False
     try:
         pairs = _independent_runs(recipe, cases)
@@ -142,7 +143,7 @@ def verify(recipe: str, config: Config, cases: Sequence[Case]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """What the runs without and with offloading left, and what a user's own loop found in a second pair of runs."""
+    """Outcomes of the runs without and with offloading, and of the second pair, which uses weights after each step."""
 
     base: Outcome
     other: Outcome
@@ -165,7 +166,7 @@ def _comparison(case: Case, pair: _Pair, ranks: Ranks, kernels: dict[Placement, 
 
 
 def render(verdict: Verdict) -> list[Table]:
-    """Tables for a terminal."""
+    """Return tables for the terminal."""
     from rich.table import Table
 
     how = "same gradients fed to both" if verdict.same_gradients else "independent runs"
@@ -203,7 +204,7 @@ def _independent_runs(recipe: str, cases: Sequence[Case]) -> list[_Pair]:
 
 
 def _own_loop(recipe: str, config: Config, case: Case | None) -> AfterStep:
-    """Train for some iterations, and use the weights after each step without a word to the optimizer."""
+    """Train for some iterations, and use the weights after each step without notifying the optimizer."""
     run = _prepared(recipe, config, case)
     after = AfterStep(run.model)
     with _quiet(), loop.deterministic(True), closing(run.passes):
@@ -221,8 +222,10 @@ def _iterations_of(after: AfterStep, run: Run) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what the optimizer says of verify's own probes, which change weights on purpose and hold their memory.
-    Of all else the longer runs have warned before.
+    """Suppress the optimizer's warnings about verify's own probes, which change weights on purpose and hold their
+    memory.
+
+    Everything else was reported by the longer runs before.
     """
     level = log.level
     log.setLevel(logging.ERROR)
@@ -238,14 +241,14 @@ def _not_to_verify(config: Config) -> ConfigError | None:
     if config.optimizer.use_torch_optimizer_for_cpu_offload:
         return ConfigError(
             "optimizer.use_torch_optimizer_for_cpu_offload=True cannot be verified",
-            why="torch's CPU kernels round differently, so equal bits are not claimed for it",
+            why="torch's CPU kernels round differently, so its results are not claimed to be bitwise identical",
             fix="leave it off",
         )
     return None
 
 
 def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> dict[Placement, str | None]:
-    """What the kernel of each placement makes differently from the definition, or None."""
+    """Return for each placement what its kernel computes differently from the reference, or None."""
     device = setup.choose_device(config.train.device, ranks.local_rank)
     dtype = TORCH_DTYPES[Dtype(config.model.params_dtype)]
     with _quiet():
@@ -253,12 +256,15 @@ def _kernels(config: Config, ranks: Ranks, placements: Iterable[Placement]) -> d
 
 
 def _prepared(recipe: str, config: Config, case: Case | None, *, deterministic: bool = True) -> Run:
-    """A run that has something to compare. Raises ConfigError for one that has not."""
+    """Prepare a run that has something to compare.
+
+    Raises ConfigError if it has nothing.
+    """
     changed = copy.deepcopy(config)
     changed.model.deterministic_mode = deterministic
     run = setup.prepare(recipe, changed)
     problem = _nothing_to_compare(run, case)
-    problems = run.ranks.gather(problem is not None)  # a rank with few rows may have none that leave
+    problems = run.ranks.gather(problem is not None)  # a rank with few rows may have none that are offloaded
     if problem is not None and all(problems):
         problem.everywhere = True
         raise problem
@@ -316,13 +322,16 @@ def _two_runs(recipe: str, case: Case) -> tuple[Run, Run]:
     reference = _prepared(recipe, without_offloading(case.config), None, deterministic=False)
     candidate = _prepared(recipe, case.config, case, deterministic=False)
     if candidate.scaler is not None:
-        # A scaler makes its factor when it first scales a loss, and this one never sees any.
+        # A scaler initializes its factor when it first scales a loss, and this one never scales any.
         candidate.scaler.scale(torch.zeros((), device=candidate.device))
     return reference, candidate
 
 
 def _feed(reference: Run, candidate: Run, iterations: int, after: Sequence[AfterStep] = ()) -> None:
-    """Step both with the gradients of the first. `after`: uses the weights of each after its step."""
+    """Step both runs with the gradients of the first.
+
+    `after`: uses the weights of each after its step.
+    """
     pairs = list(zip(reference.model.parameters(), candidate.model.parameters(), strict=True))
     for _ in range(iterations):
         loss = loop.backward(reference, taken=False)
@@ -330,10 +339,10 @@ def _feed(reference: Run, candidate: Run, iterations: int, after: Sequence[After
             for mine, theirs in pairs:
                 theirs.grad = None
                 if mine.grad is not None:
-                    theirs.grad_dtype = mine.grad.dtype  # also where each microbatch's goes to the host by itself
+                    theirs.grad_dtype = mine.grad.dtype  # also if each microbatch's gradient is offloaded by itself
                     theirs.grad = mine.grad.clone()
         for i, run in enumerate((reference, candidate)):
-            loop.step(run, loss.clone())  # ranks add theirs to it in place
+            loop.step(run, loss.clone())  # ranks reduce into it in place
             if after:
                 after[i].act()
             run.optimizer.zero_grad()
@@ -341,7 +350,7 @@ def _feed(reference: Run, candidate: Run, iterations: int, after: Sequence[After
 
 
 def _with_device_bytes(outcome: Outcome, freed_bytes: int) -> Outcome:
-    """What a run held on a CUDA device, seen by its going: workspaces of libraries, made once, stay out of it."""
+    """Add the device bytes that a run held, measured by freeing it, so that libraries' workspaces are not counted."""
     return outcome if outcome.device_bytes is not None else replace(outcome, device_bytes=freed_bytes)
 
 
@@ -350,13 +359,13 @@ def _bit_sums(run: Run) -> list[int]:
 
 
 def _weights(run: Run) -> dict[str, torch.Tensor]:
-    """This rank's, by way of the state dict: a parameter whose weight is offloaded has no bytes."""
+    """Return this rank's weights through the state dict: an offloaded parameter has no bytes of its own."""
     state = run.model.state_dict()
     return {name: local_of(state[name]).cpu() for name, _ in run.model.named_parameters()}
 
 
 def _let_arrive(run: Run) -> None:
-    """Every weight has its new value from here on, whatever reads it."""
+    """Wait until every weight has its new value, whatever reads it."""
     run.optimizer.wait()
     loop.collect(run, everything=True)
 
@@ -387,30 +396,39 @@ def _outcome(run: Run, start: Sequence[int]) -> Outcome:
         left_bytes=_left_bytes(run),
         placements=tuple(p for p in Placement if plan.count(p)),
         settings=settings,
-        # A rank may have rows of which none was trained.
+        # Possibly none of a rank's rows was trained.
         unchanged_weights=all(run.ranks.gather(_bit_sums(run) == start)),
     )
 
 
 def clipped(limit: float, norms: Sequence[float]) -> int:
-    """Iterations in which gradients were clipped. One that is skipped, for its norm is not finite, clips nothing."""
+    """Count the iterations in which gradients were clipped.
+
+    A skipped iteration, whose norm is not finite, clips nothing.
+    """
     return sum(limit < norm < math.inf for norm in norms) if limit else 0
 
 
 def _share(of_ranks: Sequence[tuple[int, int]]) -> float:
-    """Of all state, by ranks: bytes that are off the device, and all bytes."""
+    """Return the offloaded share of all state, from each rank's (offloaded bytes, all bytes)."""
     away, held = (sum(column) for column in zip(*of_ranks, strict=True))
     return away / held if held else 0.0
 
 
 def _state_away_bytes(run: Run) -> int:
-    """As it lay on the device, where each range of a bucket is aligned: parts of small tensors are mostly that."""
+    """Return the offloaded bytes as they were on the device, with each range of a bucket aligned.
+
+    Parts of small tensors are mostly alignment.
+    """
     pairs = zip(run.optimizer.inventory.buckets, run.optimizer.plan.buckets, strict=True)
     return sum(b.offsets[-1] * state_bytes_per_element(b.kind) for b, row in pairs if row.placement.offloaded)
 
 
 def _left_bytes(run: Run) -> dict[str, int]:
-    """Bytes that layers have offloaded since the beginning, on all ranks: one may have none of these layers."""
+    """Return the bytes that layers have offloaded since the start, on all ranks.
+
+    A single rank may have none of these layers.
+    """
     if run.attachment is None:
         return {}
     report = run.attachment.report()
@@ -420,7 +438,7 @@ def _left_bytes(run: Run) -> dict[str, int]:
 
 
 def _weights_away_bytes(run: Run) -> int:
-    """Of layers whose weights leave, those that are off the device now."""
+    """Return the bytes of offloaded weights that are off the device now."""
     away = None if run.attachment is None else run.attachment.report().weights
     return 0 if away is None else away.freed_bytes
 
