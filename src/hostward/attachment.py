@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hostward.activations.module_filter import marks_of
-from hostward.activations.module_hooks import Visits
+from hostward.activations.module_hooks import LayerCalls
 from hostward.activations.recompute import Regions, elementwise_in, require_not_compiled
 from hostward.activations.saved_tensors import Sorter, Why
-from hostward.activations.transfers import Movement
+from hostward.activations.transfers import ActivationTransfers
 from hostward.config.arguments import named_fields, named_options, require_fewer, require_whole
 from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.errors import ConfigError
@@ -231,7 +231,7 @@ def _planned(
 def _how(given: object, n_layers: int) -> Activations:
     if isinstance(given, bool) or not isinstance(given, (Activations, int)):
         raise ConfigError(
-            f"activations={given!r} says not what to offload",
+            f"activations={given!r} does not say what to offload",
             fix="activations=hostward.Activations(...), or a number of layers",
         )
     require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
@@ -440,15 +440,15 @@ class Attachment:
             backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
         )
         self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
-        self._movement = Movement(backend, self._arena, turns=turns)
-        self._visits: Visits | None = None
+        self._transfers = ActivationTransfers(backend, self._arena, turns=turns)
+        self._layer_calls: LayerCalls | None = None
         self._wrapped: list[_Checkpointing] = []
         if on:
-            self._visits = visits = Visits(
-                model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead,
+            self._layer_calls = layer_calls = LayerCalls(
+                model, layers, self._sorter, self._transfers, offloaded=offloaded, window=window, ahead=ahead,
                 marks=marks, in_flight=how.max_in_flight, weights=weights,
             )  # fmt: skip
-            self._wrapped = [_Checkpointing(visits, i, layer) for i, (_, layer) in enumerate(layers)]
+            self._wrapped = [_Checkpointing(layer_calls, i, layer) for i, (_, layer) in enumerate(layers)]
         self._attached = True
         weakref.finalize(self, backend.drain)
 
@@ -489,11 +489,11 @@ class Attachment:
 
     def report(self) -> ActivationReport:
         """What has been offloaded so far."""
-        movement = self._movement
+        transfers = self._transfers
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
-            movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._movement.host_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
+            transfers.offloaded, transfers.freed, transfers.held, transfers.reloaded, transfers.on_demand, kept,
+            self._transfers.host_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
             None if self._weights is None else self._weights.report(),
         )  # fmt: skip
 
@@ -517,14 +517,14 @@ class Attachment:
         """
         for wrapped in self._wrapped:
             wrapped.undo()
-        if self._visits is not None:
-            self._visits.close()
+        if self._layer_calls is not None:
+            self._layer_calls.close()
         if self._regions is not None:
             self._regions.undo()
         if self._weights is not None:
             self._weights.detach()
         self._attached = False
-        self._movement.close()
+        self._transfers.close()
 
     def __enter__(self) -> Attachment:
         return self
@@ -550,8 +550,8 @@ class _Checkpointing:
     _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
     """Of transformers' layers, and of torch's `checkpoint_wrapper`."""
 
-    def __init__(self, visits: Visits, number: int, layer: torch.nn.Module) -> None:
-        self._visits, self._number, self._layer = weakref.ref(visits), number, weakref.ref(layer)
+    def __init__(self, layer_calls: LayerCalls, number: int, layer: torch.nn.Module) -> None:
+        self._layer_calls, self._number, self._layer = weakref.ref(layer_calls), number, weakref.ref(layer)
         self._outside = type(layer).__call__ is not torch.nn.Module.__call__
         self._attribute = next((name for name in self._ATTRIBUTES if name in layer.__dict__), None)
         if self._attribute is not None:
@@ -562,18 +562,18 @@ class _Checkpointing:
         return _itself, (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        visits = self._visits()
-        if visits is None or (torch.compiler.is_compiling() and not self._outside):
+        layer_calls = self._layer_calls()
+        if layer_calls is None or (torch.compiler.is_compiling() and not self._outside):
             return self._function(*args, **kwargs)
         if self._outside:
-            visits.enter(self._number, (args[1:], kwargs))
+            layer_calls.pre_forward(self._number, (args[1:], kwargs))
         output = None
         try:
             output = self._function(*args, **kwargs)
-            visits.held(self._number, _not_by_position(args, kwargs))
+            layer_calls.held(self._number, _not_by_position(args, kwargs))
         finally:
             if self._outside:
-                visits.leave(self._number, output)
+                layer_calls.post_forward(self._number, output)
         return output
 
     def undo(self) -> None:

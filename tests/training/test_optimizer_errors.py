@@ -67,10 +67,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "duplicate names": (lambda: [("a", parameter(3)), ("a", parameter(3))], "named 'a'", "a name of its own"),
     "float64": (lambda: [("w", parameter(3, dtype=torch.float64))], "'w' has dtype torch.float64", "leave this"),
     "complex": (lambda: [("w", parameter(3, dtype=torch.complex64))], "'w' has dtype torch.complex64", "leave"),
-    "meta": (lambda: [("w", parameter(3, device="meta"))], "'w' lies on meta", "move it to its device"),
+    "meta": (lambda: [("w", parameter(3, device="meta"))], "'w' is on meta", "move it to its device"),
     "two devices": (
         lambda: [("v", parameter(3)), ("w", parameter(3, device="meta"))],
-        "'w' lies on meta, the optimizer works for cpu",
+        "'w' is on meta, but the optimizer is for cpu",
         "move it to its device before the optimizer",
     ),
     "subclass": (lambda: [("w", subclass())], "'w' is a Subclass, a tensor subclass", "leave this parameter out"),
