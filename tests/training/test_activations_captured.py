@@ -68,11 +68,11 @@ class Captures(SimulatedBackend):
         assert not self.number, "a wait on the host in a capture"
         super().synchronise()
 
-    def begin_turn(self) -> None:
+    def begin_step(self) -> None:
         assert not self.number, "a turn begins in a capture"
-        super().begin_turn()
+        super().begin_step()
 
-    def end_turn(self) -> None:
+    def end_step(self) -> None:
         assert not self.number, "a turn ends in a capture"
 
     def _issue(

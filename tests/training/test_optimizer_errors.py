@@ -93,7 +93,7 @@ def test_t23_t27_parameters_that_cannot_be_tracked(case: str, fraction: float) -
 
 
 def test_meta_without_a_backend_names_the_devices_that_work() -> None:
-    with pytest.raises(ModelError, match="parameters lie on meta") as caught:
+    with pytest.raises(ModelError, match="parameters are on meta") as caught:
         hostward.AdamW(torch.nn.Linear(3, 3, device="meta"))
     assert "move the model to cuda or cpu" in caught.value.fix
 

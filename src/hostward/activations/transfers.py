@@ -92,8 +92,8 @@ class ActivationTransfers:
         self.collect()
         arena.rest()
         if self._turns and not self._backend.capturing():
-            self._backend.end_turn()
-            self._backend.begin_turn()
+            self._backend.end_step()
+            self._backend.begin_step()
 
     def offload(self, name: str, group: TransferGroup) -> None:
         """Copy a group to the host after the work that the compute stream holds now, which has written all of it."""
@@ -143,7 +143,7 @@ class ActivationTransfers:
                 else:
                     self.held += span.nbytes
         self._backend.retire(gone, VISIT["release"].lane, waits=waits).issue()
-        self._backend.let_overwrite("activations", [g.stream for g in groups if not g.capture])
+        self._backend.return_memory("activations", [g.stream for g in groups if not g.capture])
         for buffer in gone:
             buffer.data = buffer.data.new_empty(0)
 

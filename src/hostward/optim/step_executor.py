@@ -304,7 +304,7 @@ class StepIssuer:
         self._follow_slots()
         self._bindings.trim()
         try:
-            self._backend.begin_turn()
+            self._backend.begin_step()
         except NativeError:
             self.torn = True
             raise
@@ -368,7 +368,7 @@ class StepIssuer:
             self._stage(self._slots.count)
         self._slots.pace.backward_is_over()
         self._issue_point(STEP)
-        self._backend.end_turn()
+        self._backend.end_step()
         self._end(scattered)
 
     def _stepped(self) -> Iterator[str]:
@@ -746,7 +746,7 @@ class StepIssuer:
             return
         apart = taken_on - {self._backend.compute_key()}
         if apart or self._makers:
-            self._backend.let_overwrite("gradient", {self._streams[key] for key in apart} | self._makers)
+            self._backend.return_memory("gradient", {self._streams[key] for key in apart} | self._makers)
 
     # -------------------- FetchedWeights
 
@@ -783,7 +783,7 @@ class StepIssuer:
             makers = {Placement.HOST: "upload", Placement.STREAMED: "step"}
             held = [b for b, name in enumerate(self._layers) if name == layer]
             names = [f"{makers[self._states[b].placement]}/{b}" for b in held if self._states[b].placement in makers]
-            self._backend.hold(stream, [self._bindings.events[name] for name in names])
+            self._backend.wait_on_stream(stream, [self._bindings.events[name] for name in names])
 
     @serialised
     @unfenced

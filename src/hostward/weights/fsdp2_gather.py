@@ -92,7 +92,7 @@ class Gathers:
             residency.ensure(at)
         elif at < layers.offloaded and stream is not None:
             # Not by a wait of the compute stream: the gather would then wait for the work it still holds.
-            residency.hold(at, stream)
+            residency.wait_on_stream(at, stream)
         run = self._runs.beside(at)
         ahead = (at - steps if backward else at + steps for steps in range(1, GATHERED_AHEAD + 1))
         self._fetch(place for place in ahead if place in run)

@@ -260,14 +260,14 @@ class Residency:
                 with self.backend.on_compute():
                     layer = self._here(number)
                 if layer is not None:
-                    self.backend.hold(stream, [layer.fetch.done])
+                    self.backend.wait_on_stream(stream, [layer.fetch.done])
                     layer.read_on.add(stream)
 
-    def hold(self, number: int, stream: torch.Stream) -> None:
+    def wait_on_stream(self, number: int, stream: torch.Stream) -> None:
         """Make another stream wait for a layer's weights, not the compute stream; they stay until `release`."""
         layer = self._here(number)
         if layer is not None:
-            layer.gather_held = self.backend.hold_timed(stream, [layer.fetch.done])
+            layer.gather_held = self.backend.wait_on_stream_timed(stream, [layer.fetch.done])
             layer.reading = True
 
     def awaited(self, number: int, gather: torch.Event | None) -> None:
