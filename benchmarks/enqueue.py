@@ -136,11 +136,11 @@ class IdleContext(CudaContext):
     def follow_compute(self) -> int:
         return 0
 
-    def begin_turn(self) -> None:
+    def begin_step(self) -> None:
         self.turn += 1
         self._kept[self.turn % RING].clear()
 
-    def end_turn(self) -> None:
+    def end_step(self) -> None:
         pass
 
     def synchronise(self) -> None:
@@ -221,7 +221,7 @@ class Buckets:
     def turn(self) -> None:
         """Begin a turn, with gradients at other addresses and hyper-parameters of its own."""
         self.backend.synchronise()
-        self.backend.begin_turn()
+        self.backend.begin_step()
         now = self._gradients[self.backend.context.turn % 2]
         for buffers, tensors in zip(self.gradients, now, strict=True):
             for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -284,7 +284,7 @@ def fastest_s(buckets: Buckets, turns: int, issue: Callable[[], object]) -> floa
         start = time.perf_counter()
         issue()
         times.append(time.perf_counter() - start)
-        buckets.backend.end_turn()
+        buckets.backend.end_step()
     return min(times)
 
 

@@ -142,15 +142,15 @@ def test_an_attachment_says_what_it_does() -> None:
     model = NETWORKS["Llama"]()
     with offloading(model, num_layers=2, modules=("mlp", "core_attn")) as run:
         assert repr(run) == (
-            "Attachment(model.layers.0 to model.layers.1, 2 layers of 4: what they save for backward leaves in mlp, "
-            "core_attn; so far 0 bytes to the host, 0 back)"
+            "Attachment(model.layers.0 to model.layers.1, 2 layers of 4: activations are offloaded in mlp, core_attn; "
+            "so far 0 bytes to the host, 0 reloaded)"
         )
         loss_of(model, 0).backward()
         copied = run.report().offloaded_bytes
-        assert f"so far {copied:,} bytes to the host, {copied:,} back)" in repr(run)
-    assert repr(run).endswith("back; detached)")
+        assert f"so far {copied:,} bytes to the host, {copied:,} reloaded)" in repr(run)
+    assert repr(run).endswith("reloaded; detached)")
     with offloading(model, num_layers=1) as run:
-        assert repr(run).startswith("Attachment(model.layers.0 of 4: what")
+        assert repr(run).startswith("Attachment(model.layers.0 of 4: activations")
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -168,7 +168,7 @@ def test_attached_twice_is_refused(second: Callable[[Net], torch.nn.Module]) -> 
     """The model itself, a module around it, and a part of it; a copy is another model."""
     model = Net()
     run = hostward.attach(model, activations=1)
-    with pytest.raises(ConfigError, match=r"attached already: [\s\S]*leave twice[\s\S]*detach\(\)"):
+    with pytest.raises(ConfigError, match=r"attached already: [\s\S]*offloaded twice[\s\S]*detach\(\)"):
         hostward.attach(second(model), activations=1, layers=list(model.layers))
     hostward.attach(copy.deepcopy(model), activations=1).detach()
     run.detach()

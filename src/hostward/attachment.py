@@ -1,4 +1,4 @@
-"""`hostward.attach`: offloading of what backward needs, put on a model and taken off again."""
+"""Attach offloading of saved activations and weights to a model, and detach it again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hostward.activations.module_filter import marks_of
-from hostward.activations.module_hooks import Visits
+from hostward.activations.module_hooks import LayerCalls
 from hostward.activations.recompute import Regions, elementwise_in, require_not_compiled
 from hostward.activations.saved_tensors import Sorter, Why
-from hostward.activations.transfers import Movement
+from hostward.activations.transfers import ActivationTransfers
 from hostward.config.arguments import named_fields, named_options, require_fewer, require_whole
 from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.errors import ConfigError
@@ -62,37 +62,39 @@ def attach(
     backend: Backend | None = None,
     force: bool = False,
 ) -> Attachment:
-    """Offload what a model's layers save for backward, their weights, or both.
+    """Offload the activations that a model's layers save for backward, their weights, or both.
 
         run = hostward.attach(model, optimizer, activations=hostward.Activations(num_layers=20))
         ...  # train as before
         print(run.report().explain())
         run.detach()
 
-    Gradients keep their bits. Use it as a context, or call `detach`. Of a model that several ranks share all of them
-    call it, and where one refuses all raise its error.
+    Gradients are bitwise identical. Use the result as a context, or call `detach`. All ranks that share a model have to
+    call this; if it fails on one rank, all ranks raise that rank's error.
 
     Args:
-        model: is called as before; its layers' forward hooks tell where it is.
-        optimizer: shares its lanes, so that copies do not get into each other's way.
-        activations: how; a number is that of layers. None: they stay.
-        weights: how weights leave; a number is that of layers. Frozen ones, and those that the host steps
-            (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`). Of sharded ones this rank's parts. None: they stay.
-        recompute: what layers run again in backward instead of saving it, by names of `hostward.activations.recompute`;
-            ("layernorm", "mlp_act") costs little, and what remains is offloaded as `activations` says. With numbers
-            of layers, from the first on: {"mlp_act": None, "layernorm": 9}; None: all.
-        plan: from `hostward plan --json FILE`, or that file: all of this by layer, instead of the three above. Layers
-            that it recomputes as a whole are told so; they stay that way after `detach`.
-        layers: in order of use, where they cannot be found (`find_layers`), or others between them stay as they are.
-        backend: where copies run; by default the optimizer's, or that of the model's device.
-        force: go on although the plan needs more memory than is free. (What activations take without a plan is not
+        model: the model to train; its layers' hooks follow forward and backward.
+        optimizer: its copy streams are shared, so that copies do not compete.
+        activations: which activations to offload, or the number of layers. None: they stay.
+        weights: which weights to offload, or the number of layers: frozen weights, and those with a CPU optimizer step
+            (`AdamW(offload_fraction=1.0, streamed_fraction=0.0)`); of sharded weights this rank's parts. None: they
+            stay.
+        recompute: modules to recompute in backward instead of saving their activations, by names of
+            `hostward.activations.recompute`; ("layernorm", "mlp_act") costs little, and remaining activations are
+            offloaded as `activations` says. With numbers of layers, from the first on:
+            {"mlp_act": None, "layernorm": 9}; None: all.
+        plan: the result of `hostward plan --json FILE`, or that file: sets all of this by layer, instead of the three
+            above. Layers that it recomputes as a whole keep this setting after `detach`.
+        layers: the layers in order of use, if they cannot be found (`find_layers`), or only some are to be offloaded.
+        backend: runs the copies; by default the optimizer's, or that of the model's device.
+        force: go on although the plan needs more memory than is free. (Without a plan the size of activations is not
             known before the first forward.)
 
     Raises:
-        ConfigError: nothing to offload, more layers than there are, modules that are none, or weights whose step is
-            not on the host are asked for; the optimizer is another model's; the model, or a part of it, is attached
-            already; the plan is for other ranks. ModelError: no layers were found; a module that cannot be recomputed
-            as asked; compiled layers with `recompute`. MemoryLimitError: a plan, or copies of weights, do not fit.
+        ConfigError: nothing to offload; more layers than there are; unknown modules; weights without a CPU optimizer
+            step; the optimizer of another model; the model, or a part of it, is attached already; the plan is for
+            other ranks. ModelError: no layers were found; a module that cannot be recomputed as requested; compiled
+            layers with `recompute`. MemoryLimitError: a plan, or host copies of weights, do not fit.
     """
     parameters = list(model.parameters())
     device = next((p.device for p in parameters), torch.device("cpu"))
@@ -112,7 +114,7 @@ def attach(
         undo.callback(run.detach)
         if put.regions is not None:
             put.regions.warn_of_idle(put.layers)
-        if put.planned is not None:  # once nothing else can be refused, on any rank: it is not undone
+        if put.planned is not None:  # after everything that can fail, on any rank, because it is not undone
             recompute_whole(model, [layer for _, layer in put.layers], put.planned.whole)
         undo.pop_all()
     return run
@@ -120,7 +122,7 @@ def attach(
 
 @dataclass(frozen=True, slots=True)
 class _PutOn:
-    """What has been put on a model's layers, and what is to follow once all ranks have got so far."""
+    """Holds what has been installed on a model's layers, and what follows once no rank has failed."""
 
     layers: Sequence[tuple[str, torch.nn.Module]]
     backend: Backend
@@ -145,14 +147,14 @@ def _put_on(
     *,
     force: bool,
 ) -> _PutOn:
-    """All that may be refused. `undo` gets what takes it off again. Raises what `attach` raises."""
+    """Do all parts of `attach` that may raise, and register their removal with `undo`. Raises as `attach` does."""
     if activations is None and weights is None and recompute is None and plan is None:
         raise ConfigError(
             "attach() without anything to offload", fix="activations=hostward.Activations(), or a number of layers"
         )
     sharding = groups_of(model)
     if sharding is not None:
-        sharding.reshard()  # what FSDP2 has gathered passes for a plain parameter, until FSDP2 lets go of it
+        sharding.reshard()  # unsharded parameters look like plain ones until FSDP2 frees them
     if optimizer is not None:
         _require_optimizer_of(model, optimizer)
     _require_not_attached(model)
@@ -188,13 +190,13 @@ def offload_activations(
     backend: Backend | None = None,
     **how: Any,
 ) -> Attachment:
-    """`attach` for a block of one's own loop, with the fields of `Activations` as keywords.
+    """Attach activation offloading for a block of a custom training loop, with fields of `Activations` as keywords.
 
         with hostward.offload_activations(model, num_layers=20):
             loss(model, batch).backward()
 
     Raises:
-        ConfigError, ModelError: as `attach`; a keyword that `Activations` does not have.
+        ConfigError, ModelError: as `attach`; also for a keyword that `Activations` does not have.
     """
     return attach(model, optimizer, activations=Activations(**how), layers=layers, backend=backend)
 
@@ -202,7 +204,7 @@ def offload_activations(
 def _planned(
     given: PlanFile, model: torch.nn.Module, layers: Sequence[tuple[str, torch.nn.Module]], *others: object
 ) -> PlannedLayers:
-    """What a plan says about layers. `others`: what else `attach` was given."""
+    """Return what a plan says about layers. `others`: further arguments of `attach`, which have to be None."""
     require_division(given, model.named_parameters())
     sharding = groups_of(model)
     if sharding is not None:
@@ -210,13 +212,13 @@ def _planned(
     if any(other is not None for other in others):
         raise ConfigError(
             "attach() with plan=... and activations, weights or recompute",
-            why="the plan says what becomes of each layer",
+            why="the plan decides for each layer",
             fix="leave the others out, or edit the plan",
         )
     if len(given.layers) != len(layers):
         raise ConfigError(
             f"the plan has {len(given.layers)} layers, the model has {len(layers)}",
-            why="it is a plan of another model",
+            why="the plan was made for another model",
             fix="make a plan of this model: hostward plan --json FILE",
         )
     chosen = layers_of(given)
@@ -231,7 +233,7 @@ def _planned(
 def _how(given: object, n_layers: int) -> Activations:
     if isinstance(given, bool) or not isinstance(given, (Activations, int)):
         raise ConfigError(
-            f"activations={given!r} says not what to offload",
+            f"activations={given!r} does not say what to offload",
             fix="activations=hostward.Activations(...), or a number of layers",
         )
     require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
@@ -250,7 +252,7 @@ def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
             f"attach() with {type(optimizer).__name__}, which is no optimizer of hostward",
-            why="only an optimizer of hostward has lanes to share",
+            why="only an optimizer of hostward has copy streams to share",
             fix=f"attach(model, activations={optimizer})"
             if isinstance(optimizer, int)
             else "leave the optimizer out, or for trained weights use hostward.AdamW(model, offload_fraction=1.0, "
@@ -261,8 +263,8 @@ def _require_optimizer_of(model: torch.nn.Module, optimizer: AdamW) -> None:
     if mine and not any(id(p) in mine for p in stepped):
         raise ConfigError(
             f"attach() with an optimizer of another model: none of its {len(stepped)} parameters belongs to this one",
-            why="the optimizer's lanes are shared so that its copies and these take turns; a copied or reloaded model "
-            "has parameters of its own",
+            why="the optimizer's copy streams are shared so that its copies and these do not compete; a copied or "
+            "reloaded model has other parameters",
             fix="pass the optimizer that was made from this model, or make one: hostward.AdamW(model, ...)",
         )
 
@@ -272,35 +274,34 @@ def _require_not_attached(model: torch.nn.Module) -> None:
         if is_attached(module):
             raise ConfigError(
                 f"attach() to a model that is attached already: {name or type(model).__name__} is offloaded",
-                why="what a layer saves would leave twice",
+                why="activations would be offloaded twice",
                 fix="detach() the first attachment (run.detach()), or use it as a context, before attaching again",
             )
 
 
-# Offloading that is on a model: how it was asked for, what it does, what it has done so far.
+# Offloading that is attached to a model: its options, its work, and its report.
 
 
 _LITTLE = 0.25
-"""Of what offloaded layers save: where less than this share leaves, the report says so."""
+"""Offloaded share of the layers' activations below which the report points it out."""
 
 
 @named_fields
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How saved activations leave the device.
+    """Choose which saved activations are offloaded, and how.
 
-    num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
-    modules: only what these modules within the layers save, by path ("mlp", "self_attn.*_proj") or by Megatron's names
-    (core_attn, attn_proj, ...); (): all. min_bytes: smaller tensors stay; min_elements: so do those of fewer elements.
-    double_buffering: bring them back one layer earlier, for one more layer's worth of device memory.
-    retain_pinned_buffers: keep all page-locked memory until `detach`; False: what eight steps in a row have not needed
-    goes back. host_bytes: the most page-locked memory that they take; None: what the machine has.
-    fraction: of the modules, counted layer by layer, the share that leaves; the first ones stay (Megatron's
-    activation_offload_fraction). max_in_flight: so many groups of saved tensors at most (a layer's, or 256 MiB of them)
-    are on their way and still on the device; for another, the compute lane waits for the oldest. 0: it waits at the end
-    of each layer; None: as long as the window of layers allows.
+    num_layers: offload those of the first so many layers; None: of all layers but the last, whose backward follows at
+    once. modules: offload only tensors saved by these modules within the layers, by path ("mlp", "self_attn.*_proj") or
+    by Megatron's names (core_attn, attn_proj, ...); (): by all. min_bytes, min_elements: smaller tensors stay.
+    double_buffering: reload one layer earlier, for one more layer's worth of device memory. retain_pinned_buffers: keep
+    all pinned memory until `detach`; False: free what eight steps in a row have not needed. host_bytes: the most pinned
+    memory to use; None: all that the machine has. fraction: offload this share of the modules, counted layer by layer;
+    the first ones stay (Megatron's activation_offload_fraction). max_in_flight: the most groups of saved tensors (of a
+    layer, or 256 MiB of them) that are being copied and still on the device; for another group, the compute stream
+    waits for the oldest. 0: it waits at the end of each layer; None: the limit is the window of layers.
 
-    Raises ConfigError for values out of range, and for names that are none of these.
+    Raises ConfigError for values out of range and for unknown option names.
     """
 
     num_layers: int | None = None
@@ -332,11 +333,12 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class ActivationReport:
-    """Bytes of saved activations since `attach`.
+    """Report bytes of saved activations since `attach`.
 
-    offloaded: copied to the host. freed: of these, what left the device. held: what somebody else holds. reloaded:
-    copied back; on_demand: of these, what nobody had foreseen. kept: by reason. host: page-locked now.
-    recomputed_modules: parts of layers that save their inputs alone. weights: of offloaded weights, if there are any.
+    offloaded: copied to the host. freed: the part of it whose device memory was freed. held: the part that other code
+    still held. reloaded: copied back; on_demand: the part of it that was not prefetched. kept: not offloaded, by
+    reason. host: pinned now. recomputed_modules: modules that save only their inputs. weights: the report of offloaded
+    weights, if there are any.
     """
 
     offloaded_bytes: int
@@ -347,47 +349,47 @@ class ActivationReport:
     kept_bytes: Mapping[str, int]
     host_bytes: int
     simulated: bool = False
-    """There is no GPU: the device is a part of the host's memory, and nothing is page-locked."""
+    """True without a GPU: the device is a part of host memory, and nothing is pinned."""
     recomputed_modules: int = 0
     weights: WeightReport | None = None
 
     def explain(self) -> str:
-        """A few lines for people."""
+        """Return a readable report of a few lines."""
         lines = [] if self.weights is None else [self.weights.explain()]
         return "\n".join([*lines, *self.of_activations()])
 
     def of_activations(self) -> list[str]:
-        """The same without offloaded weights; nothing where these leave alone."""
-        back = f"{self.reloaded_bytes:,} back, {self.on_demand_bytes:,} of them unforeseen"
+        """Return the lines about activations; none if only weights are offloaded."""
+        back = f"{self.reloaded_bytes:,} reloaded, {self.on_demand_bytes:,} of them not prefetched"
         freed = f"{self.freed_bytes:,} of them freed, {self.held_bytes:,} held by others"
         where = " (simulated device)" if self.simulated else ""
         lines = []
-        # With weights alone every layer keeps what it saves.
+        # If only weights are offloaded, every layer keeps its activations.
         if self.offloaded_bytes or self.weights is None or set(self.kept_bytes) - {Why.LAYER.value}:
             lines.append(f"saved activations{where}: {self.offloaded_bytes:,} bytes to the host, {freed}; {back}")
-            lines.append(f"  {'host memory' if self.simulated else 'page-locked'} for them: {self.host_bytes:,} bytes")
+            lines.append(f"  {'host memory' if self.simulated else 'pinned'} for them: {self.host_bytes:,} bytes")
             lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         if self.recomputed_modules:
-            lines.append(f"  saves its inputs alone, and runs again in backward: {self.recomputed_modules} modules")
+            lines.append(f"  recomputed in backward, saving only their inputs: {self.recomputed_modules} modules")
         return [*lines, *(self._little() if self.offloaded_bytes or self.weights is None else [])]
 
     def _little(self) -> list[str]:
-        """A sentence where most of what offloaded layers save stays."""
-        # A checkpoint saves its inputs; what its recomputation saves is used at once.
+        """Return a line that says so if most activations of offloaded layers stay."""
+        # A checkpoint saves its inputs; tensors saved in its recomputation are used at once.
         kept = {why: nbytes for why, nbytes in self.kept_bytes.items() if why != Why.RECOMPUTED.value}
         saved = self.offloaded_bytes + sum(kept.values())
         if self.offloaded_bytes >= _LITTLE * saved:
             return []
         share, most = self.offloaded_bytes / saved, max(kept, key=lambda why: kept[why])
-        return [f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because {most}"]
+        return [f"  only {share:.0%} of these layers' activations are offloaded; most others stay, because {most}"]
 
 
 def marks_in(
     layers: Sequence[tuple[str, torch.nn.Module]], how: Activations, regions: Regions | None
 ) -> list[dict[torch.nn.Module, bool]] | None:
-    """By layer, where it begins to hold that saved tensors leave or stay; None: nowhere within layers.
+    """Return by layer the modules in whose calls saved tensors are offloaded or stay; None: not decided by module.
 
-    Raises ConfigError for modules that are none, or that run again as a part of others.
+    Raises ConfigError for unknown modules, and for modules that are recomputed as a part of others.
     """
     if not how.modules:
         return None
@@ -403,7 +405,7 @@ def _leaving(layers: Sequence[object], how: Activations) -> int:
 
 
 class Attachment:
-    """Offloading that is on. `detach` takes it off; what has been saved by then still comes back."""
+    """Controls the offloading of a model until `detach`; tensors offloaded by then are still reloaded."""
 
     def __init__(
         self,
@@ -417,47 +419,51 @@ class Attachment:
         weights: OffloadedWeights | None = None,
         marks: Sequence[dict[torch.nn.Module, bool]] | None = None,
     ) -> None:
-        """`how`: None offloads nothing. `turns`: nobody else counts the turns of the backend. `regions`: are on.
-        `weights`: come and go. `marks`: of `marks_in`.
+        """Install the hooks.
+
+        `how`: None offloads no activations. `turns`: no optimizer begins and ends the backend's steps. `regions`:
+        recomputed modules. `weights`: offloaded weights. `marks`: the result of `marks_in`.
         """
         self._weights = weights
         self._regions = regions
         self.recomputed = [] if regions is None else list(regions.names)
-        """Paths of the modules that are recomputed in part or as a whole."""
+        """Recomputed modules, by path."""
         on, offloaded = how is not None or weights is not None, 0 if how is None else _leaving(layers, how)
         how = how or Activations()
         window, ahead = max(1, len(layers) - offloaded), int(how.double_buffering)
         self.layers = [name for name, _ in layers[:offloaded]]
-        """Paths of the layers whose activations leave."""
+        """Layers whose activations are offloaded, by path."""
         self._which = f" in {', '.join(how.modules)}" if how.modules else ""
         self._shape = LayerCallsShape(len(layers), offloaded, window, ahead, in_flight=how.max_in_flight)
         self.schedule: Schedule = lower_layer_calls(self._shape)
-        """One forward and backward, as data."""
+        """Lowered schedule of one forward and backward."""
         self.weight_schedule: Schedule | None = None if weights is None else weights.schedule
-        """The same of offloaded weights."""
+        """Lowered schedule of offloaded weights."""
         self.backend = backend
         self._arena = HostArena(
             backend, "saved activations", limit_bytes=how.host_bytes, retain=how.retain_pinned_buffers
         )
         self._sorter = Sorter(backend.device, how.min_bytes, how.min_elements)
-        self._movement = Movement(backend, self._arena, turns=turns)
-        self._visits: Visits | None = None
+        self._transfers = ActivationTransfers(backend, self._arena, turns=turns)
+        self._layer_calls: LayerCalls | None = None
         self._wrapped: list[_Checkpointing] = []
         if on:
-            self._visits = visits = Visits(
-                model, layers, self._sorter, self._movement, offloaded=offloaded, window=window, ahead=ahead,
+            self._layer_calls = layer_calls = LayerCalls(
+                model, layers, self._sorter, self._transfers, offloaded=offloaded, window=window, ahead=ahead,
                 marks=marks, in_flight=how.max_in_flight, weights=weights,
             )  # fmt: skip
-            self._wrapped = [_Checkpointing(visits, i, layer) for i, (_, layer) in enumerate(layers)]
+            self._wrapped = [_Checkpointing(layer_calls, i, layer) for i, (_, layer) in enumerate(layers)]
         self._attached = True
         weakref.finalize(self, backend.drain)
 
     def in_runs(self, lengths: Sequence[int]) -> None:
-        """Layers are called in runs of so many, in any order of runs, forward or backward: as those of the stages of a
-        pipeline. Weights that leave are then fetched ahead within a run, and for the one that is expected.
+        """Declare that layers are called in runs of these lengths, such as the stages of a pipeline.
+
+        Runs may come in any order, forward or backward. Offloaded weights are then prefetched within a run, and for the
+        run that `expect` names.
 
         Raises:
-            ConfigError: these are not all layers.
+            ConfigError: the lengths do not add up to all layers.
         """
         if sum(lengths) != self._shape.layer_calls or min(lengths) < 1:
             raise ConfigError(
@@ -468,19 +474,19 @@ class Attachment:
             self._weights.in_runs(lengths)
 
     def expect(self, run: int, *, backward: bool) -> None:
-        """The layers of this run come next. What comes without being expected is fetched when it is needed.
+        """Prefetch weights for the run of layers that comes next; other runs' weights are fetched when needed.
 
         Raises:
-            ConfigError: weights leave, and there is no such run.
+            ConfigError: weights are offloaded, and there is no such run.
         """
         if self._weights is not None:
             self._weights.expect(run, backward=backward)
 
     def weights_here(self) -> AbstractContextManager[None]:
-        """A context in which all offloaded weights are on the device, and stay there. They are read and written as any
-        others: an average, a norm, PEFT's merge. What was written within is kept.
+        """Return a context in which all offloaded weights stay on the device, to be read and written.
 
-        Without it a weight that is read comes by itself, and goes with the next one that is.
+        Use it for averages, norms or PEFT's merge; writes are kept. Outside of it a weight that is read is reloaded
+        automatically, and freed when the next one is read.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for all of them.
@@ -488,12 +494,12 @@ class Attachment:
         return contextlib.nullcontext() if self._weights is None else self._weights.all_here()
 
     def report(self) -> ActivationReport:
-        """What has been offloaded so far."""
-        movement = self._movement
+        """Return how much has been offloaded so far."""
+        transfers = self._transfers
         kept = {why.value: nbytes for why, nbytes in self._sorter.kept_bytes.items()}
         return ActivationReport(
-            movement.offloaded, movement.freed, movement.held, movement.reloaded, movement.on_demand, kept,
-            self._movement.host_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
+            transfers.offloaded, transfers.freed, transfers.held, transfers.reloaded, transfers.on_demand, kept,
+            self._transfers.host_bytes, self.backend.describe()["backend"] == "simulated", len(self.recomputed),
             None if self._weights is None else self._weights.report(),
         )  # fmt: skip
 
@@ -501,30 +507,33 @@ class Attachment:
         report, what = self.report(), []
         if self.layers:
             where = f"{_first_and_last(self.layers)} of {self._shape.layer_calls}"
-            moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} back"
-            what.append(f"{where}: what they save for backward leaves{self._which}; so far {moved}")
+            moved = f"{report.offloaded_bytes:,} bytes to the host, {report.reloaded_bytes:,} reloaded"
+            what.append(f"{where}: activations are offloaded{self._which}; so far {moved}")
         if self._weights is not None:
             away = self._weights.report()
-            what.append(f"{away.offloaded_bytes:,} bytes of weights on the host, {away.here_bytes:,} of them here now")
+            now = f"{away.here_bytes:,} of them on the device now"
+            what.append(f"{away.offloaded_bytes:,} bytes of weights on the host, {now}")
         if self.recomputed:
-            what.append(f"{len(self.recomputed)} modules run again in backward")
+            what.append(f"{len(self.recomputed)} modules recomputed in backward")
         return f"Attachment({'; '.join(what)}{'' if self._attached else '; detached'})"
 
     def detach(self) -> None:
-        """Leave the model as it was. Host memory goes back too, unless autograd still needs what was saved, or a CUDA
-        graph is being captured: then a second call returns it later. CUDA graphs that were captured before must not be
-        replayed afterwards: the host memory that they copy to is gone.
+        """Remove all hooks from the model, and return host memory.
+
+        Host memory is kept if autograd still needs it, or during the capture of a CUDA graph: then a second call
+        returns it later. CUDA graphs that were captured before must not be replayed afterwards, because the host memory
+        that they copy to has been freed.
         """
         for wrapped in self._wrapped:
             wrapped.undo()
-        if self._visits is not None:
-            self._visits.close()
+        if self._layer_calls is not None:
+            self._layer_calls.close()
         if self._regions is not None:
             self._regions.undo()
         if self._weights is not None:
             self._weights.detach()
         self._attached = False
-        self._movement.close()
+        self._transfers.close()
 
     def __enter__(self) -> Attachment:
         return self
@@ -538,20 +547,20 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 class _Checkpointing:
-    """The call with which a layer puts a checkpoint around what it does, replaced on the instance.
+    """Replaces, on a layer instance, the function with which the layer checkpoints itself.
 
-    Older transformers' layers put it around the module and its hooks: what the checkpoint saves itself, the layer's
-    inputs, is saved before the hooks run, so the visit begins here. Whoever calls: a checkpoint saves the tensors that
-    it is given by position. What else it is given it holds, and no hook sees that.
+    Older transformers' layers wrap the module and its hooks: the checkpoint saves the layer's inputs before the hooks
+    run, so the layer call begins here. A checkpoint saves only tensors passed by position; other arguments it holds,
+    and no saved-tensor hook sees them.
 
-    A copy or pickle of the layer has the plain call.
+    A copy or pickle of the layer has the plain function.
     """
 
     _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
-    """Of transformers' layers, and of torch's `checkpoint_wrapper`."""
+    """Attributes in transformers' layers, and in torch's `checkpoint_wrapper`."""
 
-    def __init__(self, visits: Visits, number: int, layer: torch.nn.Module) -> None:
-        self._visits, self._number, self._layer = weakref.ref(visits), number, weakref.ref(layer)
+    def __init__(self, layer_calls: LayerCalls, number: int, layer: torch.nn.Module) -> None:
+        self._layer_calls, self._number, self._layer = weakref.ref(layer_calls), number, weakref.ref(layer)
         self._outside = type(layer).__call__ is not torch.nn.Module.__call__
         self._attribute = next((name for name in self._ATTRIBUTES if name in layer.__dict__), None)
         if self._attribute is not None:
@@ -562,18 +571,18 @@ class _Checkpointing:
         return _itself, (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        visits = self._visits()
-        if visits is None or (torch.compiler.is_compiling() and not self._outside):
+        layer_calls = self._layer_calls()
+        if layer_calls is None or (torch.compiler.is_compiling() and not self._outside):
             return self._function(*args, **kwargs)
         if self._outside:
-            visits.enter(self._number, (args[1:], kwargs))
+            layer_calls.pre_forward(self._number, (args[1:], kwargs))
         output = None
         try:
             output = self._function(*args, **kwargs)
-            visits.held(self._number, _not_by_position(args, kwargs))
+            layer_calls.held(self._number, _not_by_position(args, kwargs))
         finally:
             if self._outside:
-                visits.leave(self._number, output)
+                layer_calls.post_forward(self._number, output)
         return output
 
     def undo(self) -> None:
@@ -587,23 +596,25 @@ def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Of the arguments of a checkpoint, its function first, those in which it does not look for tensors."""
+    """Return those arguments of a checkpoint, whose first is its function, in which it does not look for tensors."""
     function, *inputs = args
     bound = [function.args, function.keywords] if isinstance(function, functools.partial) else []
     return [*bound, kwargs, *(value for value in inputs if not isinstance(value, torch.Tensor))]
 
 
-# What a plan says about layers, as `attach` carries it out.
+# A plan's decisions about layers, as `attach` carries them out.
 
 
 _SWITCH = "gradient_checkpointing"
-"""Of a layer of transformers: whether it is checkpointed in training."""
+"""Layer attribute of transformers: whether the layer is checkpointed in training."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayers:
-    """How many of the first layers' activations leave, how many of the first layers' weights, in how many of the first
-    layers norms and activations run again, and which layers run again as a whole.
+    """Holds a plan's decisions about layers.
+
+    activations, weights: number of first layers whose activations or weights are offloaded. parts: number of first
+    layers in which layer norms and activations are recomputed. whole: layers that are recomputed as a whole.
     """
 
     activations: int
@@ -612,10 +623,10 @@ class PlannedLayers:
     whole: frozenset[int]
 
     def recompute(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int] | None:
-        """The norms and activations that can run again in those of a model's layers where the plan wants it.
+        """Return the layer norms and activations to recompute, with their number of layers; None: nothing.
 
         Raises:
-            ConfigError: there are none. ModelError: compiled layers.
+            ConfigError: the layers have none that can be recomputed. ModelError: compiled layers.
         """
         if not self.parts:
             return None
@@ -623,25 +634,29 @@ class PlannedLayers:
         names = elementwise_in(layers[: self.parts])
         if not names:
             raise ConfigError(
-                "the plan recomputes norms and activations, and no layer of the model has any that can be",
+                "the plan recomputes layer norms and activations, but the model's layers have none that can be",
                 fix="make a plan of this model: hostward plan --json FILE",
             )
         return dict.fromkeys(names, self.parts)
 
 
 def layers_of(plan: PlanFile) -> PlannedLayers:
-    """Raises ConfigError for an edited plan that cannot be carried out: what leaves belongs to the first layers."""
+    """Return a plan's decisions about layers.
+
+    Raises:
+        ConfigError: an edited plan offloads other layers than the first ones, or everything of the last layer.
+    """
     keeps = [Keep(row.activations) for row in plan.layers]
     away = [row.weights == "host" for row in plan.layers]
     found = PlannedLayers(
-        _first(plan, [k in LEAVES for k in keeps], "activations leave"),
-        _first(plan, away, "weights leave"),
-        _first(plan, [k in ELEMENTWISE for k in keeps], "norms and activations are recomputed"),
+        _first(plan, [k in LEAVES for k in keeps], "activations are offloaded"),
+        _first(plan, away, "weights are offloaded"),
+        _first(plan, [k in ELEMENTWISE for k in keeps], "layer norms and activations are recomputed"),
         frozenset(i for i, k in enumerate(keeps) if k in RECOMPUTED),
     )
     if keeps and (found.activations == len(keeps) or found.weights == len(keeps)):
         raise ConfigError(
-            "the plan lets everything of the last layer leave",
+            "the plan offloads everything of the last layer",
             why="its backward begins as soon as its forward ends",
             fix="keep the last layer's activations and weights on the device",
         )
@@ -663,11 +678,11 @@ def _first(plan: PlanFile, yes: Sequence[bool], what: str) -> int:
 def recompute_whole(
     model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int], *, draws: bool = True
 ) -> None:
-    """Put transformers' own checkpoint around these layers, and take it from the others.
+    """Enable transformers' own checkpointing of these layers, and disable it for the others.
 
     Args:
-        draws: whether they may draw random numbers, so that the state of the generators is kept; a CUDA graph that is
-            being captured cannot read it.
+        draws: whether they may draw random numbers, so that the generators' state is saved; it cannot be read during
+            the capture of a CUDA graph.
 
     Raises ConfigError for layers that have none.
     """
@@ -682,8 +697,10 @@ def recompute_whole(
 def require_whole_again(
     model: torch.nn.Module, layers: Sequence[torch.nn.Module], chosen: frozenset[int]
 ) -> Callable[[dict[str, bool]], object] | None:
-    """What puts transformers' checkpoints around layers, if the model has it. Raises ConfigError where layers are
-    chosen that have none.
+    """Return the method that enables transformers' checkpointing, if the model has one.
+
+    Raises:
+        ConfigError: layers are chosen that cannot be checkpointed.
     """
     causal: Any = model
     # transformers 5.22 has renamed it.
@@ -693,35 +710,35 @@ def require_whole_again(
     if chosen and (enable is None or not all(hasattr(layer, _SWITCH) for layer in layers)):
         raise ConfigError(
             f"the plan, or model.recompute_granularity=full, recomputes {len(chosen)} layers of a "
-            f"{type(model).__name__}, which cannot be told to",
-            why="it is no model of transformers",
+            f"{type(model).__name__}, which does not support it",
+            why="it is not a model of transformers",
             fix="hostward plan --keep '*=keep', or '*=elementwise', makes a plan without it; without a plan: "
             "model.recompute_granularity=selective, or null",
         )
     return enable
 
 
-# Whether what a plan says fits, before `attach` does anything.
+# Check that the plan's memory needs fit before attaching.
 
 
-_CURE = "make a plan within these limits (hostward plan --device-memory SIZE --host-memory SIZE); force=True goes on"
+_FIX = "make a plan within these limits (hostward plan --device-memory SIZE --host-memory SIZE); force=True goes on"
 
 
 def require_room(plan: PlanFile, device: torch.device) -> None:
-    """Raises MemoryLimitError, with the plan's needs, where they exceed what is free.
+    """Raise MemoryLimitError if a plan needs more memory than is free.
 
-    They are those of the whole run. What this process holds already, weights and optimizer state among it, is part of
-    them, and counts as free. Of several ranks of a host each has its share of what is free there.
+    The needs are those of the whole run. Memory that this process holds already, such as weights and optimizer state,
+    is part of them and counts as free. Ranks on one host share its free memory equally.
     """
     device_bytes = None
     if device.type == "cuda":
         device_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     host_bytes = host_memory().available_bytes // local_ranks(os.environ) + resident_bytes()
-    refuse(plan.needs, Budgets(device_bytes, host_bytes), _cure(plan))
+    refuse(plan.needs, Budgets(device_bytes, host_bytes), _fix(plan))
 
 
-def _cure(plan: PlanFile) -> str:
+def _fix(plan: PlanFile) -> str:
     leaving = sum(row.weights == "host" for row in plan.layers)
     if not leaving or plan.workload.ranks > 1:
-        return _CURE
-    return f"{_CURE}; weights that leave need no room at first: hostward.move(model, device, weights={leaving})"
+        return _FIX
+    return f"{_FIX}; offloaded weights need no device memory at first: hostward.move(model, device, weights={leaving})"

@@ -324,7 +324,7 @@ def test_h33_h34_h35_h36_h37_h41(scenario: Scenario) -> None:
                 loss(net, 9).backward()  # what died in flight is seen to
                 run.backend.synchronise()
                 assert left_over(run) == 0, order
-                assert not run._movement.orphans
+                assert not run._transfers.orphans
             assert autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -406,9 +406,9 @@ def test_h12_what_dies_while_a_copy_is_at_it_waits_for_that_copy() -> None:
     net = Net()
     with offloading(net, Order(late=frozenset({Lane.D2H, Lane.H2D}))) as run:
         net.layers[1](net.layers[0](batch(0)))
-        dropped = [event for _, event, _ in run._movement.orphans]
+        dropped = [event for _, event, _ in run._transfers.orphans]
         assert dropped
-        run._movement.collect()
+        run._transfers.collect()
         assert all(event.native.done for event in dropped)  # type: ignore[attr-defined]
 
         def fail(_: torch.Tensor) -> None:
@@ -419,10 +419,10 @@ def test_h12_what_dies_while_a_copy_is_at_it_waits_for_that_copy() -> None:
             loss(net, 0).backward()
         handle.remove()
         torch.ones(1, requires_grad=True).sum().backward()  # torch holds the last failed graph until here
-        back = [tensors[0] for tensors, *_ in run._movement.orphans if tensors[0].dtype is torch.uint8]
+        back = [tensors[0] for tensors, *_ in run._transfers.orphans if tensors[0].dtype is torch.uint8]
         assert back
-        run._movement.collect()
-        assert not run._movement.orphans
+        run._transfers.collect()
+        assert not run._transfers.orphans
 
 
 def test_weights_from_elsewhere_and_detached_ones_stay() -> None:

@@ -123,7 +123,7 @@ def test_a_module_that_fails_leaves_no_mark() -> None:
         with pytest.raises(ValueError, match="fails"):
             loss_of(model, 0)
         handle.remove()
-        assert run._visits._stack.marks == []
+        assert run._layer_calls._stack.marks == []
         assert same(trained(model), expected)
         # The failed forward has saved nothing in that module.
         assert run.report().offloaded_bytes == 3 * 3 * TOKENS * 2 * HIDDEN

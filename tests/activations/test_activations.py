@@ -537,7 +537,7 @@ def test_outputs_of_any_kind_tell_where_backward_is() -> None:
 
 def test_a_model_that_was_moved_is_an_error() -> None:
     model = Pair()
-    with offloading(model), pytest.raises(ModelError, match="lies on meta, and what it saves is offloaded from cpu"):
+    with offloading(model), pytest.raises(ModelError, match="is on meta, but its saved tensors are offloaded from cpu"):
         model.to("meta")(torch.zeros(2, 16, device="meta"))
 
 
@@ -562,7 +562,7 @@ def test_h2_tensors_of_other_streams_stay_and_every_stream_waits() -> None:
 
 @pytest.mark.parametrize("given", [True, 2.5, "offload"])
 def test_what_is_not_activations_is_refused(given: object) -> None:
-    with pytest.raises(ConfigError, match="says not what to offload"):
+    with pytest.raises(ConfigError, match="does not say what to offload"):
         hostward.attach(Pair(), activations=given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is a string"):
         hostward.offload_activations(Pair(), modules="linear")

@@ -68,11 +68,11 @@ class Captures(SimulatedBackend):
         assert not self.number, "a wait on the host in a capture"
         super().synchronise()
 
-    def begin_turn(self) -> None:
+    def begin_step(self) -> None:
         assert not self.number, "a turn begins in a capture"
-        super().begin_turn()
+        super().begin_step()
 
-    def end_turn(self) -> None:
+    def end_step(self) -> None:
         assert not self.number, "a turn ends in a capture"
 
     def _issue(
@@ -229,7 +229,7 @@ def test_memory_is_locked_before_the_capture_or_never() -> None:
     with backend.capturing_a_graph():
         with pytest.raises(ModelError, match="do not suffice for a CUDA graph"):
             net(batch(0, rows=64))
-        run._movement.join()
+        run._transfers.join()
     run.detach()
     assert backend.ledger.by_owner(Tier.HOST) == {}
 
@@ -267,7 +267,7 @@ def test_t44_what_is_on_the_host_from_before_is_refused() -> None:
     net = Net()
     run, backend = attached(net)
     loss = net(batch(0)).square().mean()
-    with backend.capturing_a_graph(), pytest.raises(ModelError, match="an earlier forward has saved"):
+    with backend.capturing_a_graph(), pytest.raises(ModelError, match="saved by an earlier forward"):
         net(batch(0))
     with backend.capturing_a_graph(), pytest.raises(ModelError, match="backward in the capture of a CUDA graph"):
         loss.backward()
@@ -398,9 +398,9 @@ def test_what_died_before_the_capture_is_let_go_after_it() -> None:
     net.layers[1](net.layers[0](batch(0)))
     with backend.capturing_a_graph():
         assert same(gradients(net, 0), expected)
-    assert run._movement.orphans
+    assert run._transfers.orphans
     assert same(gradients(net, 0), expected)
-    assert not run._movement.orphans
+    assert not run._transfers.orphans
     run.detach()
 
 

@@ -40,7 +40,7 @@ def held_after_each_layer(most: int | None) -> list[int]:
     model = transformer("Llama")
     found = []
     with offloading(model, num_layers=2, max_in_flight=most) as run:
-        seen = run._visits
+        seen = run._layer_calls
         assert seen is not None
 
         def count(*_: object) -> None:

@@ -123,9 +123,7 @@ def test_a_plan_by_hand_that_training_refuses_says_so(cli: Cli, tmp_path: Path) 
     path = tmp_path / "plan.json"
     found = cli("plan", *TINY, "--keep", "*=offload", "--json", path)
     assert (found.code, path.exists()) == (0, True)
-    assert (
-        f"hostward train --plan does not support {path}: the plan lets everything of the last layer leave" in found.err
-    )
+    assert f"hostward train --plan does not support {path}: the plan offloads everything of the last layer" in found.err
     assert cli("plan", *TINY, "--keep", "*=recompute", "--json", path).err == ""
 
 

@@ -202,8 +202,8 @@ class Watched(SimulatedBackend):
         self.waited: list[bool] = []
         """Whether that was for the gather that was held."""
 
-    def hold_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
-        super().hold_timed(stream, waits)
+    def wait_on_stream_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+        super().wait_on_stream_timed(stream, waits)
         self.helds += 1
         return None if self.meter is None else (self.helds, self.gathers.recorded + 1)
 

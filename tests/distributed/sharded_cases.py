@@ -455,9 +455,9 @@ class Remembering(SimulatedBackend):
         super().__init__(threads=1, order=ORDERS["eager"])
         self.held: list[tuple[object, int]] = []
 
-    def hold(self, stream: object, waits: Sequence[Event]) -> None:
+    def wait_on_stream(self, stream: object, waits: Sequence[Event]) -> None:
         self.held.append((stream, len(waits)))
-        super().hold(stream, waits)
+        super().wait_on_stream(stream, waits)
 
 
 def held_gathers() -> tuple[list[int], list[int], list[int]]:

@@ -317,6 +317,6 @@ def test_t44_make_graphed_callables_is_refused() -> None:
     """It captures forward and backward apart."""
     model = build("blocks")
     run = attach(model)
-    with pytest.raises(ModelError, match="make_graphed_callables captures forward and backward apart"):
+    with pytest.raises(ModelError, match="make_graphed_callables captures forward and backward separately"):
         torch.cuda.make_graphed_callables(model, (batch(model, 0),))
     run.detach()

@@ -43,7 +43,7 @@ def test_pieces_arrive_in_place_and_in_order(lane: Lane, monkeypatch: pytest.Mon
     work = backend.copy(lane, [(to, of)], name="test")
     work.issue()
     # Only behind the last piece may the source change.
-    backend.hold(torch.cuda.current_stream(), [work.done])
+    backend.wait_on_stream(torch.cuda.current_stream(), [work.done])
     if lane is Lane.D2H:
         of.data.zero_()
     backend.synchronise()

@@ -117,8 +117,8 @@ class Metered(SimulatedBackend):
 
     peak_bytes = 0
 
-    def begin_turn(self) -> None:
-        super().begin_turn()
+    def begin_step(self) -> None:
+        super().begin_step()
         assert self.ledger.held_bytes[Tier.DEVICE, f"{OWNER} on the device"] == 0
 
     def mark(self, *args: Any, **options: Any) -> Any:

@@ -112,7 +112,7 @@ def test_optimizers_that_are_refused(make: Callable[[], Any], text: str) -> None
 
 
 def test_t81_a_device_without_backend_is_refused() -> None:
-    with pytest.raises(ModelError, match="parameters lie on meta"):
+    with pytest.raises(ModelError, match="parameters are on meta"):
         offload_optimizer_states(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, device="meta"))]))
 
 

@@ -67,10 +67,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "duplicate names": (lambda: [("a", parameter(3)), ("a", parameter(3))], "named 'a'", "a name of its own"),
     "float64": (lambda: [("w", parameter(3, dtype=torch.float64))], "'w' has dtype torch.float64", "leave this"),
     "complex": (lambda: [("w", parameter(3, dtype=torch.complex64))], "'w' has dtype torch.complex64", "leave"),
-    "meta": (lambda: [("w", parameter(3, device="meta"))], "'w' lies on meta", "move it to its device"),
+    "meta": (lambda: [("w", parameter(3, device="meta"))], "'w' is on meta", "move it to its device"),
     "two devices": (
         lambda: [("v", parameter(3)), ("w", parameter(3, device="meta"))],
-        "'w' lies on meta, the optimizer works for cpu",
+        "'w' is on meta, but the optimizer is for cpu",
         "move it to its device before the optimizer",
     ),
     "subclass": (lambda: [("w", subclass())], "'w' is a Subclass, a tensor subclass", "leave this parameter out"),
@@ -93,7 +93,7 @@ def test_t23_t27_parameters_that_cannot_be_tracked(case: str, fraction: float) -
 
 
 def test_meta_without_a_backend_names_the_devices_that_work() -> None:
-    with pytest.raises(ModelError, match="parameters lie on meta") as caught:
+    with pytest.raises(ModelError, match="parameters are on meta") as caught:
         hostward.AdamW(torch.nn.Linear(3, 3, device="meta"))
     assert "move the model to cuda or cpu" in caught.value.fix
 

@@ -47,11 +47,11 @@ class Streams(SimulatedBackend):
     def caller_stream(self) -> Any:
         return self.stream
 
-    def hold(self, stream: object, waits: Sequence[Event]) -> None:
+    def wait_on_stream(self, stream: object, waits: Sequence[Event]) -> None:
         assert waits
         assert isinstance(stream, int)
         self.held.append((stream, self.lane))
-        super().hold(stream, waits)
+        super().wait_on_stream(stream, waits)
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:

@@ -139,7 +139,7 @@ def test_the_report_says_when_little_leaves() -> None:
     share = report.offloaded_bytes / (report.offloaded_bytes + kept)
     assert 0 < share < 0.25
     assert report.explain().endswith(
-        f"  little leaves: {share:.0%} of what these layers save; most of the rest stays, because it is a weight"
+        f"  only {share:.0%} of these layers' activations are offloaded; most others stay, because it is a weight"
     )
     with hostward.offload_activations(model, min_bytes=64, backend=backend) as run:
         loss_of(model, 0).backward()

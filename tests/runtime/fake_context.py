@@ -78,7 +78,7 @@ class FakeContext:
         newest = {event: at for at, event in enumerate(self.fake.records)}
         return 1e3 * (newest[end] - newest[begin])
 
-    def begin_turn(self) -> None:
+    def begin_step(self) -> None:
         self.turn += 1
         self.timings.read(self.turn % RING, self.meter)
         if self.meter is not None:

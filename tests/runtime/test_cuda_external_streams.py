@@ -37,7 +37,7 @@ class Heard:
         self.spans.append(told)
 
 
-HOLDS = [CudaBackend.hold, CudaBackend.hold_timed]
+HOLDS = [CudaBackend.wait_on_stream, CudaBackend.wait_on_stream_timed]
 
 
 @pytest.mark.parametrize("hold", HOLDS)
@@ -57,14 +57,14 @@ def test_without_events_there_is_nothing_to_wait_for(hold: Any) -> None:
 def looked_at() -> tuple[Any, Heard]:
     context, heard = fake(), Heard()
     context.meter = heard
-    context.begin_turn()
+    context.begin_step()
     return context, heard
 
 
 def test_what_nobody_asks_about_is_not_timed() -> None:
     context, _ = looked_at()
     made = context.timed_events
-    CudaBackend(context=context).hold(COPY_IN, [Event(0x77)])
+    CudaBackend(context=context).wait_on_stream(COPY_IN, [Event(0x77)])
     assert (context.calls(), context.timed_events) == ([("wait", 0xABC, 0x77, 0)], made)
 
 
@@ -73,7 +73,7 @@ def traced(held_s: int, stood_s: int) -> tuple[Any, Heard, Held]:
     One second goes by between two records.
     """
     context, heard = looked_at()
-    held = CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)])
+    held = CudaBackend(context=context).wait_on_stream_timed(COPY_IN, [Event(0x77)])
     assert held is not None
     records = context.fake.records
     at = records.index(held[1])
@@ -82,7 +82,7 @@ def traced(held_s: int, stood_s: int) -> tuple[Any, Heard, Held]:
     records[-1:-1] = [0] * (stood_s - 1)
     for _ in range(RING):
         assert heard.spans == []
-        context.begin_turn()
+        context.begin_step()
     return context, heard, held
 
 
@@ -118,7 +118,7 @@ def test_the_end_of_the_wait_counts_as_long_as_the_hold_took(held_s: int, stood_
 def test_who_has_stopped_looking_in_between_is_told_nothing() -> None:
     """The caller waits for the gather in any case."""
     context, heard = looked_at()
-    held = CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)])
+    held = CudaBackend(context=context).wait_on_stream_timed(COPY_IN, [Event(0x77)])
     assert held is not None
     context.meter = None
     context.calls()
@@ -126,14 +126,14 @@ def test_who_has_stopped_looking_in_between_is_told_nothing() -> None:
     assert context.calls() == []
     context.meter = heard
     for _ in range(2 * RING):
-        context.begin_turn()
+        context.begin_step()
     assert heard.spans == []
 
 
 def test_what_is_captured_is_not_timed() -> None:
     context, _ = looked_at()
     context.in_capture = True
-    assert CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)]) is None
+    assert CudaBackend(context=context).wait_on_stream_timed(COPY_IN, [Event(0x77)]) is None
     assert context.calls() == [("wait", 0xABC, 0x77, 0)]
 
 
@@ -141,9 +141,9 @@ def test_timed_events_are_used_again() -> None:
     context, _ = looked_at()
     made = []
     for _ in range(3 * RING):
-        context.begin_turn()
+        context.begin_step()
         for _ in range(5):
-            held = CudaBackend(context=context).hold_timed(COPY_IN, [Event(0x77)])
+            held = CudaBackend(context=context).wait_on_stream_timed(COPY_IN, [Event(0x77)])
             assert held is not None
             CudaBackend(context=context).wait_behind("wait", held, GATHER)
         made.append(context.timed_events)

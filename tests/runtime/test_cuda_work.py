@@ -122,7 +122,7 @@ def test_timed_events_stand_around_the_kernel_while_there_is_a_meter() -> None:
     pairs = []
     for _ in range(3 * RING):
         context.meter = Heard()
-        context.begin_turn()
+        context.begin_step()
         kernel.values = [context.turn, 0]
         work.issue()
         calls = context.calls()
@@ -151,13 +151,13 @@ def test_every_issue_of_a_turn_is_timed_by_itself() -> None:
     context, heard = FakeContext(), Heard()
     works = [copy_work(context, "a"), copy_work(context, "b")]
     context.meter = heard
-    context.begin_turn()
+    context.begin_step()
     turn, base = context.turn, len(context.fake.records)
     for work in (works[0], works[1], works[0]):
         work.issue()
     for _ in range(RING):
         assert heard.spans == []
-        context.begin_turn()
+        context.begin_step()
     # Two timed events and the one that others wait for, of each issue; times count from the first turn's first record.
     assert heard.spans == [(name, base + at, base + at + 1.0, 20, turn) for name, at in (("a", 0), ("b", 3), ("a", 6))]
     assert context.fake.records[0] != context.fake.records[base]
@@ -170,14 +170,14 @@ def test_t44_what_is_captured_is_not_timed() -> None:
     work.issue()
     plain = context.calls()
     context.meter = heard
-    context.begin_turn()
+    context.begin_step()
     work.issue()
     timed = context.calls()
     context.in_capture = True
     work.issue()
     assert [call[0] for call in context.calls()] == [call[0] for call in plain] != [call[0] for call in timed]
     for _ in range(RING):
-        context.begin_turn()
+        context.begin_step()
     assert len(heard.spans) == 1
 
 
@@ -186,7 +186,7 @@ def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
     context.meter = Heard()
     made = []
     for _ in range(3 * RING):
-        context.begin_turn()
+        context.begin_step()
         for _ in range(5):
             copy_work(context).issue()
         made.append(context.timed_events)
@@ -194,11 +194,11 @@ def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
     # Nor does a meter that goes before it has heard everything.
     context.meter = None
     for _ in range(RING):
-        context.begin_turn()
+        context.begin_step()
         copy_work(context).issue()
     context.meter = heard = Heard()
     for _ in range(2 * RING):
-        context.begin_turn()
+        context.begin_step()
         for _ in range(5):
             copy_work(context).issue()
     assert context.timed_events == made[-1]
@@ -207,12 +207,12 @@ def test_works_that_are_thrown_away_leave_no_timed_events_behind() -> None:
 
 def test_nothing_is_timed_in_a_turn_that_began_without_a_meter() -> None:
     context = FakeContext()
-    context.begin_turn()
+    context.begin_step()
     context.meter = Heard()
     work = copy_work(context)
     work.issue()
     assert [call[0] for call in context.calls()] == ["copy", "record"]
-    context.begin_turn()
+    context.begin_step()
     work.issue()
     assert [call[0] for call in context.calls()] == ["record", "copy", "record", "record"]
 
@@ -265,7 +265,7 @@ def test_copies_take_addresses_when_they_are_issued() -> None:
         assert context.calls() == [*begin, copy, copy, ("record", done.native, stream)]
     assert context.ledger.copied_bytes[Lane.D2H] == 3 * 40
     context.meter = Heard()
-    context.begin_turn()
+    context.begin_step()
     work.issue()
     assert [call[0] for call in context.calls()] == ["wait", "wait", "record", "copy", "copy", "record", "record"]
 
@@ -329,7 +329,7 @@ def test_works_that_change_nothing_are_not_asked_to_prepare() -> None:
 def test_a_pure_wait_is_timed_with_its_waits() -> None:
     context = FakeContext()
     context.meter = Heard()
-    context.begin_turn()
+    context.begin_step()
     wait, done = context.event(), context.event()
     work = CommandWork(context, "arrive", Lane.COMPUTE, [wait], done)  # type: ignore[arg-type]
     work.issue()
@@ -405,7 +405,7 @@ def test_a_host_function_is_clocked_by_the_thread_that_calls_it() -> None:
     context.meter = heard
     called: list[ClockedCall] = []
     for turn in range(2 * RING):
-        context.begin_turn()
+        context.begin_step()
         work.issue()
         mark.issue()
         calls = context.calls()
@@ -481,8 +481,8 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
     meters = Heard(), Heard()
     for turn in range(3):
         context.meter, other.meter = meters if turn == 1 else (None, None)
-        context.begin_turn()
-        other.begin_turn()
+        context.begin_step()
+        other.begin_step()
         for _ in range(2):
             batch.issue()
             for work in alone:
@@ -495,8 +495,8 @@ def test_a_batch_is_its_works_one_after_the_other() -> None:
             assert ours == theirs
     for _ in range(RING):
         context.meter, other.meter = meters
-        context.begin_turn()
-        other.begin_turn()
+        context.begin_step()
+        other.begin_step()
     assert len(meters[0].spans) == 2 * len(works)
     # Host functions are not called here, so their clocks show nothing.
     assert [span for span in meters[0].spans if span[2] >= 0] == [span for span in meters[1].spans if span[2] >= 0]

@@ -211,10 +211,10 @@ def test_an_eager_turn_forgets_the_accesses_of_the_one_before() -> None:
     device, host = pair(backend)
     filled = fill(backend, device, 1.0)
     assert backend._bytes._spans
-    backend.begin_turn()
+    backend.begin_step()
     assert not backend._bytes._spans
     copy(backend, Lane.D2H, host, device, "copy")  # everything before the turn has run
-    backend.end_turn()
+    backend.end_step()
     assert filled.native is not None
 
 
@@ -301,7 +301,7 @@ def test_a_meter_hears_of_every_operation_of_the_other_lanes() -> None:
     backend.meter = meter
     device, host = pair(backend)
     for turn in (1, 2):
-        backend.begin_turn()
+        backend.begin_step()
         copy(backend, Lane.D2H, host, device, f"copy {turn}", [fill(backend, device, 1.0)])
         backend.synchronise()
     copies = [(f"copy {turn}", Lane.D2H, 32, turn) for turn in (1, 2)]

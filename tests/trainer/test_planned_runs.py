@@ -277,11 +277,11 @@ def test_attach_by_a_plan(small: Workload) -> None:
     backwards["layers"].reverse()
     backwards["layers"][0]["activations"], backwards["layers"][1]["activations"] = "keep", "offload"
     with pytest.raises(
-        ConfigError, match=r"activations leave in layers\[1\], model.layers.0, but not in layers\[0\] before it"
+        ConfigError, match=r"activations are offloaded in layers\[1\], model.layers.0, but not in layers\[0\] before it"
     ):
         hostward.attach(model, plan=PlanFile.from_json(json.dumps(backwards)))
     last = plan(small, mixed(small, (Keep.OFFLOAD, Keep.OFFLOAD)))
-    with pytest.raises(ConfigError, match="everything of the last layer leave"):
+    with pytest.raises(ConfigError, match="everything of the last layer"):
         hostward.attach(model, plan=last)
 
 

@@ -239,7 +239,7 @@ def test_a_weight_that_somebody_holds_stays() -> None:
         report = run.report().weights
         assert report is not None
         assert report.held_bytes > 0
-        assert "others held them" in run.report().explain()
+        assert "other code held them" in run.report().explain()
         del view
         gradients(model)
         assert layers_here(model) == [0, 3]

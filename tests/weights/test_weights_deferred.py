@@ -121,7 +121,7 @@ def test_a_model_that_is_not_new(problem: str) -> None:
 
 @pytest.mark.parametrize(
     ("device", "error", "said"),
-    [("cudda", ConfigError, "is no device"), ("cuda:0", DeviceError, "no CUDA device is there")],
+    [("cudda", ConfigError, "is no device"), ("cuda:0", DeviceError, "there is no CUDA device")],
 )
 def test_a_device_that_is_not_there(device: str, error: type[HostwardError], said: str) -> None:
     if error is DeviceError and torch.cuda.is_available():

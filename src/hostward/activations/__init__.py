@@ -1,1 +1,1 @@
-"""Activation offloading: a layer's saved tensors leave the GPU in forward, and are prefetched before its backward."""
+"""Activation offloading moves saved tensors of layers to the host in forward and prefetches them before backward."""

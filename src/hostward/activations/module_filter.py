@@ -1,4 +1,4 @@
-"""Modules within a layer whose saved tensors leave: by Megatron's names, or by paths."""
+"""Module names, Megatron's or paths within a layer, select the modules whose saved tensors are offloaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hostward.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A pattern of paths within a layer. `whole`: with everything inside; else what the module does itself, outside its
-    children.
+    """Select modules by a pattern of paths within a layer.
+
+    `whole`: include everything inside the module; else only its own operations, outside of its children.
     """
 
     pattern: str
@@ -34,16 +35,16 @@ MEGATRON_MODULES: Mapping[str, tuple[Part, ...]] = {
     "expert_fc1": (Part("mlp.experts", whole=False),),
     "moe_act": (Part("mlp.experts.act_fn"), Part("mlp.experts.*.act_fn")),
 }
-"""What Megatron calls parts of a layer, as they are called in the decoder layers of transformers."""
+"""Megatron's names of parts of a layer, and their paths in the decoder layers of transformers."""
 
 
 def parts_of(names: Sequence[str]) -> list[Part]:
-    """Megatron's names and patterns (`mlp`, `self_attn.*_proj`) as patterns."""
+    """Translate Megatron's names into patterns of paths; patterns (`mlp`, `self_attn.*_proj`) stay as they are."""
     return [part for name in names for part in MEGATRON_MODULES.get(name, (Part(name),))]
 
 
 def paths_of(layer: torch.nn.Module, names: Sequence[str]) -> list[str]:
-    """Paths within a layer that names stand for."""
+    """Return the paths within a layer that match the names."""
     paths = [path for path, _ in layer.named_modules() if path]
     return [path for part in parts_of(names) for path in fnmatch.filter(paths, part.pattern)]
 
@@ -51,11 +52,11 @@ def paths_of(layer: torch.nn.Module, names: Sequence[str]) -> list[str]:
 def marks_of(
     layers: Sequence[torch.nn.Module], names: Sequence[str], offloaded: int | None = None, fraction: float = 1.0
 ) -> list[dict[torch.nn.Module, bool]]:
-    """By layer: modules at whose call it begins to hold that saved tensors leave (True), or stay (False).
+    """Return by layer the modules in whose calls saved tensors are offloaded (True) or stay (False).
 
     Args:
-        offloaded: the first so many layers' leave; None: all layers'.
-        fraction: of the names in these layers, as many as that; the first of them stay, as many as were left over.
+        offloaded: offload in the first so many layers; None: in all layers.
+        fraction: offload this share of the names in these layers; the first names, those left over, stay.
 
     Raises:
         ConfigError: a name that no module of any layer has.
@@ -76,7 +77,7 @@ def marks_of(
 
 
 def _ordered(layer: torch.nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of `names` that the layer has, Megatron's in order of use."""
+    """Return those of `names` that the layer has, Megatron's in order of use."""
     known = list(MEGATRON_MODULES)
     return sorted(
         (name for name in names if paths_of(layer, [name])),

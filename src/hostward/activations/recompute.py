@@ -1,14 +1,13 @@
-"""Parts of layers that run again in backward, so that they save their inputs alone: norms, activations, whole modules.
+"""Recompute regions of layers in backward, so that they save only their inputs: layer norms, activations, modules.
 
-A *region* takes the place of a module's `forward`, on the instance, and puts torch's non-reentrant checkpoint around
-it: that gives the same bits, saves its inputs like any other tensor (so that they can be offloaded), and stops a
-recomputation once all that backward needs is there. Inside a checkpoint of somebody else, or without gradients, a
-region does nothing.
+A *region* replaces the `forward` of one module instance and wraps it in torch's non-reentrant checkpoint. Gradients
+stay bitwise identical, inputs are saved like any other tensor (so that they can be offloaded), and a recomputation
+stops once backward has all that it needs. Inside another checkpoint, or without gradients, a region does nothing.
 
-What is recomputed is named by Megatron's names, or by paths within a layer ("self_attn", "mlp.experts", `*` included),
-which are recomputed as a whole. layernorm: norms save their input alone. mlp_act: gated MLPs save gate and up
-projection alone; moe_act: grouped experts likewise, and the input of their second projection. mlp, moe: all of it, from
-its input.
+Regions are selected by Megatron's names, or by paths within a layer ("self_attn", "mlp.experts", `*` included), which
+are recomputed as a whole. layernorm: layer norms save only their input. mlp_act: gated MLPs save only the outputs of
+gate and up projection. moe_act: grouped experts likewise, and the input of their second projection. mlp, moe: the whole
+module is recomputed from its input.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from hostward.model.autograd import inside_checkpoint
 from hostward.model.layer_hooks import call
 from hostward.plan.decisions import ELEMENTWISE_MODULES
 
-# What names of recomputed modules stand for in a layer: Megatron's names, or paths.
+# Names of recomputed modules, Megatron's names or paths, are resolved to modules of a layer.
 
 
 class Found(Enum):
-    """How a module is recomputed."""
+    """Name the way in which a module is recomputed."""
 
     WHOLE = auto()
-    """From its input."""
+    """Recompute everything from the module's input."""
     NORM = auto()
     GATED = auto()
-    """From the outputs of gate and up projection."""
+    """Recompute the activation from the outputs of gate and up projection."""
     EXPERTS = auto()
-    """From the output of the first grouped projection."""
+    """Recompute the activation from the output of the first grouped projection."""
 
 
 _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -88,15 +87,17 @@ MEGATRON_RECOMPUTE: Mapping[str, Callable[[Modules], Parts]] = {
     "moe": _moe,
     "moe_act": _moe_act,
 }
-"""Names of Megatron's recompute_modules, as modules of a layer of transformers."""
+"""Megatron's names for recompute_modules, and how to find the modules in a layer of transformers."""
 
 
 def find_parts(layers: Sequence[torch.nn.Module], counts: Mapping[str, int]) -> list[Parts]:
-    """By layer: modules by path within it, and how they are recomputed. What is inside of a module that is recomputed
-    as a whole is left out. `counts`: by name, in how many layers, from the first on.
+    """Return by layer the recomputed modules, by path within the layer, and how each is recomputed.
+
+    Modules inside of one that is recomputed as a whole are left out. `counts`: by name, the number of layers, from the
+    first on.
 
     Raises:
-        ConfigError: a name that stands for no module of any layer, or only for what is inside of others.
+        ConfigError: a name matches no module of any layer, or only modules inside of others.
         ModelError: mlp_act in a model without gated MLPs.
     """
     held = [{path: module for path, module in layer.named_modules() if path} for layer in layers]
@@ -111,7 +112,7 @@ def find_parts(layers: Sequence[torch.nn.Module], counts: Mapping[str, int]) -> 
     for i in range(len(held)):
         parts: Parts = {}
         for by_layer in by_name.values():
-            # The whole of a module goes before a part of it.
+            # Recomputing the whole module takes precedence over a part of it.
             parts |= {path: how for path, how in by_layer[i].items() if parts.get(path) is not Found.WHOLE}
         whole = [path for path, how in parts.items() if how is Found.WHOLE]
         found.append(
@@ -166,13 +167,13 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 class Region:
-    """A module whose `attribute`, a method, is run again in backward. It stands where the method is looked up first.
+    """Replace the method `attribute` of a module instance by one that is recomputed in backward.
 
     A copy or pickle of the module has the plain method.
     """
 
     def __init__(self, module: torch.nn.Module, attribute: str = "forward") -> None:
-        """Raises ModelError where somebody else has replaced the method on the instance."""
+        """Raises ModelError if the method was replaced on the instance by other code."""
         there = module.__dict__.get(attribute)
         if isinstance(there, Region):
             raise ModelError(
@@ -181,7 +182,7 @@ class Region:
         if there is not None and getattr(there, "__func__", None) is not getattr(type(module), attribute):
             raise ModelError(
                 f"the {attribute} of a {type(module).__name__} has been replaced on the instance",
-                why="what recomputes it stands in the same place",
+                why="recomputation has to replace the same method",
                 fix="attach() first, or undo the replacement (kernels and device maps do such)",
             )
         self._module, self._attribute = module, attribute
@@ -190,14 +191,14 @@ class Region:
         module.__dict__[attribute] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # While its owner is copied, the copy has no attributes of its own yet: this finds the method of the class.
+        # While a module is copied, the copy has no attributes of its own yet: getattr finds the method of the class.
         return getattr, (self._module, self._attribute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, args, kwargs)
 
     def undo(self) -> None:
-        """Leave the module as it was. What has been saved is still recomputed."""
+        """Restore the module's own method; calls that have already saved their inputs are still recomputed."""
         self._on = False
         attributes = self._module.__dict__
         if attributes.get(self._attribute) is not self:
@@ -215,11 +216,11 @@ class Region:
         return self._again(plain, args, kwargs) if self._useful() else plain(*args, **kwargs)
 
     def draws(self) -> bool:
-        """Whether the part may draw random numbers, so that the state of the generators is kept with it."""
+        """Return whether the region may draw random numbers, so that the generators' state is saved with it."""
         return True
 
     def owners(self) -> Sequence[object]:
-        """Modules whose weights the part reads."""
+        """Return the modules whose weights the region reads."""
         return (self._module,)
 
     def _useful(self) -> bool:
@@ -239,9 +240,9 @@ class Region:
             raise ModelError(
                 f"a {type(self._module).__name__} that is recomputed inside the capture of a CUDA graph",
                 why="it may draw random numbers, and the generators' state of a capture is not that of a replay",
-                fix="recompute norms and activations alone (layernorm, mlp_act, moe_act), or nothing",
+                fix="recompute layer norms and activations only (layernorm, mlp_act, moe_act), or nothing",
             )
-        # A checkpoint saves what is passed by position; by keyword, it only holds it.
+        # A checkpoint saves tensors that are passed by position; those passed by keyword it only holds.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         rest = {name: value for name, value in kwargs.items() if name not in names}
         call = _Call(function, self.owners(), len(args), names, rest)
@@ -250,7 +251,7 @@ class Region:
 
 
 class Norm(Region):
-    """A norm."""
+    """Recompute a layer norm."""
 
     def draws(self) -> bool:
         kind = type(self._module)
@@ -258,7 +259,7 @@ class Norm(Region):
 
 
 class ExpertGate(Region):
-    """Activation and product of transformers' experts, between their two grouped projections."""
+    """Recompute the activation and product of transformers' experts, between their two grouped projections."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module, "_apply_gate")
@@ -271,8 +272,9 @@ class ExpertGate(Region):
 
 
 class GatedMlp(Region):
-    """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`, recomputed from the outputs of the first two projections. The
-    last one belongs to the region so that its input is not saved; the recomputation stops before it runs.
+    """Recompute `down_proj(act_fn(gate_proj(x)) * up_proj(x))` from the outputs of the first two projections.
+
+    The down projection belongs to the region so that its input is not saved; the recomputation stops before it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -305,13 +307,13 @@ class _Tail:
 
 
 def _capturing(inputs: Sequence[object]) -> bool:
-    """Whether a CUDA graph is being captured, by who works on `inputs`."""
+    """Return whether a CUDA graph is being captured on the stream that works on `inputs`."""
     on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     return on_device and torch.cuda.is_current_stream_capturing()
 
 
 class _Call:
-    """One call of a region, and once more in backward: with the weights that it had."""
+    """Run a region in forward and again in backward, and raise if its weights have changed in between."""
 
     def __init__(
         self,
@@ -333,7 +335,7 @@ class _Call:
         if self._now() != self._versions:
             raise ModelError(
                 "a weight was modified by an in-place operation between forward and backward",
-                why="what is recomputed with it would have other values than in forward",
+                why="recomputed tensors would have other values than in forward",
                 fix="step after backward",
             )
         named = dict(zip(self._names, inputs[self._positional :], strict=True))
@@ -342,12 +344,12 @@ class _Call:
 
 @_disable_dynamo
 def _run(region: Region, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A compiled caller breaks its graph here."""
+    """Run a region outside of compiled code: a compiled caller breaks its graph here."""
     return region.run(args, kwargs)
 
 
 def _draws(activation: object) -> bool:
-    """Whether an activation may draw random numbers: of those that are known, one does."""
+    """Return whether an activation may draw random numbers; of the known ones only RReLU does."""
     return type(activation).__module__ not in _ACTIVATIONS or isinstance(activation, torch.nn.RReLU)
 
 
@@ -360,14 +362,14 @@ _REGIONS: Mapping[Found, Callable[[torch.nn.Module], Region]] = {
 
 
 class Regions:
-    """All regions of a model.
+    """Install all regions of a model.
 
     Args:
-        layers: in order of use.
+        layers: name and module, in order of use.
         how: names, or names with the number of layers, from the first on (None: all).
 
     Raises:
-        ConfigError: names that are none, or that are inside of others; more layers than there are.
+        ConfigError: unknown names, names inside of others, or more layers than the model has.
         ModelError: a module that cannot be recomputed as its name says; compiled layers.
     """
 
@@ -380,11 +382,11 @@ class Regions:
         chosen = layers[:most]
         parts = find_parts([layer for _, layer in chosen], counts)
         self._whole = [[path for path, kind in found.items() if kind is Found.WHOLE] for found in parts]
-        # A checkpoint asks the compiler. Imported within a forward, it would keep that forward's frames in tracebacks.
-        call(None, "enter")
+        # A checkpoint imports the compiler. Within a forward that would keep the forward's frames alive in tracebacks.
+        call(None, "pre_forward")
         self._regions: dict[torch.nn.Module, Region] = {}
         self.names: list[str] = []
-        """Paths of the modules."""
+        """Module paths."""
         try:
             for (name, layer), found in zip(chosen, parts, strict=True):
                 for path, kind in found.items():
@@ -397,7 +399,7 @@ class Regions:
             raise
 
     def warn_of_idle(self, layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
-        """Say so where the same layers are checkpointed as a whole: there it has no effect."""
+        """Warn if the model checkpoints whole layers itself: recomputing parts of them has no effect."""
         chosen = [layer for _, layer in layers[: len(self._whole)]]
         idle = [layer for layer in chosen if layer.training and getattr(layer, "gradient_checkpointing", False)]
         if idle:
@@ -407,13 +409,13 @@ class Regions:
             )  # fmt: skip
 
     def undo(self) -> None:
-        """Leave all modules as they were."""
+        """Restore the methods of all modules."""
         for region in self._regions.values():
             region.undo()
         self._regions.clear()
 
     def require_outside(self, layers: Sequence[torch.nn.Module], names: Sequence[str]) -> None:
-        """Raises ConfigError for a name of offloaded modules that stands for nothing outside of recomputed ones."""
+        """Raise ConfigError for a name of offloaded modules that matches only modules inside of recomputed ones."""
         for name in names:
             inside = []
             for i, layer in enumerate(layers):
@@ -423,25 +425,25 @@ class Regions:
             if inside and all(inside):
                 raise ConfigError(
                     f"Cannot offload {name} while recomputing the entire module that holds it.",
-                    why="what runs again in backward saves nothing in forward",
+                    why="a recomputed module saves nothing in forward but its input",
                     fix=f"leave {name} out of the offloaded modules, or recompute less",
                 )
 
 
 def elementwise_in(layers: Sequence[tuple[str, torch.nn.Module]]) -> list[str]:
-    """Those of ELEMENTWISE_MODULES that can be recomputed in these layers. Planning and `attach` both go by it."""
+    """Return those of ELEMENTWISE_MODULES that can be recomputed in these layers; planning and `attach` share this."""
     found = []
     for name in ELEMENTWISE_MODULES:
         try:
             Regions(layers, (name,)).undo()
         except (ConfigError, ModelError):
-            continue  # the model has no such modules, or they are not what their names promise
+            continue  # the model has no such modules, or they compute something else
         found.append(name)
     return found
 
 
 def _counts(how: object, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, int]:
-    """By name, in how many layers. Raises as `Regions` does."""
+    """Return by name the number of layers in which it is recomputed. Raises as `Regions` does."""
     if isinstance(how, str):
         raise ConfigError(f"recompute={how!r} is a string", fix=f"recompute=({how!r},)")
     if not isinstance(how, (Sequence, Mapping)) or not all(isinstance(name, str) for name in how):
@@ -462,13 +464,13 @@ def _counts(how: object, layers: Sequence[tuple[str, torch.nn.Module]]) -> dict[
 
 
 def require_not_compiled(layers: Sequence[tuple[str, torch.nn.Module]]) -> None:
-    """Raises ModelError for compiled layers."""
+    """Raise ModelError for compiled layers."""
     for name, layer in layers:
         for module in layer.modules():
             if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
                 raise ModelError(
-                    f"layer {name} is compiled, and is to be recomputed in part",
-                    why="a compiler chooses by itself what it saves and what it recomputes",
+                    f"layer {name} is compiled, and parts of it are to be recomputed",
+                    why="the compiler itself chooses what it saves and what it recomputes",
                     fix="leave recompute= out, or do not compile the layers",
                 )
 
@@ -477,11 +479,12 @@ _WIDTH = 8
 
 
 def require_gated(mlp: Any) -> None:
-    """Try whether a module's forward is `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, on a stand-in with small
-    projections: the same output and the same gradients, bit for bit.
+    """Check on small projections that a module's forward is `down_proj(act_fn(gate_proj(x)) * up_proj(x))`.
+
+    Output and gradients have to be bitwise identical.
 
     Raises:
-        ModelError: it is not; the class is named.
+        ModelError: they differ, or forward raises; the message names the class.
     """
     weight = next((p for p in mlp.parameters() if p.is_floating_point() and p.device.type != "meta"), None)
     device = torch.device("cpu") if weight is None else weight.device
@@ -499,7 +502,8 @@ def require_gated(mlp: Any) -> None:
         x = torch.randn(1, _WIDTH, _WIDTH, device=device, dtype=dtype)
         try:
             same = _equal(_tried(kind.forward, own, x), _tried(_gated_forward, own, x))
-            why = "its forward has other bits than down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+            why = "its forward is not bitwise identical to down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+
         except (AttributeError, TypeError, ValueError, RuntimeError, LookupError) as error:
             same, why = False, f"its forward, tried with small projections, raised {type(error).__name__}: {error}"
     if not same:

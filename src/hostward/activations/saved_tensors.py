@@ -1,8 +1,8 @@
-"""What autograd saves, sorted into what leaves the device and what stays.
+"""Tensors that autograd saves are sorted into those that are offloaded and those that stay on the device.
 
-A tensor that leaves is a `Handle` on a `Span`: a run of bytes of one storage, of which there is one copy however many
-tensors view it. Handles carry all state: they may be unpacked again, or never, and what they hold goes with the last of
-them. What stays is kept as an alias without a graph, so that an output does not keep itself alive.
+An offloaded tensor is a `SavedTensorHandle` on a `StorageSpan`: a run of bytes of one storage, copied once however many
+tensors view it. Handles carry all state: each may be unpacked several times, or never, and the last one frees the copy.
+A tensor that stays is kept as a `PassThrough`, an alias without a graph, so that an output does not keep itself alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostward.runtime.pinned_arena import Block, HostArena
 
 
 class Why(StrEnum):
-    """Why a saved tensor stays on the device."""
+    """Name the reason for which a saved tensor stays on the device."""
 
     LAYER = "its layer stays"
     MODULE = "its module stays"
@@ -41,27 +41,27 @@ class Why(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Span:
-    """A run of bytes of one storage.
+class StorageSpan:
+    """Describe a run of bytes of one storage.
 
-    `data` is uint8 on the device, until it is released; `held` the same after a reload, until it is unpacked.
+    `data` is uint8 on the device until it is released; `held` is the same after a reload, until it is unpacked.
     """
 
     nbytes: int
     start: int
-    """Of the first byte in its storage."""
+    """Offset in bytes of the first byte in its storage."""
     version: int
     data: torch.Tensor | None
     host_start: int = 0
     handles: int = 0
-    """Alive."""
+    """Live handles."""
     awaiting: int = 0
-    """Of these, those that have not been unpacked since the reload."""
+    """Live handles that have not been unpacked since the reload."""
     held: torch.Tensor | None = None
     arrival: Arrival | None = None
 
     def unpacked(self) -> None:
-        """One handle less waits for the reload. After the last, the graph's nodes alone hold the memory."""
+        """Count one handle as unpacked; after the last one only graph nodes hold the reloaded memory."""
         self.awaiting -= 1
         if self.awaiting <= 0 and self.arrival is not None and self.arrival.waited:
             self.held = self.arrival = None
@@ -69,34 +69,37 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The event of a reload, and the compute streams that have waited for it."""
+    """Hold the event of a reload and the compute streams that have waited for it."""
 
     event: Event
     waited: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Group:
-    """Spans that leave together, and where their bytes are. It lives as long as a handle on one of them."""
+class TransferGroup:
+    """Hold spans that are offloaded in one copy, and the host block of their bytes.
 
-    let_go: Callable[[Group], None]
-    """Called when no handle is left; possibly from a finaliser."""
-    visit: Visit | None = None
-    """In which it left. It holds no graph."""
+    A group lives as long as a handle on one of its spans.
+    """
+
+    let_go: Callable[[TransferGroup], None]
+    """Called when no handle is left, possibly from a finaliser."""
+    layer_call: LayerCall | None = None
+    """Layer call in which the group was offloaded; it holds no graph."""
     capture: int = 0
-    """The capture of a CUDA graph in which it left; 0: none."""
+    """CUDA graph capture in which the group was offloaded; 0: none."""
     stream: torch.Stream | None = None
-    """That of its visit, whose memory it is."""
-    spans: list[Span] = field(default_factory=list)
+    """Compute stream of the layer call, to which the device memory belongs."""
+    spans: list[StorageSpan] = field(default_factory=list)
     nbytes: int = 0
     arena: HostArena | None = None
     block: Block | None = None
-    """Of `arena`."""
+    """Host memory with the bytes of all spans, in `arena`."""
     offloaded: Event | None = None
     last_read: Event | None = None
     released: bool = False
 
-    def add(self, span: Span) -> None:
+    def add(self, span: StorageSpan) -> None:
         self.spans.append(span)
         self.nbytes += span.nbytes
 
@@ -104,13 +107,13 @@ class Group:
         self.let_go(self)
 
 
-class Kept:
-    """A saved tensor that stays."""
+class PassThrough:
+    """Keep a saved tensor on the device."""
 
     __slots__ = ("data", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A leaf as it is: who swaps its data, as sharding does, means this one too.
+        # A leaf is kept itself: code that swaps its data, as FSDP2 does, means the saved tensor too.
         self.data = tensor if tensor.grad_fn is None and tensor._base is None else tensor.detach()
         self.version = tensor._version
 
@@ -120,21 +123,21 @@ class Kept:
         return self.data
 
 
-class Handle:
-    """A saved tensor that leaves: how it lies in its span."""
+class SavedTensorHandle:
+    """Stand for an offloaded tensor in the graph: dtype, sizes, strides and offset in its span."""
 
     __slots__ = ("arrival", "dtype", "group", "offset_bytes", "sizes", "span", "strides", "version", "witness")
 
-    def __init__(self, group: Group, span: Span, tensor: torch.Tensor) -> None:
+    def __init__(self, group: TransferGroup, span: StorageSpan, tensor: torch.Tensor) -> None:
         self.group, self.span = group, span
         self.dtype, self.sizes, self.strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
         self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - span.start
         self.version = tensor._version
-        # It shares the version counter and nothing else: autograd's own check is off for tensors with hooks.
+        # The witness shares the version counter only: autograd skips its own check for tensors with hooks.
         self.witness = tensor.detach()
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.arrival: Arrival | None = None
-        """The reload that it was last unpacked from."""
+        """Reload from which the handle was last unpacked."""
         span.handles += 1
 
     def __del__(self) -> None:
@@ -142,7 +145,7 @@ class Handle:
         self.unpacked()
 
     def unpacked(self) -> None:
-        """It needs what was reloaded last no more: it has been unpacked from it, or is gone."""
+        """Note that the handle does not need the latest reload any more: it was unpacked or deleted."""
         arrival = self.span.arrival
         if arrival is not None and self.arrival is not arrival:
             self.arrival = arrival
@@ -153,18 +156,18 @@ class Handle:
             raise_modified(self.sizes)
 
     def view_of(self, data: torch.Tensor) -> torch.Tensor:
-        """The tensor over `data`, the bytes of its span, as it was: sizes, strides and offset."""
+        """Return the tensor over `data`, the bytes (uint8) of its span, with its sizes, strides and offset."""
         start = (data.storage_offset() + self.offset_bytes) // self.dtype.itemsize
         made = torch.empty(0, dtype=self.dtype, device=data.device)
         return made.set_(data.untyped_storage(), start, self.sizes, self.strides)
 
 
 class Sorter:
-    """Decides by rules, first match first, and counts bytes by reason.
+    """Decide which saved tensors stay on the device, by the first rule that matches, and count bytes by reason.
 
     Args:
-        device: where tensors that may leave lie.
-        min_bytes: smaller spans stay. min_elements: so do tensors of fewer elements.
+        device: the device from which tensors are offloaded.
+        min_bytes: spans of fewer bytes stay. min_elements: tensors of fewer elements stay.
     """
 
     def __init__(self, device: torch.device, min_bytes: int, min_elements: int = 0) -> None:
@@ -173,7 +176,7 @@ class Sorter:
         self._min_elements = min_elements
         self._parameters: list[torch.nn.Parameter] = []
         self._divided: list[list[tuple[torch.nn.Module, str]]] = []
-        """By layer, who has its parameters that are divided over ranks, and as what."""
+        """Sharded parameters by layer, as (module, attribute)."""
         self._module_buffers: list[torch.Tensor] = []
         self._weights: set[int] = set()
         self._buffers: set[int] = set()
@@ -181,7 +184,10 @@ class Sorter:
 
     @unfenced
     def know(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        """Whose weights and buffers stay, and its layers. Those that come later are known by their type."""
+        """Register the weights and buffers of a model; none of them is ever offloaded.
+
+        Parameters that are added later are recognised by their type.
+        """
         self._parameters = [p for p in module.parameters() if plain_type(p) is torch.nn.Parameter]
         self._divided = [
             [
@@ -196,32 +202,37 @@ class Sorter:
 
     @unfenced
     def refresh(self, module: torch.nn.Module) -> None:
-        """Look up the storages of weights and buffers; they may have changed since the last forward. Raises ModelError
-        for a model that lies elsewhere now.
+        """Look up the storages of weights and buffers, which may have changed since the last forward.
+
+        Raises:
+            ModelError: the model was moved to another device.
         """
         first = next(module.parameters(), None)
         if first is not None and first.device != self._device:
             raise ModelError(
-                f"the model lies on {first.device}, and what it saves is offloaded from {self._device}",
+                f"the model is on {first.device}, but its saved tensors are offloaded from {self._device}",
                 why="it was moved after attach()",
                 fix="detach(), move the model, and attach again",
             )
         self._weights = {p.untyped_storage()._cdata for p in self._parameters}
         self._buffers = {b.untyped_storage()._cdata for b in self._module_buffers}
 
-    def keep(self, tensor: torch.Tensor, why: Why) -> Kept:
+    def keep(self, tensor: torch.Tensor, why: Why) -> PassThrough:
         self.kept_bytes[why] += tensor.numel() * tensor.element_size()
-        return Kept(tensor)
+        return PassThrough(tensor)
 
     def why_kept(self, tensor: torch.Tensor, shared: Mapping[int, Why], layer: int) -> Why | None:
-        """`shared`: storages, by address of their object, that the layer was given and that stay."""
+        """Return the reason for which a tensor stays on the device; None: it is offloaded.
+
+        `shared`: by address of the storage object, inputs of the layer that stay.
+        """
         kind = plain_type(tensor)
         if kind is torch.nn.Parameter or isinstance(tensor._base, torch.nn.Parameter):
             return Why.WEIGHT
         if kind is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return Why.KIND
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-            return Why.KIND  # a bit of the tensor, not of its bytes; a tangent that is zero has none
+            return Why.KIND  # a flag of the tensor that its bytes do not show; a zero tangent has no bytes
         storage = tensor.untyped_storage()._cdata
         if storage in self._weights or _is_cast_weight(tensor):
             return Why.WEIGHT
@@ -236,15 +247,17 @@ class Sorter:
 
     @unfenced
     def _is_of_divided(self, storage: int, layer: int) -> bool:
-        """Whether it is that of a rank's experts or of a router, which compute with plain tensors of what is divided.
-        FSDP2 has put what it gathers into the modules by now, and may take the bytes away when the layer has run.
+        """Return whether a storage belongs to a sharded parameter of the layer, such as experts or a router.
+
+        Such modules compute with plain tensors. FSDP2 has put the unsharded parameters into the modules by now, and may
+        free their bytes when the layer has run.
         """
         held = (owner._parameters.get(name) for owner, name in self._divided[layer])
         return any(local_of(p).untyped_storage()._cdata == storage for p in held if p is not None)
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte (exclusive) of a strided tensor in its storage."""
+    """Return the offsets of the first and last byte (exclusive) of a strided tensor in its storage."""
     if not tensor.numel():
         return 0, 0
     first = int(tensor.storage_offset())
@@ -254,9 +267,10 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), int(last + 1) * tensor.element_size()
 
 
-def span_of(tensor: torch.Tensor, *, whole: bool = False) -> Span:
-    """The bytes to copy for a tensor: its storage, unless that is more than twice what the tensor spans. `whole`: its
-    storage, because other parts of it are saved as well.
+def span_of(tensor: torch.Tensor, *, whole: bool = False) -> StorageSpan:
+    """Return the bytes to copy for a tensor: its whole storage, unless that has more than twice the tensor's bytes.
+
+    `whole`: take the whole storage in any case, because other parts of it are saved as well.
     """
     first, last = bytes_of(tensor)
     storage = tensor.untyped_storage()
@@ -264,11 +278,11 @@ def span_of(tensor: torch.Tensor, *, whole: bool = False) -> Span:
         first, last = 0, storage.nbytes()
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     data.set_(storage, first, (last - first,), (1,))
-    return Span(last - first, first, tensor._version, data)
+    return StorageSpan(last - first, first, tensor._version, data)
 
 
 def _is_cast_weight(tensor: torch.Tensor) -> bool:
-    """Whether autocast made it from a trainable parameter: it holds the copy itself, for as long as its block lasts."""
+    """Return whether autocast made a tensor from a trainable parameter: autocast itself holds that copy."""
     made_by = (tensor if tensor._base is None else tensor._base).grad_fn
     if made_by is None or made_by.name() != "ToCopyBackward0":
         return False
@@ -276,27 +290,30 @@ def _is_cast_weight(tensor: torch.Tensor) -> bool:
     return leaf is not None and isinstance(getattr(leaf, "variable", None), torch.nn.Parameter)
 
 
-# What a layer is given: which of these tensors stay on the device although the layer saves them.
+# Inputs of layers that stay on the device although the layer saves them.
 
 
-class Given:
-    """Inputs of layers, in one forward. Holds none of them."""
+class SharedInputs:
+    """Find layer inputs that other code holds during one forward; offloading them would free nothing.
+
+    The inputs are referenced weakly.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """By the tensor's object: it, and its version."""
+        """Weak references to tensors and their versions, by id."""
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Forget the inputs of the forward before."""
         self._before.clear()
 
     def staying(self, inputs: object, *, within: bool) -> dict[int, Why]:
-        """Storages that stay, by the address of their object, for a layer that is called with `inputs`.
+        """Return the input storages that stay on the device, by address of the storage object, with the reason.
 
-        Those without a gradient are the caller's: masks, rotary tables. Of those with one, which go from layer to layer
-        (an encoder's output, a position bias), the caller holds one that an earlier layer of this forward was given as
-        well: a copy in every layer would free nothing. `within`: the layer is called by another one, and may pass on
-        its inputs.
+        Inputs without a gradient belong to the caller: masks, rotary tables. An input with a gradient stays if an
+        earlier layer of this forward received it as well (an encoder's output, a position bias): the caller holds it,
+        and offloading it in every layer would free nothing. `within`: another layer calls this one, and may pass on its
+        own inputs.
         """
         found, new = {}, {}
         for tensor in tensors_of(inputs):
@@ -316,38 +333,40 @@ class Given:
         return before is not None and before[0]() is tensor and before[1] == tensor._version
 
 
-# One call of a layer, and the calls that are on.
+# One call of a layer, and the calls that are running.
 
 
-class Visit:
-    """One call of a layer, and the groups that left in it (alive as long as handles on them are)."""
+class LayerCall:
+    """Record one call of a layer and the groups offloaded in it, which live as long as handles on them."""
 
     __slots__ = (
         "__weakref__", "before", "begun", "capture", "groups", "installed", "layer", "number", "open", "released",
         "shared", "stream",
     )  # fmt: skip
 
-    def __init__(self, layer: int, number: int, before: Visit | None, shared: Mapping[int, Why], capture: int) -> None:
+    def __init__(
+        self, layer: int, number: int, before: LayerCall | None, shared: Mapping[int, Why], capture: int
+    ) -> None:
         self.layer = layer
         self.capture = capture
         self.number = number
         self.before = None if before is None else weakref.ref(before)
         self.shared = shared
-        self.open: Group | None = None
-        self.groups: list[weakref.ref[Group]] = []
+        self.open: TransferGroup | None = None
+        self.groups: list[weakref.ref[TransferGroup]] = []
         self.released = self.begun = False
         self.stream = 0
         self.installed = False
-        """Our hooks are on for what autograd saves."""
+        """True while our saved-tensor hooks are installed for this call."""
 
-    def alive(self) -> list[Group]:
+    def alive(self) -> list[TransferGroup]:
         return [group for ref in self.groups if (group := ref()) is not None]
 
 
 class Stack(threading.local):
-    """Visits that are on in this thread, innermost last; None where nothing is saved, or not for us."""
+    """Hold the layer calls that run in this thread, innermost last; None where nothing is offloaded."""
 
     def __init__(self) -> None:
-        self.visits: list[tuple[int, Visit | None]] = []
+        self.calls: list[tuple[int, LayerCall | None]] = []
         self.marks: list[tuple[torch.nn.Module, bool]] = []
-        """Marked modules that run now, innermost last, and whether what they save leaves."""
+        """Marked modules that run now, innermost last, and whether their saved tensors are offloaded."""

@@ -1,6 +1,4 @@
-"""Groups of saved tensors on their way to the host and back: what is issued when, and what waits for what, by the
-operations of `hostward.schedule.activations`.
-"""
+"""Offload and reload saved tensors by the operations of `hostward.schedule.activations`."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hostward.activations.saved_tensors import Arrival, Group, Span
+from hostward.activations.saved_tensors import Arrival, StorageSpan, TransferGroup
 from hostward.core.inventory import align
 from hostward.errors import ModelError
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
@@ -21,45 +19,50 @@ from hostward.schedule.ops import Lane
 _OWNER = "saved activations"
 
 
-class Movement:
-    """Copies groups out and spans back, and frees nothing that a lane still works on.
+class ActivationTransfers:
+    """Offload groups, reload spans, and free no memory that a stream still reads or writes.
 
-    Within the capture of a CUDA graph all of it becomes part of the graph, which gets host memory of its own. There
-    events count in their own capture alone, and every copy is waited for before the capture ends.
+    Within the capture of a CUDA graph all transfers become part of the graph, which gets host memory of its own. Events
+    of one capture are valid in that capture only, and every copy is waited for before the capture ends.
 
-    Counts, in bytes: `offloaded`, `freed` (of these, device memory that went with the release), `held` (that somebody
-    else holds), `reloaded`, and of these `on_demand` (nobody had foreseen it).
+    Counters, in bytes: `offloaded`; `freed`, the part of it whose device memory was freed on release; `held`, the part
+    that other code still holds; `reloaded`; `on_demand`, the part of it that was not prefetched (a miss).
     """
 
     def __init__(self, backend: Backend, arena: HostArena, *, turns: bool) -> None:
-        """`turns`: nobody else counts the turns of the backend, so they change here, between forwards."""
+        """`turns`: no optimizer begins and ends the steps of the backend, so forwards do."""
         self._backend = backend
         self._turns = turns
         self.arena = arena
         self.offloaded = self.freed = self.held = self.reloaded = self.on_demand = 0
-        # What dies while a lane works on it; filled by finalisers, emptied by the next operation here.
+        # Tensors that were dropped while a stream works on them; finalisers append, the next operation here empties.
         self.orphans: deque[tuple[list[torch.Tensor], Event, int]] = deque()
         self._graphs: list[HostArena] = []
-        """Memory of CUDA graphs, by capture."""
+        """Host memory of CUDA graphs, one arena for each capture."""
         self._capture = 0
-        """The newest one."""
+        """Newest capture; 0: none."""
+
         self._last_copies: dict[Lane, Event] = {}
-        """Of that capture, unless they have been waited for."""
+        """Last copy of that capture on each lane, unless it has been waited for."""
         self._joining = -1
-        """The backward at whose end they will be."""
+        """Graph task of the backward at whose end those copies are waited for."""
 
     def stream(self) -> int:
-        """The compute stream of the caller."""
+        """Return the key of the caller's compute stream."""
         return self._backend.compute_key()
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held."""
+        """Host memory held, in bytes, that of CUDA graphs included."""
         return self.arena.slab_bytes + sum(arena.slab_bytes for arena in self._graphs)
 
     def enter(self) -> int:
-        """A layer is about to run. Returns the capture that it is part of; 0: of none. With the first layer of a
-        capture all host memory passes to the graph. Raises ModelError where there can be no capture.
+        """Return the identifier of the CUDA graph capture that is active before a layer runs; 0: none.
+
+        At the first layer of a capture all host memory is handed to the graph.
+
+        Raises:
+            ModelError: a capture is not possible now.
         """
         capture = self._backend.capture()
         if capture and capture != self._capture:
@@ -67,13 +70,13 @@ class Movement:
             if not self.arena.retain:
                 raise ModelError(
                     what,
-                    why="replays copy to the host memory of the capture, which is given back between steps",
+                    why="replays copy to the host memory of the capture, which is returned between steps",
                     fix="Activations(retain_pinned_buffers=True), or detach() before the capture",
                 )
             if self.arena.blocks_in_use:
                 raise ModelError(
                     what,
-                    why="what an earlier forward has saved is on the host yet, in memory that would be the graph's",
+                    why="tensors saved by an earlier forward are still on the host, in memory that the graph would own",
                     fix="run backward, or drop the losses of earlier forwards, before the capture",
                 )
             self._graphs.append(self.arena.hand_over())
@@ -82,18 +85,18 @@ class Movement:
         return capture
 
     def begin(self, capture: int) -> None:
-        """A forward begins, in that capture."""
+        """Start a forward in the given capture (0: none)."""
         arena = self._graphs[-1] if capture else self.arena
         if arena.blocks_in_use:
             return
         self.collect()
         arena.rest()
         if self._turns and not self._backend.capturing():
-            self._backend.end_turn()
-            self._backend.begin_turn()
+            self._backend.end_step()
+            self._backend.begin_step()
 
-    def offload(self, name: str, group: Group) -> None:
-        """Copy a group to the host: all of it has been written, by what the compute lane holds now."""
+    def offload(self, name: str, group: TransferGroup) -> None:
+        """Copy a group to the host after the work that the compute stream holds now, which has written all of it."""
         self.collect()
         group.stream = self._backend.caller_stream()
         spans = group.spans
@@ -112,14 +115,15 @@ class Movement:
         )
         self.offloaded += group.nbytes
 
-    def release(self, groups: Iterable[Group]) -> None:
-        """The compute lane waits for the copies; then the device memory may go to somebody else. It goes back to the
-        streams that made what was copied, which wait as well.
+    def release(self, groups: Iterable[TransferGroup]) -> None:
+        """Free the device memory of groups once their copies have completed.
+
+        The compute stream waits for the copies, and so do the streams to which the memory is returned.
         """
         groups = [g for g in groups if g.offloaded is not None and not g.released]
         if groups:
             here = self._backend.capture()
-            groups = [g for g in groups if g.capture == here]  # others keep what they have
+            groups = [g for g in groups if g.capture == here]  # groups of other captures keep their memory
         if not groups:
             return
         waits = [g.offloaded for g in groups if g.offloaded is not None]
@@ -131,7 +135,7 @@ class Movement:
                 if data is None:
                     continue
                 storage = data.untyped_storage()
-                # This Python object and `data`: nobody else.
+                # Only this Python object and `data` hold the storage.
                 sole = torch._C._storage_Use_Count(storage._cdata) <= 2
                 if sole:
                     self.freed += span.nbytes
@@ -139,12 +143,12 @@ class Movement:
                 else:
                     self.held += span.nbytes
         self._backend.retire(gone, LAYER_CALL_OPS["release"].lane, waits=waits).issue()
-        self._backend.let_overwrite("activations", [g.stream for g in groups if not g.capture])
+        self._backend.return_memory("activations", [g.stream for g in groups if not g.capture])
         for buffer in gone:
             buffer.data = buffer.data.new_empty(0)
 
-    def reload(self, group: Group, name: str, *, on_demand: bool = False) -> None:
-        """Copy what handles still need of a group back, unless it is there."""
+    def reload(self, group: TransferGroup, name: str, *, on_demand: bool = False) -> None:
+        """Reload the spans of a group that live handles need and that are not on the device."""
         if not group.released or group.block is None or group.offloaded is None:
             return
         wanted = [s for s in group.spans if s.handles and s.held is None]
@@ -165,8 +169,8 @@ class Movement:
         self.reloaded += nbytes
         self.on_demand += nbytes if on_demand else 0
 
-    def arrive(self, group: Group, span: Span) -> None:
-        """The compute lane waits for what has been reloaded together with `span`."""
+    def arrive(self, group: TransferGroup, span: StorageSpan) -> None:
+        """Make the compute stream wait for the reload of `span`."""
         arrival, stream = span.arrival, self._backend.compute_key()
         if arrival is None or stream in arrival.waited:
             return
@@ -175,8 +179,11 @@ class Movement:
         self._mark("arrive", {"reload": arrival.event}, reads=reads)
         arrival.waited.add(stream)
 
-    def let_go(self, group: Group) -> None:
-        """No handle on the group is left. Called from a finaliser: notes what there is to wait for, and no more."""
+    def let_go(self, group: TransferGroup) -> None:
+        """Return the memory of a group without handles; a finaliser may call this, so it issues no work.
+
+        Device memory that a copy still uses is kept until `collect`.
+        """
         for span in group.spans:
             if span.data is not None and group.offloaded is not None:
                 self.orphans.append(([span.data], group.offloaded, group.capture))
@@ -186,8 +193,10 @@ class Movement:
             group.arena.give(group.block, group.last_read)
 
     def collect(self) -> None:
-        """Let memory go that died while a lane was at it, behind that lane. Outside of a capture, what died in it goes
-        at once: it returns to the pool of its graph, which takes nothing from there any more.
+        """Free the memory of dropped tensors after the copies that use it.
+
+        Outside of a capture, tensors of a finished capture are freed at once: they return to the pool of their graph,
+        which allocates nothing any more.
         """
         if not self.orphans:
             return
@@ -195,7 +204,7 @@ class Movement:
         for _ in range(len(self.orphans)):
             tensors, event, capture = self.orphans.popleft()
             if here and not capture:
-                self.orphans.append((tensors, event, capture))  # when the capture is over
+                self.orphans.append((tensors, event, capture))  # to be freed after the capture
                 continue
             if capture == here:
                 self._backend.mark("offload/let go", Lane.COMPUTE, waits=[event]).issue()
@@ -204,7 +213,11 @@ class Movement:
     # ---------------------------------------------------------------- captures
 
     def backward(self, capture: int) -> None:
-        """Backward is at a layer that ran in that capture (0: in none). Raises ModelError if it is in another one."""
+        """Check that backward runs in the capture of its forward (0: none), and join the streams at its end.
+
+        Raises:
+            ModelError: backward runs in another capture than forward.
+        """
         self._require_same(capture)
         task = torch._C._current_graph_task_id()
         if capture and task not in (-1, self._joining):
@@ -212,7 +225,7 @@ class Movement:
             torch.autograd.Variable._execution_engine.queue_callback(self.join)
 
     def join(self) -> None:
-        """In a capture: the compute lane waits for all copies, since a capture ends on one stream."""
+        """Make the compute stream wait for all copies of the capture, since a capture must end on one stream."""
         if self._last_copies:
             waits = list(self._last_copies.values())
             self._backend.mark("offload/join", Lane.COMPUTE, waits=waits).issue()
@@ -223,13 +236,13 @@ class Movement:
         if capture != here:
             raise ModelError(
                 f"backward {_where(here, capture)} of a forward {_where(capture, here)}",
-                why="a replay repeats the copies of its own graph, and no others: what comes back would be of another "
-                "forward. make_graphed_callables captures forward and backward apart",
+                why="a replay repeats the copies of its own graph only: the reloaded tensors would be those of another "
+                "forward. make_graphed_callables captures forward and backward separately",
                 fix="capture forward and backward together, with torch.cuda.graph",
             )
 
     def close(self) -> None:
-        """Return host memory, that of CUDA graphs as well, unless autograd still needs it, or during a capture."""
+        """Return host memory, also that of CUDA graphs, unless autograd still needs it or a capture is active."""
         if self._backend.capturing():
             return
         self.collect()
@@ -261,13 +274,13 @@ class Movement:
             self._last_copies[template.lane] = event
         return event
 
-    def _room(self, span: Span) -> Buffer:
-        # One allocation for each: backward frees them one by one. On the compute lane, where they will be used.
+    def _room(self, span: StorageSpan) -> Buffer:
+        # One allocation for each span, since backward frees them one by one; on the compute stream, which uses them.
         device = self._backend.device
         return self._backend.adopt(torch.empty(span.nbytes, dtype=torch.uint8, device=device), _OWNER)
 
     @staticmethod
-    def _parked(block: Buffer, span: Span) -> Buffer:
+    def _parked(block: Buffer, span: StorageSpan) -> Buffer:
         return Buffer(Tier.HOST, block.data[span.host_start : span.host_start + span.nbytes], block.owner, block.pinned)
 
 

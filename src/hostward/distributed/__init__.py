@@ -1,1 +1,1 @@
-"""One file for each way to spread a model over processes: DDP, FSDP2, tensor, expert, pipeline parallelism."""
+"""Run a model on several processes: one file each for DDP, FSDP2, tensor, expert and pipeline parallelism."""

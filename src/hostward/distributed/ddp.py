@@ -1,4 +1,4 @@
-"""Models wrapped in `torch.nn.parallel.DistributedDataParallel`, which reduces gradients when backward is over."""
+"""Support models in `torch.nn.parallel.DistributedDataParallel`, which reduces gradients at the end of backward."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def in_forward() -> bool:
-    """Whether the forward of a wrapped model is running, on whichever thread."""
+    """Return whether the forward of a wrapped model is running, on any thread."""
     return DistributedDataParallel._active_ddp_module is not None

@@ -1,7 +1,8 @@
-"""Experts of a mixture divided over ranks: each has some of them, and tokens go to the ranks of their experts and back.
+"""Divide the experts of an MoE over ranks, and send tokens to the ranks of their experts and back.
 
-For modules that hold the weights of all experts in stacked parameters [experts, ...] and are called with hidden states
-[tokens, width], the experts chosen for each token [tokens, k] and their weights [tokens, k], as transformers' are.
+This supports modules that store the weights of all experts in stacked parameters [experts, ...] and are called with
+hidden states [tokens, width], the experts chosen for each token [tokens, k] and their weights [tokens, k], as in
+transformers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from hostward.errors import ModelError
 
 
 def divide_experts(experts: Any, mesh: DeviceMesh, *, sharing: int = 1) -> None:
-    """Keep this rank's experts, as DTensors over `mesh`, and let forward exchange tokens. Before `fully_shard`.
+    """Keep this rank's experts, as DTensors over `mesh`, and exchange tokens in forward; call before `fully_shard`.
 
     Args:
-        mesh: of one dimension. Every rank of it calls the module equally often, and each with tokens of its own; a loss
-            that is a mean over ranks gives gradients of that mean.
-        sharing: ranks that have the same samples, and each other tokens of them: their losses are one.
+        mesh: one-dimensional mesh. Every rank calls the module equally often, each with different tokens; a loss that
+            is a mean over ranks gives gradients of that mean.
+        sharing: number of ranks that share the same samples, with different tokens of them, and have one loss.
 
     Raises:
         ModelError: the experts cannot be divided equally.
@@ -48,7 +49,7 @@ def divide_experts(experts: Any, mesh: DeviceMesh, *, sharing: int = 1) -> None:
 
 @functools.cache
 def _divided(cls: Hashable) -> type[Any]:
-    """A class of experts whose forward sends tokens to where their experts are."""
+    """Return a class of experts whose forward sends tokens to the ranks of their experts."""
     whole: Any = cls
 
     def forward(
@@ -72,9 +73,9 @@ def _divided(cls: Hashable) -> type[Any]:
 
 
 class _WithOwnWeights:
-    """Stands for a module of experts while it computes: its parameters are plain tensors, of this rank's experts.
+    """Stands for a module of experts while it computes, with this rank's parameters as plain tensors.
 
-    Their gradients are sums over the tokens of all ranks that send some here, whose losses are means over their own.
+    Their gradients are sums over the tokens that all ranks send; the loss of each rank is a mean over its own tokens.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -90,7 +91,7 @@ class _WithOwnWeights:
 
 
 class _GradientTimes(torch.autograd.Function):
-    """The tensor itself; its gradient is multiplied."""
+    """Returns its input, and multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -110,11 +111,11 @@ def exchange_tokens(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what all experts make of the tokens of this rank [tokens, width].
+    """Return the output of all experts for the tokens of this rank [tokens, width].
 
     Args:
-        compute: what this rank's experts make of tokens [n, width], whose experts among these are [n].
-        n_own: experts of this rank.
+        compute: returns the output of this rank's experts for tokens [n, width] with local expert numbers [n].
+        n_own: number of experts on this rank.
     """
     k, ranks = top_k_index.size(-1), dist.get_world_size(group)
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
@@ -122,14 +123,14 @@ def exchange_tokens(
     sent = borders.diff()  # by expert
     received = torch.empty_like(sent)  # by rank they come from, and own expert
     dist.all_to_all_single(received, sent, group=group)
-    # The host waits here: sizes of messages are numbers that it must know.
+    # The host waits here, because it has to know the message sizes.
     n_sent, n_received = torch.stack([sent, received]).view(2, ranks, n_own).sum(-1).tolist()
     tokens = all_to_all_single_autograd(hidden_states[order // k], n_received, n_sent, group)
     experts = (
         torch.arange(n_own, device=chosen.device).repeat(ranks).repeat_interleave(received, output_size=sum(n_received))
     )
     if not len(experts):
-        # Weights that nothing is computed with would have no gradient, and other ranks would wait for it.
+        # Unused weights would have no gradient, and other ranks would wait for it.
         made = compute(tokens.new_zeros(1, tokens.size(1)), experts.new_zeros(1))[:0] + tokens
     else:
         made = compute(tokens, experts)

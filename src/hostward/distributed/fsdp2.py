@@ -1,4 +1,4 @@
-"""Models sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): their parts, their hooks, their ranks.
+"""Support models sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): their parts, hooks and ranks.
 
 Every use of private parts of FSDP2 and of DTensor is in this file. Tested with torch 2.13; the sources of 2.11 agree.
 
@@ -32,14 +32,14 @@ from hostward.errors import CheckpointError, ConfigError, ModelError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A range of rows along dimension `dim` is divided in `n_parts`, of which this rank has part `index`."""
+    """Describes a range of rows along dimension `dim`, divided in `n_parts`, of which this rank has part `index`."""
 
     dim: int
     n_parts: int
     index: int
 
     def cut(self, first: int, rows: int, index: int) -> tuple[int, int]:
-        """First row and number of rows of a part."""
+        """Return the first row and number of rows of a part."""
         each = -(-rows // self.n_parts)
         start, stop = min(index * each, rows), min((index + 1) * each, rows)
         return first + start, stop - start
@@ -47,13 +47,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a parameter is divided: by all `splits`, one within the other. None: in one part on every rank."""
+    """Describes how a parameter is sharded: by all `splits`, one within the other; none: it is replicated."""
 
     shape: tuple[int, ...]
     splits: tuple[Split, ...]
 
     def rows(self, dim: int) -> tuple[int, int]:
-        """First row of this rank's part along a dimension, and how many it has."""
+        """Return the first row of this rank's part along a dimension, and its number of rows."""
         first, rows = 0, self.shape[dim]
         for split in self.splits:
             if split.dim == dim:
@@ -61,25 +61,26 @@ class Layout:
         return first, rows
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """A view of what this rank has of a whole tensor."""
+        """Return a view of this rank's part of an unsharded tensor."""
         for dim in dict.fromkeys(split.dim for split in self.splits):
             whole = whole.narrow(dim, *self.rows(dim))
         return whole
 
     @property
     def is_run(self) -> bool:
-        """Whether the part is one run of the flattened parameter."""
+        """Return whether the part is one contiguous run of the flattened parameter."""
         return all(split.dim == 0 for split in self.splits)
 
     @property
     def first(self) -> int:
-        """Where the part begins in the flattened parameter. 0 for parts that are not one run of it: their chunks are
-        counted in the part.
+        """Return the index in the flattened parameter at which the part begins.
+
+        The result is 0 for parts that are not one run of it; their chunks are counted in the part.
         """
         return self.rows(0)[0] * math.prod(self.shape[1:]) if self.shape and self.is_run else 0
 
     def shared_chunks(self) -> list[int]:
-        """Chunks of the norm that lie in several ranks' parts: their indices in the parameter, rising."""
+        """Return the norm chunks that several ranks share, as ascending indices in the parameter."""
         if not self.is_run or not self.splits:
             return []
         parts = [(0, self.shape[0])]
@@ -90,14 +91,14 @@ class Layout:
         return sorted({b // SPLIT_ELEMENTS for b in borders if b % SPLIT_ELEMENTS and b < numel})
 
 
-# Methods of other people's objects that tell somebody that they are called.
+# Methods of FSDP2's objects that report their calls.
 
 
 T = TypeVar("T")
 
 
 class Told(ABC, Generic[T]):
-    """Before a method of an object, and after it, somebody is told. Both are held weakly."""
+    """Calls a listener before and after a method of an object; both are held weakly."""
 
     def __init__(self, to: weakref.ref[T], owner: Any) -> None:
         self.to = to
@@ -115,14 +116,14 @@ class Told(ABC, Generic[T]):
 
     @abstractmethod
     def _before(self, to: T, owner: Any, /, *args: Any, **options: Any) -> None:
-        """The method is about to be called with these arguments."""
+        """Called before the method, with its arguments."""
 
     def _after(self, to: T, owner: Any, /) -> None:
-        """It has been called."""
+        """Called after the method."""
 
 
 class _Announced:
-    """Stands for a method: tells whoever listens, calls it, and tells them again."""
+    """Replaces a method: calls its listeners, the method, and the listeners again."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -139,7 +140,7 @@ class _Announced:
 
 
 def announce(owner: Any, method: str, told: Told[Any]) -> Callable[[], None]:
-    """Let the object's method tell; returns what ends that."""
+    """Let an object's method report its calls; return a function that ends this."""
     announced = owner.__dict__.get(method)
     if not isinstance(announced, _Announced):
         announced = owner.__dict__[method] = _Announced(getattr(owner, method))
@@ -153,7 +154,7 @@ def announce(owner: Any, method: str, told: Told[Any]) -> Callable[[], None]:
 
 
 _LOCAL: Any = DTensor._local_tensor
-"""The slot in which a DTensor has this rank's part."""
+"""Slot in which a DTensor stores this rank's part."""
 
 _FSDP2 = "torch.distributed.fsdp."
 
@@ -172,8 +173,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a sharded tensor that this rank has: the very tensor, with its version counter."""
-    # By the slot itself, so that a fence that stands before the tensor is not asked.
+    """Return this rank's part of a sharded tensor: the stored tensor itself, with its version counter."""
+    # The slot itself is read, so that a fence on the tensor is not triggered.
     return _LOCAL.__get__(tensor)  # type: ignore[no-any-return]
 
 
@@ -183,7 +184,7 @@ def fenced_class(
     hand_out: Callable[[torch.Tensor], None],
     as_plain: Callable[..., Any],
 ) -> type:
-    """The class that a DTensor has while a fence stands before it: `hostward.model.fence` gives what its uses do."""
+    """Return the class of a DTensor while its fence is up; `hostward.model.fence` passes the actions of its uses."""
 
     class FencedDTensor(plain):  # type: ignore[misc]
         __slots__ = ()
@@ -214,7 +215,7 @@ def fenced_class(
 
 
 def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A DTensor over `part`, placed as the parameter is. The part may lie on the host; its dtype is its own."""
+    """Return a DTensor over `part`, placed as the parameter is; the part may be on the host, of any dtype."""
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     meta = spec.tensor_meta._replace(dtype=part.dtype)
     made: torch.Tensor = DTensor(part, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
@@ -222,16 +223,16 @@ def like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def same_placement(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether both are divided over the same ranks in the same way."""
+    """Return whether both are sharded over the same ranks in the same way."""
     mine, theirs = parameter._spec, tensor._spec  # type: ignore[attr-defined]
     return bool(mine.mesh == theirs.mesh and mine.placements == theirs.placements)
 
 
 def part_of_saved(name: str, saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a saved value: of one that is divided like the parameter, or that is whole.
+    """Return this rank's part of a saved value that is sharded like the parameter, or unsharded.
 
     Raises:
-        CheckpointError: a value that is divided in another way.
+        CheckpointError: the value is sharded in another way.
     """
     if is_sharded(saved):
         if same_placement(saved, parameter):
@@ -245,14 +246,16 @@ def part_of_saved(name: str, saved: torch.Tensor, parameter: torch.Tensor) -> to
 
 
 def counts(parameter: torch.Tensor) -> bool:
-    """Whether this rank's part counts in sums over ranks: of copies of one part the first does."""
+    """Return whether this rank's part counts in sums over ranks: only the first of several replicas does."""
     coordinate = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
     return all(coordinate[i] == 0 for i, p in enumerate(_placements(parameter)) if isinstance(p, Replicate))
 
 
 def layout_of(name: str, parameter: torch.Tensor) -> Layout:
-    """How a parameter is divided. Raises ModelError for a division that is not FSDP2's own, over plain parameters or
-    over DTensors.
+    """Return how a parameter is sharded.
+
+    Raises:
+        ModelError: the sharding is not FSDP2's, over plain parameters or over DTensors.
     """
     mesh, placements = parameter.device_mesh, _placements(parameter)  # type: ignore[attr-defined]
     coordinate = mesh.get_coordinate()
@@ -276,7 +279,7 @@ def layout_of(name: str, parameter: torch.Tensor) -> Layout:
 
 
 def _is_innermost(mesh: Any, placements: Sequence[Any], index: int) -> bool:
-    """Whether a strided placement divides what all later dimensions of the mesh have divided before."""
+    """Return whether a strided placement shards the parts that all later mesh dimensions have sharded before."""
     later, dim = range(index + 1, mesh.ndim), placements[index].dim
     before = [mesh.size(i) for i in later if isinstance(placements[i], Shard) and placements[i].dim == dim]
     return bool(placements[index].split_factor == math.prod(before))
@@ -288,42 +291,42 @@ def _placements(tensor: torch.Tensor) -> Sequence[Any]:
 
 
 def mesh_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
-    """The process groups of the device mesh that a parameter is divided over, by dimension."""
+    """Return the process groups of the device mesh over which a parameter is sharded, by dimension."""
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     return [mesh.get_group(i) for i in range(mesh.ndim)]
 
 
 class Listener(Protocol):
-    """Is told what FSDP2 is about to do with parameters."""
+    """Receives reports of what FSDP2 is about to do with parameters."""
 
     def before_copy_in(self, parameters: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
-        """Their parts are about to be read, on `stream`; None: on the current one."""
+        """Called before the parameters' parts are read on `stream`; None: on the current stream."""
 
     def before_use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They are about to be whole, for what the current stream does next."""
+        """Called before the parameters are unsharded, for the next work of the current stream."""
 
     def before_gradients(self, parameters: Sequence[torch.Tensor], made_on: torch.Stream) -> None:
-        """Gradients of these, memory of this stream, are about to be written to `.grad`, or added to what is there."""
+        """Called before gradients, allocated by stream `made_on`, are written to `.grad` or accumulated there."""
 
 
 class Keeper(Protocol):
-    """Has parts that come and go. Groups are told by their number in `Groups.gathered_together`."""
+    """Offloads parts; groups are identified by their number in `Groups.gathered_together`."""
 
     def needed(self, group: int, stream: torch.Stream | None, *, backward: bool) -> None:
-        """The group's parts are about to be read, on `stream`; None: on the current one."""
+        """Called before the group's parts are read on `stream`; None: on the current stream."""
 
     def awaited(self, group: int, gather: torch.Event | None) -> None:
-        """The current stream is about to wait for a gather that reads them on another; None: there are no streams."""
+        """Called before the current stream waits for a gather on another stream; None: there are no streams."""
 
     def gathered(self, group: int) -> None:
-        """They have been read, for what the current stream does next: the group is whole until it is let go of."""
+        """Called after the parts were read: the group stays unsharded until FSDP2 frees it."""
 
 
 class Groups:
-    """The parameter groups of all modules in `root` that `fully_shard` was called on; none for other models."""
+    """Lists the FSDP2 parameter groups of all modules in `root`; empty for models that are not sharded."""
 
     def __init__(self, root: torch.nn.Module | None) -> None:
-        """Raises ModelError for a version of FSDP2 that is not known."""
+        """Raises ModelError for an unknown version of FSDP2."""
         found: dict[int, Any] = {}
         self._inside: dict[int, set[int]] = {}  # by group: those of the modules before whose forward it is gathered
         for module in () if root is None else root.modules():
@@ -341,27 +344,33 @@ class Groups:
         return bool(self._groups)
 
     def gathered_together(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """By group: its parameters, and all of its modules. It is gathered when one of these modules is entered."""
+        """Return for each group its parameters, and all parameters of its modules.
+
+        A group is gathered when one of its modules is entered.
+        """
         of = {id(group): _parameters(group.fsdp_params) for group in self._groups}
         return [(own, [p for inside in self._inside[number] for p in of[inside]]) for number, own in of.items()]
 
     def resharded(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether all of these are divided again after forward."""
+        """Return whether all of these parameters are resharded after forward."""
         asked = {id(p) for p in parameters}
         own = (group for group in self._groups if any(id(p) in asked for p in _parameters(group.fsdp_params)))
         return all(group._reshard_after_forward for group in own)
 
     def reshard(self) -> None:
-        """Let go of whole parameters, except in the middle of a pass. FSDP2 leaves those of the root whole after a
-        forward without backward; a step would not reach them.
+        """Reshard unsharded parameters, except in the middle of a pass.
+
+        FSDP2 leaves those of the root unsharded after a forward without backward; a step would not reach them.
         """
         for group in self._groups:
             if not group.is_sharded and group._training_state is TrainingState.IDLE:
                 group.reshard()
 
     def require_supported(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raises ModelError or ConfigError unless these are parameters of the groups, on one mesh, and stay on the
-        device.
+        """Raise unless these are parameters of the groups, on one mesh, that FSDP2 does not offload.
+
+        Raises:
+            ModelError, ConfigError: they are not.
         """
         members = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
         meshes = []
@@ -383,7 +392,7 @@ class Groups:
         self.require_no_policy("hostward.AdamW", "offload_fraction= to hostward.AdamW")
 
     def require_no_policy(self, beside: str, instead: str) -> None:
-        """Raises ConfigError if FSDP2 itself keeps parts on the host."""
+        """Raise ConfigError if FSDP2 itself offloads parts to the host."""
         if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in self._groups):
             raise ConfigError(
                 f"FSDP2's CPUOffloadPolicy together with {beside}",
@@ -392,14 +401,14 @@ class Groups:
             )
 
     def fills(self, parameter: torch.Tensor) -> bool:
-        """Whether a part of these groups, with FSDP2's padding behind it, is all that its memory holds."""
+        """Return whether a part, with FSDP2's padding after it, fills its storage."""
         padded, part = self._padded(parameter), part_of(parameter)
         memory = part.untyped_storage()
         same = bool(padded.untyped_storage()._cdata == memory._cdata and not part.storage_offset())
         return same and part.is_contiguous() and memory.nbytes() == padded.nbytes
 
     def holders(self, parameter: torch.Tensor) -> int:
-        """How many tensors of FSDP2's own lie in the memory of its part: the part, the padded one, what they view."""
+        """Return how many tensors of FSDP2 use a part's storage: the part, the padded part, and their bases."""
         own = part_of(parameter), self._padded(parameter)
         return len({t._cdata for t in (*own, *(t._base for t in own)) if t is not None})
 
@@ -409,12 +418,13 @@ class Groups:
         return padded
 
     def is_divided(self, group: int) -> bool:
-        """Whether the next gather of a group reads its parts: it is not whole, nor divided over fewer ranks."""
+        """Return whether the next gather of a group reads its parts: it is not unsharded, nor on fewer ranks."""
         return bool(self._groups[group].is_sharded)
 
     def settle(self, group: int) -> None:
-        """Do now what FSDP2 would before its first forward: look whether others have replaced the group's parts. It
-        tells that by addresses, and parts that are away have none.
+        """Check now, as FSDP2 does before its first forward, whether the group's parts were replaced.
+
+        FSDP2 compares addresses, and offloaded parts have none.
         """
         found = self._groups[group]
         if not found._reset_sharded_params:
@@ -424,14 +434,14 @@ class Groups:
             found._reset_sharded_params = True
 
     def serve(self, keeper: Keeper) -> None:
-        """Tell who has the parts when they are needed and when not, from now on, until `close`. Held weakly."""
+        """Report to a keeper, held weakly, when parts are needed and when not, until `close`."""
         this = weakref.ref(keeper)
         for number, group in enumerate(self._groups):
             self._removals.append(announce(group, "unshard", _NeededOnStream(this, group, number)))
             self._removals.append(announce(group, "wait_for_unshard", _NeededHere(this, group, number)))
 
     def accumulate_in(self, dtype: torch.dtype, besides: Set[int]) -> None:
-        """From `listen` on let reduced gradients come and add up in `dtype`, but in groups of `besides` (ids) alone."""
+        """Reduce and accumulate gradients in `dtype` from `listen` on, except in groups of `besides` (ids) only."""
         for group in self._groups:
             parts = _parameters(group.fsdp_params)
             if not all(id(part) in besides for part in parts):
@@ -440,12 +450,12 @@ class Groups:
                 self._grad_dtypes[id(group)] = dtype
 
     def reduced_as_they_are(self) -> list[list[torch.Tensor]]:
-        """Parameters by group, of groups that reduce gradients in the dtype of the parameters."""
+        """Return the parameters by group, of groups that reduce gradients in the dtype of the parameters."""
         policies = [(group.mp_policy, _parameters(group.fsdp_params)) for group in self._groups]
         return [ps for m, ps in policies if all((m.reduce_dtype or m.param_dtype or p.dtype) is p.dtype for p in ps)]
 
     def listen(self, listener: Listener) -> None:
-        """Tell it from now on, until `close`. Held weakly."""
+        """Report to a listener, held weakly, until `close`."""
         this = weakref.ref(listener)
         for group in self._groups:
             for method, told in (
@@ -462,7 +472,7 @@ class Groups:
 
 
 def fsdp_groups_of(module: torch.nn.Module) -> list[Any]:
-    """Return FSDP2's own parameter groups of a module itself; none for one that it does not know."""
+    """Return FSDP2's parameter groups of a module itself; empty for a module that is not sharded."""
     state: Any = _get_module_fsdp_state(module)
     if state is None:
         return []
@@ -471,7 +481,7 @@ def fsdp_groups_of(module: torch.nn.Module) -> list[Any]:
 
 
 def require_known_fsdp(group: Any) -> None:
-    """Raise ModelError for a torch whose FSDP2 is built in another way."""
+    """Raise ModelError for a version of torch whose FSDP2 is built differently."""
     missing = [name for name in _USED_OF_GROUPS if not hasattr(group, name)]
     for p in getattr(group, "fsdp_params", [])[:1]:
         missing += [name for name in _USED_OF_PARAMETERS if not hasattr(p, name)]
@@ -484,12 +494,13 @@ def require_known_fsdp(group: Any) -> None:
 
 
 def _gathers(group: Any) -> bool:
-    """Whether there are other ranks. Else parts are read on the current stream, when the gather is waited for."""
+    """Return whether there are other ranks; else parts are read on the current stream, when the gather is awaited."""
     return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
 
 
 def _read_on(group: Any, async_op: bool) -> torch.Stream | None:
-    """The stream on which a gather reads parts; None: the current one."""
+    """Return the stream on which a gather reads parts; None: the current stream."""
+
     found: torch.Stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
     return None if found == group.comm_ctx.device_handle.current_stream() else found
 

@@ -1,8 +1,7 @@
-"""Stages of a pipeline: the layers that a process keeps of a causal language model, and how
-`torch.distributed.pipelining` calls them.
+"""Cut a causal language model into pipeline stages, and run them with `torch.distributed.pipelining`.
 
-What goes from stage to stage: hidden states [sequences, tokens, width], and with a load-balancing loss what the routers
-of all layers so far have said [layers, sequences * tokens, experts], of which the last stage takes that loss.
+Stages send hidden states [sequences, tokens, width], and with a load-balancing loss the router logits of all layers so
+far [layers, sequences * tokens, experts], from which the last stage computes that loss.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from hostward.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stage of a model, as transformers builds it, without the layers of other stages.
+    """Holds one stage of a model of transformers, without the layers of other stages.
 
     Args:
-        index, count: which of how many stages.
-        before: layers of the model before this stage.
+        index, count: number of this stage, and of all stages.
+        before: number of the model's layers before this stage.
         tied: the embedding is the output layer as well, and both the first stage and the last have that weight.
     """
 
@@ -45,9 +44,10 @@ class Part:
 
 
 def cut(model: Any, index: int, count: int) -> Part:
-    """Take out of a causal language model what is not of stage `index` of `count`: contiguous layers in equal runs, the
-    embedding with the first, the last norm and the output layer with the last. What stays keeps its name; of an output
-    layer that is the embedding as well see `name_tied`.
+    """Remove from a causal language model all modules that do not belong to stage `index` of `count`.
+
+    Stages have equal numbers of contiguous layers; the first has the embedding, the last the final layer norm and the
+    output layer. Remaining modules keep their names; for tied weights see `name_tied`.
 
     Raises:
         ConfigError: the layers cannot be divided equally.
@@ -60,7 +60,7 @@ def cut(model: Any, index: int, count: int) -> Part:
     for i in range(layers):
         if not part.before <= i < part.before + each:
             delattr(inner.layers, str(i))
-    if getattr(described, "layer_types", None) is not None:  # a layer finds its own by counting those that are there
+    if getattr(described, "layer_types", None) is not None:  # a layer finds its type by its position in this stage
         described.layer_types = described.layer_types[part.before : part.before + each]
     if not part.first:
         inner.embed_tokens = torch.nn.Identity()
@@ -72,9 +72,7 @@ def cut(model: Any, index: int, count: int) -> Part:
 
 
 class _SameWeights(torch.nn.Module):
-    """Holds what another module holds, whatever becomes of it: FSDP2 and moves to a device replace parameters. It is
-    not called.
-    """
+    """Shares the parameters of another module, also after FSDP2 or moves replace them; it is never called."""
 
     def __init__(self, of: torch.nn.Module) -> None:
         super().__init__()
@@ -82,20 +80,21 @@ class _SameWeights(torch.nn.Module):
 
 
 def name_tied(part: Part) -> None:
-    """Let the last stage's output layer, if it is the embedding as well, have the embedding's name before its own, as
-    in the whole model: state, checkpoints and draws go by names. After FSDP2 has divided the part: it would divide the
-    weight for each of its two places.
+    """Give a tied output layer of the last stage the embedding's name first, as in the unsharded model.
+
+    State, checkpoints and random initialisation use names. Call this after FSDP2 has sharded the part, since FSDP2
+    would shard the weight once for each of its two names.
     """
     if part.tied and part.last:
         part.model.model.embed_tokens = _SameWeights(part.model.lm_head)
 
 
 TIED = "model.embed_tokens.weight"
-"""The name of that weight."""
+"""Tied weight, by name."""
 
 
 def require_divisible(layers: int, count: int) -> None:
-    """Raises as `cut` does for a model of so many layers."""
+    """Raise ConfigError if `layers` cannot be divided equally among `count` stages."""
     if layers % count:
         raise ConfigError(
             f"{layers} layers cannot be divided equally among {count} pipeline stages",
@@ -104,28 +103,28 @@ def require_divisible(layers: int, count: int) -> None:
 
 
 def gather_in_passes(model: Any) -> None:
-    """Let a backward pass of a part, which FSDP2 gathers again for it, gather ahead its own layers alone.
+    """Let FSDP2 prefetch only layers of the same part in a backward pass.
 
-    FSDP2 gathers ahead by the order in which all forwards have ended, as if their backward passes followed on one
-    another: the first layer's would gather the last layer, which then was whole while another microbatch goes forward.
+    By default FSDP2 prefetches in the reverse order of all forwards, as if their backward passes followed one another:
+    the backward of the first layer would gather the last layer, which would stay unsharded during the next forward.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    # The model itself ends last, so what FSDP2 does is right; and it would gather ahead anew for each of its outputs.
+    # The model itself ends last, so FSDP2's order is right; and it would prefetch again for each of its outputs.
     divided = [m for m in _as_they_end(model) if isinstance(m, FSDPModule) and m is not model]
-    for before, module in zip([divided[0], *divided], divided, strict=False):  # ahead of the first: itself, so nothing
+    for before, module in zip([divided[0], *divided], divided, strict=False):  # the first prefetches itself: nothing
         module.set_modules_to_backward_prefetch([before])
 
 
 def _as_they_end(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules in the order in which their forwards end."""
+    """Yield modules in the order in which their forwards end."""
     for inner in module.children():
         yield from _as_they_end(inner)
     yield module
 
 
 def together(parts: Sequence[Part]) -> torch.nn.Module:
-    """One module that holds what several parts have, by the names of the whole model. It is not called: they are."""
+    """Return one module that holds several parts, under the names of the whole model; it is never called."""
     whole, inner, layers = torch.nn.Module(), torch.nn.Module(), torch.nn.ModuleList()
     first, last = parts[0], parts[-1]
     for part in parts:
@@ -145,9 +144,7 @@ def together(parts: Sequence[Part]) -> torch.nn.Module:
 
 
 class _Forward(torch.nn.Module):
-    """A part as a stage's module. It has no parameters of its own: how they are gathered and reduced, and when, is not
-    the schedule's to say.
-    """
+    """Wraps a part as a stage's module without parameters, so that the schedule does not gather or reduce them."""
 
     def __init__(self, part: Part, balanced: bool) -> None:
         super().__init__()
@@ -164,7 +161,7 @@ class _Forward(torch.nn.Module):
 
 
 def loss_of(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of what the last stage has made of a microbatch, as the whole model takes it.
+    """Return the loss of the last stage's output for a microbatch, as the whole model computes it.
 
     Args:
         labels: int64 [sequences, tokens], aligned.
@@ -184,7 +181,7 @@ def loss_of(model: Any, output: Any, labels: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """A stage wraps whatever is raised inside: bring it out again."""
+    """Raise the original error in place of the RuntimeError in which a stage wraps it."""
     try:
         yield
     except RuntimeError as error:
@@ -194,17 +191,17 @@ def _own_errors() -> Iterator[None]:
 
 
 class Told(Protocol):
-    """Is told of the passes of this process's parts."""
+    """Receives reports of the passes of this process's parts."""
 
     def around(self, part: Part, *, last_of_part: bool) -> AbstractContextManager[None]:
-        """Entered for each backward pass; the part has no other in this step if it is its last one."""
+        """Return a context for a backward pass; `last_of_part`: it is the part's last one in this step."""
 
     def passed(self, part: Part, *, backward: bool) -> None:
-        """A forward or backward pass has ended."""
+        """Called after a forward or backward pass."""
 
 
 class _Stage(PipelineStage):
-    """A stage that tells of its passes."""
+    """Reports the passes of a stage."""
 
     def __init__(self, part: Part, told: Told, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -234,19 +231,20 @@ def schedule_of(
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
     told: Told,
 ) -> Any:
-    """The schedule that runs a step: 1F1B, interleaved where this process has several parts. Gradients are sums over
-    microbatches.
+    """Return the schedule that runs a step: 1F1B, interleaved if this process has several parts.
+
+    Gradients are sums over microbatches.
 
     Args:
         group: the processes that hold the stages, in order.
-        sequences, tokens: of a microbatch.
+        sequences, tokens: size of a microbatch.
     """
     described = parts[0].model.config
     dtype = next(p.dtype for p in parts[0].model.parameters())
     balanced = bool(getattr(described, "output_router_logits", False))
 
     def between(layers: int) -> tuple[torch.Tensor, ...]:
-        """What a stage sends when so many layers are done."""
+        """Return meta tensors of the shapes that a stage sends after so many layers."""
         shapes = [(sequences, tokens, described.hidden_size)]
         if balanced:
             shapes.append((layers, sequences * tokens, described.num_experts))

@@ -1,4 +1,4 @@
-"""What ranks tell each other of an error on one of them, and the one error that all of them then raise."""
+"""Describe errors to other ranks, and build the one error that all ranks raise."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hostward.errors import HostwardError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank could not go on, in plain strings."""
+    """Describes a rank's error in plain strings."""
 
     kind: str
-    """Name of the class of `hostward.errors`."""
+    """Class name in `hostward.errors`."""
     what: str
     why: str
     fix: str
     named: bool = False
-    """It is what several ranks have agreed on, and says of which one."""
+    """True if several ranks raise this error already, so that it names its rank."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -35,13 +35,13 @@ def raised_by_all(
     fix: str = "",
     kind: type[HostwardError] = HostwardError,
 ) -> HostwardError:
-    """The error of the first rank that failed, for every rank to raise.
+    """Return the error of the first rank that failed, for every rank to raise.
 
     Args:
-        failures: what each rank is called, in order of ranks, and its failure; at least one has failed.
-        what: what cannot be done because of it; "": what the failure itself says.
-        fix: what to do where the failure names nothing.
-        kind: the class to use where the failure's is not a subclass of it, other than a MemoryLimitError.
+        failures: name and failure of each rank, in order of ranks; at least one has failed.
+        what: the operation that failed because of it; "": the text of the failure itself.
+        fix: the fix if the failure names none.
+        kind: the class to use if the failure's class is neither a subclass of it nor MemoryLimitError.
     """
     failed = [(name, failure) for name, failure in failures if failure is not None]
     name, first = failed[0]

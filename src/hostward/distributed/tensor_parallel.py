@@ -1,10 +1,9 @@
-"""Layers of Llama, Qwen3 and Qwen3's mixtures over ranks that share each weight matrix: DTensor's own styles, and some
-for the rest.
+"""Apply tensor parallelism to layers of Llama, Qwen3 and Qwen3 MoE, with DTensor's styles and some of our own.
 
-Hidden states are whole on every rank; between attention and MLP each may have its part of every sequence instead.
-Projections into heads and into the MLP are divided by their outputs, those back by their inputs, the embedding and the
-output layer by the vocabulary. What is left is the same on every rank. A mixture's router and experts are given the
-tokens of a rank's part of the sequences: `hostward.distributed.expert_parallel` says where experts are.
+Hidden states are replicated; between attention and MLP each rank may have its part of every sequence instead.
+Projections into heads and into the MLP are sharded by their outputs, those back by their inputs, the embedding and the
+output layer by the vocabulary. All other weights are replicated. The router and experts of an MoE receive the tokens of
+a rank's part of the sequences; `hostward.distributed.expert_parallel` divides the experts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _NORMS_OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
 _SEQUENCES = Shard(1)
 _HEADS = 2
-"""The dimension of heads where those norms see it."""
+"""Head dimension in the input of those layer norms."""
 
 
 def _on_every_rank(_: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -40,10 +39,10 @@ def _on_every_rank(_: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Whole(ParallelStyle):
-    """A module whose weights every rank has, for inputs that every rank has, or of which it has a part.
+    """Replicates a module's weights, for replicated inputs or inputs of which each rank has a part.
 
     Args:
-        placement: of input and output.
+        placement: placement of input and output.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -64,12 +63,13 @@ class _Whole(ParallelStyle):
 
 
 class _Router(ParallelStyle):
-    """A router whose weights every rank has, for the tokens of this rank: it returns what it says of each expert, and
-    the weights and numbers of those that it chooses. Within it all is plain: torch 2.11 has no backward of `topk` for
-    DTensors.
+    """Replicates a router's weights, for the tokens of this rank.
+
+    The router returns its logits, and the weights and numbers of the chosen experts. It computes with plain tensors,
+    because torch 2.11 has no backward of `topk` for DTensors.
 
     Args:
-        balanced: a loss is taken of what it says of all tokens. Every rank takes the same one.
+        balanced: the model has a load-balancing loss over the logits of all tokens, the same on every rank.
     """
 
     def __init__(self, *, balanced: bool) -> None:
@@ -82,7 +82,7 @@ class _Router(ParallelStyle):
 
         def enter(router: Any, _: Any) -> None:
             weights.append(router._parameters["weight"])
-            # Each rank's gradient is that of its tokens: their sum is the weight's.
+            # Each rank has the gradient of its tokens; their sum is the gradient of the weight.
             router._parameters["weight"] = weights[-1].to_local(grad_placements=[Partial()])
 
         def leave(router: Any, _: Any, __: Any) -> None:
@@ -101,11 +101,11 @@ class _Router(ParallelStyle):
 
 
 class _Border(ParallelStyle):
-    """A layer among those that have parts of sequences, where hidden states are whole before it, or behind it.
+    """Shards hidden states along sequences before a first layer, or gathers them after a last layer.
 
     Args:
-        first: of whole hidden states each rank goes on with its part of every sequence.
-        last: parts become whole hidden states again, for a stage of a pipeline to send.
+        first: each rank goes on with its part of every sequence of replicated hidden states.
+        last: parts are gathered to replicated hidden states, for a pipeline stage to send.
     """
 
     def __init__(self, *, first: bool, last: bool) -> None:
@@ -131,12 +131,13 @@ class _Border(ParallelStyle):
 
 
 def divide_matrices(model: Any, mesh: DeviceMesh, *, sequences: bool = False) -> None:
-    """Make every parameter of a causal language model, or of one stage of it, a DTensor over `mesh`, of one dimension,
-    but for experts, which are DTensors already. Before `fully_shard`.
+    """Make every parameter of a causal language model, or of one stage of it, a DTensor over `mesh`.
+
+    The mesh has one dimension; experts have to be DTensors already. Call this before `fully_shard`.
 
     Args:
-        sequences: divide hidden states between attention and MLP along the sequence, whose length the ranks divide. A
-            mixture needs it: else each rank would give the same tokens to the experts.
+        sequences: shard hidden states between attention and MLP along the sequence, whose length must be a multiple of
+            the ranks. An MoE needs it: otherwise each rank would send the same tokens to the experts.
 
     Raises:
         ModelError: the model has other layers, or sizes that cannot be divided equally.
@@ -163,7 +164,7 @@ def divide_matrices(model: Any, mesh: DeviceMesh, *, sequences: bool = False) ->
     if left:
         raise ModelError(
             f"parameter {left[0]!r} is not known to tensor parallelism",
-            why="layers of Llama, Qwen3 and Qwen3's mixtures without biases are",
+            why="layers of Llama, Qwen3 and Qwen3 MoE without biases are supported",
             fix="leave model.tensor_model_parallel_size at 1",
         )
 
@@ -184,7 +185,10 @@ def _require_equal_parts(described: Any, ranks: int, *, dense: bool) -> None:
 
 
 def _styles(layer: torch.nn.Module, described: Any, between: Placement) -> dict[str, ParallelStyle]:
-    """By the path of a module in the layer. `between`: attention and MLP, how hidden states are divided."""
+    """Return styles by path of a module in the layer.
+
+    `between`: placement of hidden states between attention and MLP.
+    """
     styles: dict[str, ParallelStyle] = {}
     styles |= {name: ColwiseParallel() for name in _BY_OUTPUT}
     styles |= {name: RowwiseParallel(output_layouts=between) for name in _BY_INPUT}
@@ -197,11 +201,11 @@ def _styles(layer: torch.nn.Module, described: Any, between: Placement) -> dict[
         styles["self_attn"] = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts=whole
         )
-        if "mlp.gate" not in here:  # a mixture goes on with a part
+        if "mlp.gate" not in here:  # an MoE computes on this rank's part
             styles["mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     return {name: style for name, style in styles.items() if name in here}
 
 
 def has_weights(module: torch.nn.Module) -> bool:
-    """Another stage of the pipeline may have them."""
+    """Return whether a module has weights here; another pipeline stage may have them."""
     return next(module.parameters(), None) is not None

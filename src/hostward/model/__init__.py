@@ -1,1 +1,1 @@
-"""What a torch model is to hostward: its parameters and their names, its layers, and hooks on both."""
+"""Find a torch model's parameters, their names and its layers, and install hooks on them."""

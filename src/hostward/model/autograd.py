@@ -1,4 +1,4 @@
-"""What hooks on layers ask of autograd: the tensors in a call, and what was saved for backward."""
+"""Find the tensors in a module's call, and ask autograd how they are saved for backward."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def raise_modified(sizes: Sequence[int]) -> NoReturn:
     """Raise ModelError: a saved tensor of these sizes was written after it was saved."""
     raise ModelError(
         f"a tensor of size {tuple(sizes)} that backward needs was modified by an in-place operation",
-        why="it was saved for backward, and what is there now, or has left for the host, is of another moment",
-        fix="make the operation out of place, as torch asks without offloading, too",
+        why="it was saved for backward, and its value, on the device or offloaded, is not the saved one any more",
+        fix="make the operation out of place, which torch requires without offloading, too",
     )
 
 
 def inside_checkpoint() -> bool:
-    """Return whether what is saved now goes to a checkpoint, which will recompute it."""
+    """Return whether tensors saved now go to a checkpoint, which will recompute them."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return bool(top) and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__

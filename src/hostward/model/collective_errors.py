@@ -1,4 +1,4 @@
-"""Ranks that share a model go on together or not at all: what one of them cannot do, all of them refuse."""
+"""Raise on all ranks that share a model if one of them raises, so that none is left waiting in a collective."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def agreed(parameters: Iterable[torch.Tensor], device: torch.device, body: Callable[[], T]) -> T:
-    """What `body` returns here, if it raises on none of the ranks that share these parameters; else every rank raises
-    the error of the first that did, which is named. Where all say the same, each raises its own.
+    """Run `body`, and return its result if it raised on none of the ranks that share these parameters.
 
-    Called by all of them. What this rank has done by then is the caller's to undo.
+    Otherwise every rank raises the error of the first rank that failed, which is named; if all ranks fail alike, each
+    raises its own error. All these ranks must call this. The caller has to undo what its rank has done by then.
 
     Args:
-        device: of the parameters. With NCCL alone what ranks say goes over it.
+        device: of the parameters; with NCCL only, errors are exchanged over it.
     """
     groups = _sharing(parameters)
     if not groups:
@@ -40,7 +40,7 @@ def agreed(parameters: Iterable[torch.Tensor], device: torch.device, body: Calla
 
 
 def attempted(body: Callable[[], T]) -> tuple[T | None, HostwardError | None]:
-    """What it returns, or what keeps this rank from going on, for the others to hear."""
+    """Run `body` and return (result, None), or (None, error) so that other ranks can be told about the error."""
     try:
         return body(), None
     except HostwardError as raised:
@@ -50,7 +50,7 @@ def attempted(body: Callable[[], T]) -> tuple[T | None, HostwardError | None]:
 
 
 def _sharing(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """The groups of the mesh over whose ranks most are divided, by its dimensions; none where no other rank shares."""
+    """Return the process groups of the largest mesh over which a parameter is sharded; empty if none is sharded."""
     found: list[dist.ProcessGroup] = []
     most, known = 1, set[Any]()
     for parameter in parameters:
@@ -70,10 +70,10 @@ def _sharing(parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
 def _gathered(
     groups: Iterable[dist.ProcessGroup], device: torch.device, failure: Failure | None
 ) -> list[tuple[str, Failure | None]]:
-    """What each rank of a mesh is called and says, in order of ranks: gathered dimension by dimension."""
+    """Gather the name and failure of each rank of a mesh, in order of ranks, one mesh dimension after another."""
     rank = dist.get_rank()
     told = [(rank, f"rank {rank} on {platform.node()}", failure)]
-    # Objects travel over a device, if they must, on the one that is current.
+    # NCCL sends objects over the device that is current.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for group in groups:
             parts: list[Any] = [None] * group.size()

@@ -1,11 +1,11 @@
-"""The fence: code that reads or writes a weight gets the weight's new value, whoever runs it and wherever it does.
+"""The fence makes any code that reads or writes a weight wait for the weight's new value.
 
-Between `step()` and the end of its copies a weight in device memory is old. A module's forward waits for it by hooks.
-Everything else reaches a weight through its Parameter object; so while the fence is up the object's class is a subclass
-whose `__torch_function__` first lets the weight arrive, on the stream that is current, and then does what was asked.
-The class belongs to the object, not to a thread or a context: it is seen by every thread, under every mode, and by
-operations of lists. Within forward the class is the plain one again, so layers cost nothing and compiled code sees
-what it was compiled for (docs/decisions/0022-the-fence.md).
+Between `step()` and the completion of its copies a weight in device memory is old. A module's forward waits by hooks.
+All other code reaches a weight through its Parameter object. So while the fence is up, the object's class is a subclass
+whose `__torch_function__` first makes the current stream wait for the weight, and then calls the requested function.
+The class belongs to the object, not to a thread or a context: every thread, every mode and operations on lists see it.
+Within forward the class is the plain one again, so layers cost nothing and compiled code sees the class that it was
+compiled for (docs/decisions/0022-the-fence.md).
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ import torch
 from torch._compile import _disable_dynamo
 
 without_functions = torch._C.DisableTorchFunctionSubclass
-"""A context in which fenced weights are plain ones to the thread that enters it: for code of ours that knows when to
-wait.
-"""
+"""Context in which the calling thread sees fenced weights as plain ones, for our own code that waits by itself."""
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
 def unfenced(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Run a function of ours in that context."""
+    """Decorate a function of ours so that it sees fenced weights as plain ones."""
 
     @functools.wraps(function)
     def plainly(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
@@ -41,22 +39,23 @@ def unfenced(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
 
 class Reader(Protocol):
-    """Who lets weights arrive."""
+    """Make streams wait for weights that fenced code reads."""
 
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The caller is about to read or write these, on the stream that is current."""
+        """Make the current stream wait for these weights before the caller reads or writes them."""
 
     def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
-        """The caller holds memory of a weight now that it can write without the weight's version counter. `alias`: the
-        tensor through which, with a counter of its own; None: an address.
+        """Note that the caller can now write a weight without the weight's version counter.
+
+        `alias`: the tensor through which it can, with its own counter; None: the caller has an address.
         """
 
 
 class _Record:
-    """A parameter that fences stand before.
+    """Record the fences of one parameter.
 
-    `weak`: the fence belongs to the parameter, which may go before it. Others hold it, for torch refuses to swap a
-    tensor that has weak references (`nn.Module.to` of sharded parameters does).
+    `weak`: hold the parameter weakly, because it may be freed before its fence. Other fences hold it strongly, because
+    torch does not swap a tensor that has weak references (`nn.Module.to` of sharded parameters swaps).
     """
 
     __slots__ = ("fenced", "key", "parameter", "plain", "readers", "up")
@@ -70,17 +69,17 @@ class _Record:
         self.fenced = _fenced_class(self.plain)
         self.readers: dict[int, Reader] = {}
         self.up = 0
-        """Bits of the fences that are up: the class is the plain one when none is."""
+        """Bit mask that says which fences are up; at 0 the class is the plain one."""
 
 
 _RECORDS: dict[int, _Record] = {}
-"""By identity of the parameter."""
+"""Records by id of the parameter."""
 
 
 class Fence:
-    """One reader's fence before its parameters: down when it is made, and again after `close`.
+    """Fence the parameters of one reader; the fence is down at first, and again after `close`.
 
-    Several fences may stand before one parameter; each is raised and lowered by itself.
+    A parameter may have several fences; each is raised and lowered separately.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], reader: Reader, *, weak: bool = False) -> None:
@@ -93,17 +92,17 @@ class Fence:
             record.readers[bit] = reader
             self._entries[id(parameter)] = record, bit
         self.close: Callable[[], None] = weakref.finalize(self, _close, list(self._entries.values()))
-        """Lower it for good. Happens by itself when the fence is collected."""
+        """Lower the fence for good; this also happens when the fence is garbage-collected."""
 
     def entries(self, parameters: Iterable[torch.Tensor] | None = None) -> Sequence[tuple[_Record, int]]:
-        """What `up` and `down` take: all, or those of some parameters."""
+        """Return the arguments of `up` and `down` for all parameters, or for the given ones."""
         if parameters is None:
             return list(self._entries.values())
         return [self._entries[id(p)] for p in parameters if id(p) in self._entries]
 
 
 def up(entries: Sequence[tuple[_Record, int]]) -> None:
-    """Raise a fence before some of its parameters."""
+    """Raise a fence on these entries."""
     for record, bit in entries:
         record.up |= bit
         parameter = record.parameter()
@@ -112,7 +111,7 @@ def up(entries: Sequence[tuple[_Record, int]]) -> None:
 
 
 def down(entries: Sequence[tuple[_Record, int]]) -> None:
-    """Lower it."""
+    """Lower a fence on these entries."""
     for record, bit in entries:
         record.up &= ~bit
         parameter = record.parameter()
@@ -135,7 +134,7 @@ def _close(entries: Sequence[tuple[_Record, int]]) -> None:
             del _RECORDS[record.key]
 
 
-# ---------------------------------------------------------------- what is asked of a weight
+# ---------------------------------------------------------------- functions of a weight
 
 
 def _of_tensor(names: str, *, accessors: Sequence[str]) -> set[Any]:
@@ -164,22 +163,22 @@ _METADATA = (
         torch.autograd.grad, torch.autograd.backward,
     }
 ) - {None}  # fmt: skip
-"""What reads no element of the weight itself: the loop's own `zero_grad`, `p.grad` and `p.shape` must not wait."""
+"""Functions that read no element of the weight; the training loop's `zero_grad`, `p.grad`, `p.shape` must not wait."""
 
 _ALIASES = {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-"""What returns a tensor that shares the weight's memory, and not its version counter."""
+"""Functions that return a tensor which shares the weight's memory, but not its version counter."""
 _ADDRESSES = _of_tensor(
     "data_ptr const_data_ptr mutable_data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ "
     "share_memory_",
     accessors=(),
 ) | _of_tensor("__cuda_array_interface__", accessors=("__get__",)) - {None}
-"""What returns an address, or memory that is written without torch."""
+"""Functions that return an address, or memory that is written without torch."""
 
 
 def _function(
     cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """The `__torch_function__` of fenced weights."""
+    """Implement `__torch_function__` of fenced weights."""
     kwargs = {} if kwargs is None else kwargs
     if func in _METADATA:
         with without_functions():
@@ -190,18 +189,18 @@ def _function(
         with without_functions():
             result = func(*args, **kwargs)
     else:
-        # Other classes have a say in this, too: to them these are plain weights.
+        # Other tensor subclasses take part, and have to see plain weights.
         with _plain(found):
             result = func(*args, **kwargs)
     if func is torch.Tensor.detach and _in_new_parameter(sys._getframe(1)):
-        result.__class__ = type(args[0])  # `Parameter(weight)` wants one of the class that it was given
+        result.__class__ = type(args[0])  # `Parameter(weight)` requires the class of its argument
     if func in _ALIASES or func in _ADDRESSES:
         _expose(found, result if func in _ALIASES else None)
     return result
 
 
 def _in_new_parameter(frame: FrameType | None) -> bool:
-    """Whether `torch.nn.Parameter(...)` has called, past the frames that keep the compiler out."""
+    """Return whether `torch.nn.Parameter(...)` is the caller, past the frames that keep the compiler out."""
     for _ in range(4):
         if frame is None:
             return False
@@ -212,11 +211,11 @@ def _in_new_parameter(frame: FrameType | None) -> bool:
 
 
 def let_arrive(parameters: Sequence[torch.Tensor]) -> None:
-    """Whoever knows of these weights lets them arrive: the current stream may read and write them from here on."""
+    """Make the current stream wait for these weights, which it may read and write afterwards."""
     asked: dict[int, tuple[Reader, list[torch.Tensor]]] = {}
     for parameter in parameters:
         record = _RECORDS.get(id(parameter))
-        if record is None:  # made by `type(weight)(...)`: a weight of nobody
+        if record is None:  # made by `type(weight)(...)`: no fence is registered for it
             parameter.__class__ = _plain_class(parameter)
             continue
         for reader in record.readers.values():
@@ -226,7 +225,7 @@ def let_arrive(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _hand_out(parameter: torch.Tensor) -> None:
-    """The caller gets the tensor that the weight lies in, and may write it by way of that."""
+    """Note that the caller gets the tensor which stores the weight, and may write the weight through it."""
     let_arrive([parameter])
     _expose([parameter], None)
 
@@ -250,7 +249,7 @@ def _fenced(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class _plain:  # noqa: N801
-    """These fenced weights have their plain class inside the block."""
+    """Give fenced weights their plain class inside the block."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -266,7 +265,7 @@ class _plain:  # noqa: N801
                 parameter.__class__ = record.fenced
 
 
-# What torch does in Python or on raw memory with a Parameter, without asking `__torch_function__` first.
+# Operations on a Parameter that torch runs in Python or on raw memory, without calling `__torch_function__`.
 
 
 def _as_plain(self: torch.Tensor, name: str, *args: Any) -> Any:
@@ -276,7 +275,7 @@ def _as_plain(self: torch.Tensor, name: str, *args: Any) -> Any:
 
 
 class FencedParameter(torch.nn.Parameter):
-    """A Parameter whose fence is up: any use lets its new value arrive first."""
+    """Be a Parameter whose fence is up: any use first waits for its new value."""
 
     __torch_function__: Any = classmethod(_disable_dynamo(_function))
 
@@ -292,7 +291,7 @@ class FencedParameter(torch.nn.Parameter):
 
 
 _FENCED: dict[type, type] = {FencedParameter: torch.nn.Parameter}
-"""Fenced classes, and the plain ones that they stand for."""
+"""Fenced classes and the plain classes that they replace."""
 
 
 def _plain_class(parameter: torch.Tensor) -> type:
@@ -301,7 +300,7 @@ def _plain_class(parameter: torch.Tensor) -> type:
 
 @functools.cache
 def _fenced_class(plain: type) -> type:
-    """The fenced class of Parameter, or of the DTensor that FSDP2 makes of one."""
+    """Return the fenced class of Parameter, or of FSDP2's DTensor of one."""
     if plain is torch.nn.Parameter:
         return FencedParameter
     from hostward.distributed.fsdp2 import fenced_class
@@ -312,6 +311,6 @@ def _fenced_class(plain: type) -> type:
 
 
 def plain_type(tensor: torch.Tensor) -> type:
-    """`type(tensor)`, of a fenced weight the class that it has without the fence."""
+    """Return `type(tensor)`; for a fenced weight, the class that it has without the fence."""
     kind = type(tensor)
     return _FENCED.get(kind, kind)

@@ -1,6 +1,6 @@
-"""Hooks on layers, which report each call to an observer: whatever offloads activations or weights.
+"""Layer hooks report each call of a layer to an observer that offloads activations or weights.
 
-A module that is copied or pickled takes its hooks along, and they do nothing there.
+A copied or pickled module keeps its hooks, and they do nothing there.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch._compile import _disable_dynamo
 
 
 class LayerObserver(Protocol):
-    """What hooks on layers report to. `Mark` asks for `mark` alone, and `Unmark` for `unmark(module)` besides."""
+    """Receive the reports of layer hooks. `Mark` calls only `mark`, and `Unmark` only `unmark(module)`."""
 
-    def enter(self, layer: int, inputs: Any, /) -> None:
-        """Layer number `layer` is about to run with these (args, kwargs)."""
+    def pre_forward(self, layer: int, inputs: Any, /) -> None:
+        """Called before layer number `layer` runs; `inputs` is (args, kwargs)."""
 
-    def leave(self, layer: int, output: object, /) -> None:
-        """It has run, or failed."""
+    def post_forward(self, layer: int, output: object, /) -> None:
+        """Called after the layer has returned or raised."""
 
     def mark(self, module: torch.nn.Module, about: Any, /) -> None:
-        """A marked module is about to run."""
+        """Called before a marked module runs."""
 
 
 class _Hook:
-    # It keeps the offloading alive, whether anybody holds the attachment or not, until it is taken off.
+    # A hook keeps the observer alive until it is removed, whether or not the caller holds the attachment.
     def __init__(self, observer: LayerObserver | None = None, about: Any = None) -> None:
         self._observer, self._about = observer, about
 
@@ -36,42 +36,42 @@ class _Hook:
         return type(self), ()
 
 
-class Enter(_Hook):
-    """Forward pre-hook of a layer, `about` its number."""
+class PreForwardHook(_Hook):
+    """Report a layer call before forward; `about` is the layer's number."""
 
     def __call__(self, _: object, args: object, kwargs: object) -> None:
-        call(self._observer, "enter", self._about, (args, kwargs))
+        call(self._observer, "pre_forward", self._about, (args, kwargs))
 
 
 def is_attached(layer: torch.nn.Module) -> bool:
-    """Return whether calls of a module are reported to anybody. A copy has the hooks, and they do nothing."""
+    """Return whether calls of a module are reported to an observer; those of a copy are not."""
     hooks = layer._forward_pre_hooks.values()
-    return any(isinstance(hook, Enter) and hook._observer is not None for hook in hooks)
+    return any(isinstance(hook, PreForwardHook) and hook._observer is not None for hook in hooks)
 
 
-class Leave(_Hook):
-    """Forward hook of a layer, called also where forward fails."""
+class PostForwardHook(_Hook):
+    """Report a layer call after forward, also if forward raised."""
 
     def __call__(self, _: object, __: object, output: object) -> None:
-        call(self._observer, "leave", self._about, output)
+        call(self._observer, "post_forward", self._about, output)
 
 
 class Mark(_Hook):
-    """Forward pre-hook of a marked module; `about` goes to the observer."""
+    """Report a marked module before its forward; `about` is passed to the observer."""
 
     def __call__(self, module: torch.nn.Module, *_: object) -> None:
         call(self._observer, "mark", module, self._about)
 
 
 class Unmark(_Hook):
-    """Forward hook of a marked module."""
+    """Report a marked module after its forward."""
 
     def __call__(self, module: torch.nn.Module, *_: object) -> None:
         call(self._observer, "unmark", module)
 
 
-class Back:
-    """Hook before backward of a layer's output; it calls `back(about)` of the observer. `about` holds no graph."""
+class PreBackwardHook:
+    """Call `pre_backward(about)` of the observer before backward of a layer's output; `about` holds no graph."""
 
     def __init__(self, observer: weakref.ref[Any], about: object) -> None:
         self._observer, self._about = observer, about
@@ -79,25 +79,26 @@ class Back:
     def __call__(self, _: object) -> None:
         observer = self._observer()
         if observer is not None:
-            observer.back(self._about)
+            observer.pre_backward(self._about)
 
 
 @_disable_dynamo
 def call(observer: LayerObserver | None, method: str, *arguments: object) -> None:
-    """Report to `observer`, if there is one. A compiled caller breaks its graph here."""
+    """Call a method of `observer`, if there is one. A compiled caller breaks its graph here."""
     if observer is not None:
         getattr(observer, method)(*arguments)
 
 
-# What has to be done about compiled models.
+# Compiled models.
 
 
 log = logging.getLogger("hostward")
 
 
 def forget_compiled() -> None:
-    """Let whatever a compiler has made be made anew: dynamo looks at a module's hooks when it compiles a caller, and
-    never again, so a graph from before would go on without ours.
+    """Reset the compiler if it has compiled code, so that callers of layers are compiled anew.
+
+    Dynamo looks at a module's hooks only when it compiles a caller, so an older graph would run without our hooks.
     """
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is not None and utils.counters["stats"]["unique_graphs"]:

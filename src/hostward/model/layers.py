@@ -1,4 +1,4 @@
-"""The layers of a model: a run of modules that forward calls one after the other."""
+"""Find the layers of a model: modules that forward calls one after the other."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from hostward.errors import ConfigError, ModelError
 
 _SHARE = 0.1
-"""A list with less than this share of the largest list's parameters is none of layers (adapters, heads)."""
+"""Module lists with less than this share of the largest list's parameters are not layers (adapters, heads)."""
 
 
 def find_layers(
     root: torch.nn.Module, given: Sequence[torch.nn.Module] | None = None
 ) -> list[tuple[str, torch.nn.Module]]:
-    """(path, module) of the layers, in order of use.
+    """Return (path, module) of the layers, in order of use.
 
     Args:
-        given: the layers, where they are to be named; None: the outermost module list (or sequence) of the model with
-            at least two members. Lists inside its members, such as experts, do not count.
+        given: the layers, if the caller names them; None: the members of the outermost module list (or sequence) of the
+            model with at least two members. Lists inside its members, such as experts, do not count.
 
     Raises:
-        ModelError: there is no such list, or several; or a module that is given is not part of the model.
+        ModelError: there is no such list, or several; or a given module is not part of the model.
     """
     if given is not None:
         return _named(root, given)
@@ -51,7 +51,7 @@ def _named(root: torch.nn.Module, given: Sequence[torch.nn.Module]) -> list[tupl
     if missing or not given:
         raise ModelError(
             f"{missing[0]} is no module of the model" if missing else "no layers were given",
-            why="layers are found and named by the model that holds them",
+            why="layers are named by their path in the model",
             fix="pass modules of the model, in the order in which forward calls them",
         )
     if len(set(given)) != len(given):
@@ -59,29 +59,29 @@ def _named(root: torch.nn.Module, given: Sequence[torch.nn.Module]) -> list[tupl
     return [(paths[module], module) for module in given]
 
 
-# Which layers are called one after another: all, or, of a pipeline, those of each stage that a process has.
+# Layers that are called one after another: all layers, or those of each pipeline stage that a process has.
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of layers, or of what is gathered of them, in the order in which they are counted.
+    """Divide the layers, or FSDP2's groups of them, into runs that are each called in one piece.
 
-    lengths: of each.
+    lengths: number of layers of each run, in order.
     """
 
     lengths: tuple[int, ...]
 
     def run(self, number: int) -> range:
-        """That run: its layers. Raises ConfigError: there is none of that number."""
+        """Return the layer numbers of a run. Raises ConfigError if there is no run of that number."""
         if not 0 <= number < len(self.lengths):
             raise ConfigError(
-                f"run {number} of layers is expected, and there are {len(self.lengths)}",
-                fix="attachment.in_runs(lengths) says how many there are; they count from 0",
+                f"run {number} of layers does not exist: there are {len(self.lengths)} runs",
+                fix="attachment.in_runs(lengths) sets the number of runs; they count from 0",
             )
         first = sum(self.lengths[:number])
         return range(first, first + self.lengths[number])
 
     def beside(self, layer: int) -> range:
-        """The run that a layer is in; none for what is no layer."""
+        """Return the layer numbers of the run that contains `layer`; empty if there is no such layer."""
         runs = (self.run(number) for number in range(len(self.lengths)))
         return next((run for run in runs if layer in run), range(0))

@@ -1,9 +1,9 @@
-"""Parameter names as the plain module has them, whatever it is wrapped in. State and checkpoints go by them.
+"""Translate names of wrapped parameters to those of the plain module, which state and checkpoints use.
 
-Wrappers leave their traces in the names of what they wrap: `torch.compile` writes `_orig_mod.`, a checkpoint wrapper
-`_checkpoint_wrapped_module.`, data parallelism `module.`. The first two are nobody else's and are left out wherever
-they stand. `module.` may be a module's own word, so it is left out only where it is known to come from a wrapper
-(`hostward.model.parameters`), or where a saved name cannot be found otherwise.
+Wrappers change names: `torch.compile` inserts `_orig_mod.`, a checkpoint wrapper `_checkpoint_wrapped_module.`, data
+parallelism `module.`. The first two have no other meaning and are removed everywhere. `module.` may be the name of a
+user's attribute, so it is removed only where it is known to come from a wrapper (`hostward.model.parameters`), or where
+a saved name cannot be found otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRACE = re.compile(r"(?<![^./])(?:_orig_mod|_checkpoint_wrapped_module)(?:\.|$)
 
 
 def plain_name(name: str) -> str:
-    """A dotted name, or a path of dotted names, without the traces of wrappers.
+    """Return a dotted name, or a path of dotted names, without the parts that wrappers inserted.
 
     >>> plain_name("_orig_mod.layers.3._orig_mod.weight"), plain_name("model/_orig_mod.head.weight")
     ('layers.3.weight', 'model/head.weight')
@@ -27,24 +27,24 @@ def plain_name(name: str) -> str:
 
 
 def by_plain_name(names: Iterable[str]) -> dict[str, str]:
-    """{plain name: name}. Raises CheckpointError if two names become equal."""
+    """Return {plain name: name}. Raises CheckpointError if two names become equal."""
     found: dict[str, str] = {}
     for name in names:
         plain = plain_name(name)
         if found.setdefault(plain, name) != name:
             raise CheckpointError(
                 f"{found[plain]!r} and {name!r} both name {plain!r}",
-                why="what torch.compile and checkpoint wrappers put into names does not tell parameters apart",
-                fix="save the model either as it is or compiled, not both together",
+                why="the parts that torch.compile and checkpoint wrappers insert do not distinguish parameters",
+                fix="save the model either plain or compiled, not both together",
             )
     return found
 
 
 def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
-    """{wanted name: saved name} for all names that mean the same parameter; names without a counterpart are left out.
+    """Return {wanted name: saved name} for names of the same parameter; names without a counterpart are left out.
 
-    Where names do not agree as they are, `module.` is added to all of them or taken from all of them, if then all have
-    a counterpart. Names that differ in what stands before the first "/" are looked at apart.
+    If names do not agree, `module.` is added to all of them or removed from all of them, provided that all then have a
+    counterpart. Names with different prefixes before the first "/" are matched separately.
 
     Raises:
         CheckpointError: two names of one side become equal.
@@ -62,7 +62,7 @@ def matched(wanted: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
 
 
 def _start(plain: str) -> int:
-    """Where the dotted name begins, behind what stands before the first "/"."""
+    """Return the index at which the dotted name begins, after the prefix that ends with the first "/"."""
     return plain.find("/") + 1
 
 

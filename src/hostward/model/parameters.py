@@ -1,4 +1,4 @@
-"""The torch code that turns a module, or named parameters, into what the optimizer tracks."""
+"""Turn a module, or named parameters, into the parameter records that the optimizer tracks."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tracked:
-    """A parameter of the optimizer, and the module attributes that hold it (several when it is tied)."""
+    """Record a parameter of the optimizer and the module attributes that hold it (several if it is tied)."""
 
     name: str
     parameter: torch.nn.Parameter
     group: int
     homes: tuple[tuple[torch.nn.Module, str], ...] = ()
     path: str = ""
-    """Its dotted path in the plain module, where that is known."""
+    """Dotted path in the plain module, if known."""
     first: int = 0
-    """Where the part that this process has begins in the whole parameter."""
+    """First element of this process's part in the unsharded parameter."""
     sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # A step asks for every parameter.
+        # Stored, since each step reads this for every parameter.
         object.__setattr__(self, "sharded", local_of(self.parameter) is not self.parameter)
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements that this process has, in a plain tensor with their version counter: the parameter itself, or
-        its part here if it is sharded.
+        """Return the elements that this process has, as a plain tensor that has their version counter.
+
+        This is the parameter itself, or this rank's part of a sharded one.
         """
         return local_of(self.parameter) if self.sharded else self.parameter
 
     def part_of(self, saved: torch.Tensor) -> torch.Tensor:
-        """What this process has of a saved value of the whole parameter. Raises CheckpointError for one that is divided
-        over ranks in another way.
+        """Return this process's part of a saved value of the whole parameter.
+
+        Raises:
+            CheckpointError: the saved value is sharded in another way.
         """
         if not self.sharded:
             return saved
@@ -57,7 +60,7 @@ class Tracked:
         return fsdp2.part_of_saved(self.name, saved, self.parameter)
 
     def like(self, part: torch.Tensor) -> torch.Tensor:
-        """`part`, of the elements that this process has, as the parameter is: sharded in the same way, or plain."""
+        """Return `part`, the elements of this process, sharded as the parameter is; a plain tensor if it is not."""
         if not self.sharded:
             return part
         from hostward.distributed import fsdp2
@@ -66,7 +69,7 @@ class Tracked:
 
     @property
     def layer(self) -> str:
-        """The layer that uses it; "" for parameters of the module itself."""
+        """Return the name of the layer that uses the parameter; "" for parameters of the module itself."""
         return inventory.layer_of(self.path or self.name)
 
     @property
@@ -83,12 +86,12 @@ class Tracked:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor of torch's own, or a parameter over one."""
+    """Return whether the tensor is a plain torch.Tensor or Parameter, not a subclass."""
     return plain_type(tensor) in (torch.nn.Parameter, torch.Tensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that this process has."""
+    """Return the elements of a tensor that this process has, as a plain tensor."""
     if is_plain(tensor) or not _is_sharded(tensor):
         return tensor
     from hostward.distributed import fsdp2
@@ -97,7 +100,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are divided over the same ranks in the same way, or neither is."""
+    """Return whether both tensors are sharded over the same ranks in the same way, or neither is sharded."""
     if is_plain(one) or is_plain(other):
         return is_plain(one) == is_plain(other)
     from hostward.distributed import fsdp2
@@ -106,7 +109,7 @@ def placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    # A class that nobody has imported has no objects, and importing it takes longer than torch itself may.
+    # A class that has not been imported has no objects, and importing it may take longer than importing torch.
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from hostward.distributed import fsdp2
@@ -115,10 +118,10 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class Places:
-    """Where the parameters of a module are: the modules that own them, and their paths in the plain module.
+    """Look up the modules that own each parameter, and its paths in the plain module.
 
     Args:
-        module: as it is trained, compiled or wrapped for data parallelism or not; None if it is not known.
+        module: the module that is trained, compiled or wrapped for data parallelism or not; None if it is not known.
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
@@ -134,25 +137,27 @@ class Places:
             self._paths.setdefault(id(parameter), []).append(path)
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """(name, parameter) of all that has requires_grad, tied ones once."""
+        """Return (name, parameter) of all parameters with requires_grad, tied ones once."""
         named = [] if self.root is None else self.root.named_parameters()
         return [(plain_name(name), p) for name, p in named if p.requires_grad]
 
     def name(self, given: str, parameter: torch.Tensor) -> str:
-        """The name by which state is kept: `given`, without what wrappers have put into it."""
+        """Return the name under which state is stored: `given` without the parts that wrappers inserted."""
         plain = plain_name(given)
         paths = self._paths.get(id(parameter), ())
         inner = plain.removeprefix(self._prefix)
         return inner if plain not in paths and inner in paths else plain
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """The path of a parameter in the plain module; the first one of a tied parameter, None of somebody else's."""
+        """Return the path of a parameter in the plain module, the first one if it is tied; None if it has none."""
         paths = self._paths.get(id(parameter))
         return paths[0] if paths else None
 
     def by_use(self, tracked: Sequence[Tracked]) -> list[Tracked]:
-        """In order of use in forward, if they are given in order of their modules: FSDP2 reads what a module gathers
-        when that is entered. What the root owns, be it a last norm alone, is needed before its first layer.
+        """Sort parameters, given in order of their modules, by their first use in forward.
+
+        FSDP2 gathers a group when its module is entered, so parameters of the root, such as the last layer norm, are
+        needed before the first layer.
         """
         if self.sharding is None:
             return list(tracked)
@@ -164,7 +169,7 @@ class Places:
         return [t for _, t in sorted(enumerate(tracked), key=lambda at: first.get(at[0], at[0]))]
 
     def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> Tracked:
-        """What the optimizer needs to know of a parameter of param_groups[group]."""
+        """Return the record of a parameter of param_groups[group]."""
         homes, paths = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), [""])
         first = 0
         if _is_sharded(parameter):
@@ -175,7 +180,7 @@ class Places:
 
 
 def groups_of(root: torch.nn.Module | None) -> fsdp2.Groups | None:
-    """What FSDP2 made of the module; None if it was not called."""
+    """Return FSDP2's groups of the module's parameters; None if the module is not sharded."""
     if root is None or "torch.distributed.fsdp" not in sys.modules:
         return None
     from hostward.distributed import fsdp2
@@ -184,7 +189,7 @@ def groups_of(root: torch.nn.Module | None) -> fsdp2.Groups | None:
 
 
 def _plain_root(module: torch.nn.Module | None) -> tuple[torch.nn.Module | None, str]:
-    """A module without what it is wrapped in, and what data parallelism has put before its names."""
+    """Return a module without its wrappers, and the prefix that data parallelism adds to its names."""
     before = ""
     while module is not None:
         if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
@@ -199,7 +204,7 @@ def _plain_root(module: torch.nn.Module | None) -> tuple[torch.nn.Module | None,
 def _slots(
     module: torch.nn.Module | None,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """(path, owner, attribute, parameter) of every place that holds a parameter; a shared module by each path."""
+    """Yield (path, owner, attribute, parameter) of every attribute that holds a parameter, for each path to it."""
     for path, owner in () if module is None else module.named_modules(remove_duplicate=False):
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:
@@ -207,13 +212,14 @@ def _slots(
 
 
 def paths_of(module: torch.nn.Module | None) -> dict[str, torch.nn.Parameter]:
-    """All parameters of a module by path in the plain module, tied ones by each path."""
+    """Return all parameters of a module by path in the plain module, tied ones by each path."""
     return {path: parameter for path, _, _, parameter in _slots(module)}
 
 
 def with_module(params: object, module: torch.nn.Module | None) -> tuple[object, torch.nn.Module | None]:
-    """Parameters as `named_groups` takes them, and the module that holds them: the one that is given, or that of
-    parameters without names, if there is one and no other. Raises ModelError.
+    """Return parameters as `named_groups` takes them, and the module that holds them.
+
+    The module is the given one, or the only one that holds parameters without names. Raises ModelError.
     """
     if isinstance(params, torch.nn.Module):
         return params, params
@@ -229,7 +235,7 @@ def with_module(params: object, module: torch.nn.Module | None) -> tuple[object,
 
 
 def _listed(item: Any) -> Any:
-    """A group whose parameters can be gone through twice; anything else as it is."""
+    """Return a group with its parameters in a list, so that they can be read twice; other items unchanged."""
     if not isinstance(item, Mapping) or "params" not in item:
         return item
     held = item["params"]
@@ -243,19 +249,19 @@ def _require_order(params: object) -> None:
     if isinstance(params, (set, frozenset)):
         raise ModelError(
             "parameters in a set",
-            why="their order, which state is placed by, would be another in each process",
+            why="state is placed in the order of the parameters, and a set has another order in each process",
             fix="pass a list",
         )
 
 
 def _owner(parameters: Sequence[torch.Tensor]) -> torch.nn.Module:
-    """The outermost module that holds all of these, among all modules that are alive. Raises ModelError."""
+    """Find the outermost live module that holds all of these parameters. Raises ModelError."""
     if len(_outermost(parameters)) > 1:
-        gc.collect()  # a module that nobody uses any more may wait for this
+        gc.collect()  # modules that are not referenced any more may be part of a cycle
     found = _outermost(parameters)
     if len(found) == 1:
         return found[0]
-    why = "no module that is alive holds all of them, by which they could be named"
+    why = "no live module holds all of them, so they cannot be named"
     if found:
         kinds = ", ".join(sorted(type(module).__name__ for module in found))
         why = f"{len(found)} modules hold all of them, and none of these holds the others: {kinds}"
@@ -263,14 +269,14 @@ def _owner(parameters: Sequence[torch.Tensor]) -> torch.nn.Module:
 
 
 def _outermost(parameters: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
-    """Modules within no other module that hold all of these; what wraps one and the same module counts once."""
-    # Not isinstance(), which asks proxies of other libraries for a class.
+    """Return the outermost modules that hold all of these parameters; several wrappers of one module count once."""
+    # Not isinstance(), which would call proxy objects of other libraries.
     alive = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
     inner = {id(part) for module in alive for part in module.__dict__.get("_modules", {}).values()}
     wanted = {id(p) for p in parameters}
     found = {}
     for module in alive:
-        made = "_parameters" in module.__dict__  # another thread may be in the midst of making it
+        made = "_parameters" in module.__dict__  # another thread may be constructing it
         if made and id(module) not in inner and wanted <= {id(p) for p in module.parameters()}:
             plain, _ = _plain_root(module)
             found[id(plain)] = module
@@ -278,7 +284,7 @@ def _outermost(parameters: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
 
 
 def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
-    """Parameter groups of (name, Parameter) pairs, as torch.optim.Optimizer takes them, in plain names.
+    """Return parameter groups of (plain name, Parameter) pairs, as torch.optim.Optimizer takes them.
 
     `params` is a module (its trainable parameters), an iterable of (name, Parameter) or of parameters of the module of
     `places`, or a list of group dicts whose "params" is such an iterable. Raises ModelError for parameters without
@@ -297,7 +303,7 @@ def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
         for group in map(_listed, given):
             if "params" not in group:
                 raise ModelError("a parameter group without 'params'", fix='{"params": [(name, parameter), ...], ...}')
-            # torch asks for names in every group, and finds none in one without parameters.
+            # torch requires names in every group, and finds none in a group without parameters.
             groups.append({**group, "params": _pairs(group["params"], places), "param_names": []})
     else:
         groups = [{"params": _pairs(given, places)}]
@@ -312,13 +318,13 @@ def _pairs(params: Iterable[Any], places: Places) -> list[tuple[str, torch.nn.Pa
         if isinstance(item, torch.Tensor):
             name = places.name_of(item)
             if name is None:
-                known = "the module that is given does not hold them" if places.module is not None else ""
-                raise _nameless(known or "state is kept and saved by parameter name, never by position")
+                known = "the given module does not hold them" if places.module is not None else ""
+                raise _nameless(known or "state is stored and saved by parameter name, never by position")
             pairs.append((name, cast("torch.nn.Parameter", item)))
         elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
             pairs.append((places.name(*item), item[1]))
         else:
-            raise _nameless("state is kept and saved by parameter name, never by position")
+            raise _nameless("state is stored and saved by parameter name, never by position")
     return pairs
 
 
@@ -332,7 +338,7 @@ def _nameless(why: str) -> ModelError:
 
 
 def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) -> None:
-    """Raises ModelError for a parameter that no exact step can be promised for."""
+    """Raise ModelError for a parameter for which the exact step is not defined."""
     problem = None
     parameter = local_of(parameter)
     if isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
@@ -350,7 +356,7 @@ def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) ->
     elif parameter.dtype not in DTYPES:
         problem = f"has dtype {parameter.dtype}"
     elif parameter.device != device:
-        problem = f"lies on {parameter.device}, the optimizer works for {device}"
+        problem = f"is on {parameter.device}, but the optimizer is for {device}"
     elif _may_overlap_itself(parameter.data):
         problem = "has elements that share memory"
     if problem:
@@ -362,7 +368,7 @@ def check_trackable(name: str, parameter: torch.Tensor, device: torch.device) ->
 
 
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory: True unless each stride steps over all smaller ones."""
+    """Return whether two elements may share memory: True unless each stride exceeds the extent of smaller ones."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -373,7 +379,8 @@ def _may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 
 def check_no_overlap(tracked: Sequence[Tracked]) -> None:
-    """Raises ModelError if two parameters share bytes: each would be updated from the other's result."""
+    """Raise ModelError if two parameters share bytes: each would be updated from the other's result."""
+
     spans = []
     for t in tracked:
         if t.local.untyped_storage().nbytes():

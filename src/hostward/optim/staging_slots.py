@@ -231,7 +231,7 @@ class Slots:
         was taken from, which waits for that as well: it need not be the one that is current now.
         """
         nothing = torch.empty(0, device="cpu")
-        self._backend.let_overwrite("slots", [self._taken_from.pop(slot, None) for slot in slots])
+        self._backend.return_memory("slots", [self._taken_from.pop(slot, None) for slot in slots])
         for (slot, _), views in self._views.items():
             for view in views if slot in slots else ():
                 view.data = nothing

@@ -510,7 +510,7 @@ class StepExecutor:
             self._stage(self._slots.count)
         self._slots.pace.backward_is_over()
         self._issue([STEP])
-        self._backend.end_turn()
+        self._backend.end_step()
         self._end_step(scattered)
 
     def _begin_step(self) -> None:
@@ -521,7 +521,7 @@ class StepExecutor:
         self._follow_slots()
         self._bindings.trim()
         try:
-            self._backend.begin_turn()
+            self._backend.begin_step()
         except NativeError:
             self.torn = True
             raise

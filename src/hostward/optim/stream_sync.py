@@ -57,7 +57,7 @@ class StreamSync:
             return
         others = keys - {self._backend.compute_key()}
         if others or self._makers:
-            self._backend.let_overwrite("gradient", {self._streams[key] for key in others} | self._makers)
+            self._backend.return_memory("gradient", {self._streams[key] for key in others} | self._makers)
 
     def wait(self, layer: LayerStep, stream: torch.Stream, weights: Sequence[Event]) -> None:
         """A stream besides the compute lane is about to read a layer: it waits once for the events that make `weights`
@@ -66,7 +66,7 @@ class StreamSync:
         if layer.external is None or stream in layer.external or self._backend.capturing():
             return
         layer.external.add(stream)
-        self._backend.hold(stream, weights)
+        self._backend.wait_on_stream(stream, weights)
 
     def _here(self) -> int:
         key = self._backend.compute_key()

@@ -1,1 +1,1 @@
-"""Streams, buffers, and the two backends (CUDA, simulated) that carry out the operations of a schedule."""
+"""Run the operations of a schedule on streams and buffers of one of two backends, CUDA or simulated."""

@@ -1,8 +1,8 @@
-"""What a backend does: a short list of verbs over lanes, buffers and events.
+"""Define the interface of a backend: a short list of verbs over lanes, buffers and events.
 
-`cuda` is the real one. `simulated` runs on any machine: there the device tier is separate memory in RAM and every
-lane is a queue. Code above this module decides what to do and in which order; it never asks which backend carries it
-out.
+`cuda` runs on a GPU. `simulated` runs on any machine: its device tier is separate memory in RAM, and every lane is a
+queue. A *lane* is a stream of the schedule (compute, h2d, d2h, update, host). Code above this module decides what runs
+in which order; it never asks which backend runs it.
 """
 
 from __future__ import annotations
@@ -40,33 +40,34 @@ from hostward.runtime.operands import (
 from hostward.schedule.ops import Lane
 
 _DRAIN_ATTEMPTS = 1000
-"""Each failing operation ends one attempt."""
+"""Attempts of `drain` at most; each failing operation ends one."""
 
 
 class Meter(Protocol):
-    """Takes note of when works ran; times in seconds from the meter's start."""
+    """Receives the times at which works ran, in seconds from the meter's start."""
 
     def __call__(self, name: str, lane: Lane, start_s: float, end_s: float, nbytes: int, turn: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """Completion of the newest issue of one operation; of nothing, before the first. `native` belongs to the backend
-    that made it.
+    """Stands for the completion of the latest issue of one operation; before the first issue it is complete.
+
+    `native` belongs to the backend that created the event.
     """
 
     native: object = None
 
 
 Held = tuple[int, int]
-"""Timed events before and after one `Backend.hold_timed`, on the stream that it holds."""
+"""Timed events before and after one `Backend.wait_on_stream_timed`, on the waiting stream."""
 
 
 class Work(ABC):
-    """One operation, bound to its buffers once and issued any number of times.
+    """Bind one operation to its buffers once and issue it any number of times.
 
-    What lies at a device buffer's `data` is looked up when the work is issued: buffers over gradients get another
-    tensor in every step. Host memory stays where it is for as long as there are works over it.
+    The address of a device buffer is looked up at each issue: buffers over gradients get another tensor in every step.
+    Host memory keeps its address as long as works use it.
     """
 
     __slots__ = ("done", "lane", "name")
@@ -78,11 +79,11 @@ class Work(ABC):
 
     @abstractmethod
     def issue(self) -> Event:
-        """Enqueue it; returns `done`, which from now on stands for this issue."""
+        """Enqueue the operation and return `done`, which from now on stands for this issue."""
 
 
 class Batch:
-    """Works that are issued together, in this order: `issue` does what issuing one after the other does."""
+    """Issues works together; the effect is that of issuing one after the other, in this order."""
 
     def __init__(self, works: Sequence[Work | Batch]) -> None:
         self._works = tuple(works)
@@ -94,7 +95,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes held, by tier and owner, and bytes copied, by direction."""
+    """Counts bytes held, by tier and owner, and bytes copied, by direction."""
 
     held_bytes: defaultdict[tuple[Tier, str], int] = field(default_factory=lambda: defaultdict(int))
     pinned_bytes: int = 0
@@ -113,13 +114,13 @@ class Ledger:
 
 
 RING = 4
-"""Turns whose host functions and small uploads may be pending at once; before the next, the host waits."""
+"""Steps whose host functions and small uploads may be pending at once; the host waits before it begins another."""
 
 
 class Backend(ABC):
-    """Lanes of one device. All methods are called from one thread at a time.
+    """Provides the lanes of one device; its methods are called from one thread at a time.
 
-    The verbs from `copy` to `retire` bind an operation and enqueue nothing; `Work.issue` does. `waits` are events of
+    The verbs from `copy` to `mark` bind an operation and enqueue nothing; `Work.issue` does. `waits` are events of
     other works, `done` the event that the work records (a new one by default). The compute lane is the stream that is
     current when a work is issued.
     """
@@ -127,9 +128,9 @@ class Backend(ABC):
     device: torch.device
     ledger: Ledger
     threads: int
-    """So many step on the host."""
+    """CPU threads of the optimizer step."""
     meter: Meter | None = None
-    """Where works report when they ran; None: nobody looks."""
+    """Receives the times of works; None: nothing is timed."""
 
     @abstractmethod
     def allocate(
@@ -142,32 +143,34 @@ class Backend(ABC):
         pinned: bool = False,
         zero: bool = True,
     ) -> list[Buffer]:
-        """One slab of exactly sum(sizes) elements, cut into one buffer per size. Raises MemoryLimitError.
+        """Allocate one slab of exactly sum(sizes) elements, divided into one buffer per size. Raises MemoryLimitError.
 
-        Host slabs are zero; device slabs are unless `zero` is False, and belong to the compute lane.
+        Host slabs are zero; device slabs are zero unless `zero` is False, and belong to the compute lane.
         """
 
     @abstractmethod
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
-        """Give buffers of `allocate` back. A free is a write: it is ordered after `after`. Host memory is given back
-        only when all lanes are empty.
+        """Free buffers of `allocate`, after the events `after`: a free is a write.
+
+        Host memory is freed only when all lanes are empty.
         """
 
     @abstractmethod
     def event(self) -> Event:
-        """A new event, of nothing."""
+        """Return a new event, which is complete until a work records it."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy the second of each, of the device or the host, into the first, on the host; return when all are there.
-        Unlike the others it may be called from any thread, while no CUDA graph is captured. Whoever calls it sees to it
-        that nobody writes what is copied meanwhile, and that what wrote it before is over.
+        """Copy the second tensor of each pair, of the device or the host, into the first, on the host, and wait.
+
+        Unlike the other methods it may be called from any thread, while no CUDA graph is captured. The caller makes
+        sure that earlier writes of the sources are complete and that no other code writes them meanwhile.
         """
         for into, data in pairs:
             into.copy_(data)
 
     @abstractmethod
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        """Let `buffer` stand for another contiguous tensor, of any shape, which the compute lane has made."""
+        """Point `buffer` to another contiguous tensor, of any shape, that the compute lane has produced."""
 
     @abstractmethod
     def copy(
@@ -179,7 +182,7 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """Copies (destination, source) of equal dtype and length, on a copy lane."""
+        """Bind copies (destination, source) of equal dtype and length, on a copy lane."""
 
     @abstractmethod
     def launch(
@@ -193,7 +196,7 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """Torch operations on device buffers, on the compute or the update lane."""
+        """Bind torch operations on device buffers, on the compute or the update lane."""
 
     @abstractmethod
     def partials(
@@ -208,8 +211,10 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """Partial sums of the norm over gradients of these lengths, on the compute lane or, for gradients on the host,
-        on the host lane; those of `gradients[i]` go to the chunks from `firsts[i]` on.
+        """Bind the partial sums of the gradient norm, over gradients of these lengths.
+
+        They run on the compute lane or, for gradients on the host, on the host lane. The partial sums of `gradients[i]`
+        are written to the chunks from `firsts[i]` on.
         """
 
     @abstractmethod
@@ -224,8 +229,10 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """total = gradient, where `first`, or total + gradient, in fp32, on the host lane. `partials` also takes the
-        partial sums of the new totals, those of `totals[i]` in the chunks from its second item's element i on.
+        """Bind the accumulation of gradients in fp32, on the host lane: total = gradient if `first`, else += gradient.
+
+        `partials`: also write the partial sums of the new totals; those of `totals[i]` to the chunks from element i of
+        its second item on.
         """
 
     @abstractmethod
@@ -239,8 +246,9 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """Global norm, clip factor and finite flag, into device scalars (docs/exactness.md), on the compute lane. With
-        `across`, of the gradients of all its ranks, and the same on each of them.
+        """Bind the global norm, clip factor and finite flag, written to device scalars, on the compute lane.
+
+        See docs/exactness.md. `across`: take the norm over the gradients of all these ranks, the same on each of them.
         """
 
     @abstractmethod
@@ -254,15 +262,16 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """AdamW of one bucket: a host function on the host lane, a kernel on the compute or the update lane. All
-        operands lie on the side that steps. Raises PlacementError.
+        """Bind AdamW of one bucket: a host function on the host lane, a kernel on the compute or the update lane.
+
+        All operands have to be in the tier that steps. Raises PlacementError.
         """
 
     @abstractmethod
     def retire(
         self, buffers: Sequence[Buffer], lane: Lane, *, waits: Sequence[Event] = (), done: Event | None = None
     ) -> Work:
-        """The contents of `buffers` are dead once `lane` gets here. `simulated` poisons them, `cuda` only waits."""
+        """Bind the end of use of `buffers` on `lane`. `simulated` poisons them, `cuda` only waits."""
 
     @abstractmethod
     def mark(
@@ -275,47 +284,51 @@ class Backend(ABC):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        """`lane` waits for `waits`; on the compute lane, so does the caller's own code that follows. `writes` is what
-        that code has written before, `reads` what it is about to read.
+        """Bind a wait of `lane` for `waits`; on the compute lane, the caller's own code that follows waits as well.
+
+        `writes`: buffers that this code has written before; `reads`: buffers that it reads next.
         """
 
     @abstractmethod
-    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
-        """A stream of somebody else waits for these events. No lane waits for it, nor it for a lane."""
+    def wait_on_stream(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
+        """Make an external stream wait for these events; no lane waits for the stream."""
 
-    def hold_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
-        """The same; while somebody looks, it returns what `wait_behind` is told."""
-        self.hold(stream, waits)
+    def wait_on_stream_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+        """Make an external stream wait, and return timed events for `wait_behind`; None if there is no meter."""
+        self.wait_on_stream(stream, waits)
         return None
 
     def wait_behind(self, name: str, held: Held, event: torch.Event | None) -> None:  # noqa: B027
-        """The caller is about to let the compute lane wait for an event of somebody else's, on a stream that was held.
-        While somebody looks, the lane waits for it here, and the meter hears of the last part of that, as long as the
-        hold took, or of all of it: without the hold it would have been shorter by no more.
+        """Time the wait of the compute lane for an event of an external stream that had to wait before.
+
+        With a meter the compute lane waits for the event here, and the meter receives at most the last part of this
+        wait that is as long as `held`: without that earlier wait, this one would have been shorter by no more.
         """
 
-    def let_overwrite(self, what: str, streams: Iterable[torch.Stream | None]) -> None:
-        """Memory that these streams made is given up, and goes back to them: each but the current one waits for what
-        the compute lane, which has waited for its readers, holds now.
+    def return_memory(self, what: str, streams: Iterable[torch.Stream | None]) -> None:
+        """Order the reuse of freed memory by the streams that allocated it after its last readers.
+
+        Each of these streams but the current one waits for the work that the compute lane holds now; the compute lane
+        has waited for the readers.
         """
         here = self.caller_stream()
         others = {stream for stream in streams if stream is not None and stream != here}
         if others:
             behind = self.mark(f"offload/{what}/gone", Lane.COMPUTE).issue()
             for stream in others:
-                self.hold(stream, [behind])
+                self.wait_on_stream(stream, [behind])
 
     def batch(self, works: Sequence[Work]) -> Batch:
-        """These works to be issued together; each also alone."""
+        """Return a batch that issues these works together; each can still be issued alone."""
         return Batch(works)
 
     @abstractmethod
-    def begin_turn(self) -> None:
-        """A step begins. Waits on the host only if RING steps are pending."""
+    def begin_step(self) -> None:
+        """Begin a step. Waits on the host only if RING steps are pending."""
 
     @abstractmethod
-    def end_turn(self) -> None:
-        """Everything of the step has been issued, later arrivals excepted."""
+    def end_step(self) -> None:
+        """End a step: all its work has been issued, except for waits in the next forward."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -326,44 +339,45 @@ class Backend(ABC):
         """Wait on the host until all lanes are empty; raises what a host function reported."""
 
     def caller_stream(self) -> torch.Stream | None:
-        """Where the caller's operations go now; None: there are no streams."""
+        """Return the caller's current stream; None if the backend has no streams."""
         return None
 
     def memory_of(self, stream: torch.Stream | None) -> AbstractContextManager[None]:
-        """What is allocated inside is memory of `stream`; the compute lane goes on behind what that has been given."""
+        """Allocate memory of `stream` inside the block; afterwards the compute lane waits for that stream's work."""
         return contextlib.nullcontext()
 
     def compute_key(self) -> int:
-        """Tells the caller's current compute stream from others."""
+        """Return a key that identifies the caller's current compute stream."""
         return 0
 
     def at_compute(self) -> bool:
-        """Whether the caller's current stream is the compute lane as it is."""
+        """Return whether the caller's current stream is the compute lane."""
         return True
 
     def on_compute(self) -> AbstractContextManager[None]:
-        """Inside, the compute lane's stream is the current one."""
+        """Make the compute lane's stream the current one inside the block."""
         return contextlib.nullcontext()
 
     def wait_for(self, stream: torch.Stream) -> None:  # noqa: B027
-        """Make the compute lane wait for all that an external stream has been given so far."""
+        """Make the compute lane wait for all work enqueued on an external stream so far."""
 
     def follow_compute(self) -> int:
-        """Make the caller's current stream the compute lane, behind the one that was; returns `compute_key`."""
+        """Make the caller's current stream the compute lane, after the work of the previous one; return its key."""
         return self.compute_key()
 
     def capturing(self) -> bool:
-        """Whether what is issued now would become part of a CUDA graph."""
+        """Return whether works issued now would become part of a CUDA graph."""
         return self.capture() != 0
 
     def capture(self) -> int:
-        """The number of the capture whose CUDA graph what is issued now becomes part of; 0: of none. An event that was
-        recorded in one capture, or in none, is waited for in no other.
+        """Return the number of the active CUDA graph capture; 0: none.
+
+        An event that was recorded in one capture, or outside of any, cannot be waited for in another.
         """
         return 0
 
     def drain(self) -> None:
-        """Empty all lanes after an error that is already on its way: what they report besides is dropped."""
+        """Empty all lanes after an error that is being raised already; further errors are dropped."""
         for _ in range(_DRAIN_ATTEMPTS):
             try:
                 self.synchronise()
@@ -373,15 +387,15 @@ class Backend(ABC):
 
     @abstractmethod
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
-        """A buffer over device memory that somebody else allocated: weights, gradients. `counted`: in the ledger."""
+        """Return a buffer over device memory that other code allocated. `counted`: add its bytes to the ledger."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, object]:
-        """Plain facts for reports: name, device, host threads, instruction set."""
+        """Return facts for reports: name, device, CPU threads, instruction set."""
 
 
 def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
-    """Raises PlacementError unless both sides have the dtype, length and tier that `lane` copies."""
+    """Raise PlacementError unless both sides have the dtype, length and tier that `lane` copies."""
     down, up = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
     tiers = {Lane.D2H: down, Lane.H2D: up}
     if lane not in tiers or (source.tier, destination.tier) != tiers[lane]:
@@ -393,12 +407,12 @@ def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
         raise PlacementError(
             f"copy of {source.owner!r}: {source.data.dtype} {tuple(source.data.shape)} into "
             f"{destination.data.dtype} {tuple(destination.data.shape)}",
-            why="a copy never converts: conversion on the way would round",
-            fix="make both sides of one dtype and length",
+            why="a copy never converts: conversion would round",
+            fix="give both sides the same dtype and length",
         )
     if not (source.data.is_contiguous() and destination.data.is_contiguous()):
         raise PlacementError(
             f"copy of {source.owner!r}: one side is not contiguous",
-            why="a strided copy goes through a hidden kernel and buffer, on a stream that no event covers",
+            why="a strided copy uses an internal kernel and buffer, on a stream that no event covers",
             fix="make the tensor contiguous before it is adopted",
         )

@@ -1,4 +1,4 @@
-"""Which backend serves a device."""
+"""Choose the backend for a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hostward.runtime.backend import Backend
 
 
 def backend_for(device: torch.device, threads: int | None) -> Backend:
-    """A CUDA backend for a CUDA device, a simulated one for the CPU; `threads` for the host step, None: the default.
+    """Return a CUDA backend for a CUDA device, a simulated one for the CPU.
+
+    `threads`: CPU threads of the optimizer step; None: the default.
 
     Raises:
         ModelError: a device of another type.
@@ -21,10 +23,10 @@ def backend_for(device: torch.device, threads: int | None) -> Backend:
     if device.type == "cpu":
         from hostward.runtime.simulated.backend import Order, SimulatedBackend
 
-        # In the order of issue: a loop that looks at a weight without asking finds what a CPU optimizer would leave.
+        # In order of issue: code that reads a weight without waiting finds the value that a CPU optimizer would leave.
         return SimulatedBackend(threads=threads, order=Order(eager=True), poison=False)
     raise ModelError(
-        f"parameters lie on {device}",
-        why="hostward works for CUDA devices, and simulates one for CPU parameters",
+        f"parameters are on {device}",
+        why="hostward supports CUDA devices, and simulates one for CPU parameters",
         fix="move the model to cuda or cpu before making the optimizer",
     )

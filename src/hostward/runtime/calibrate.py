@@ -1,4 +1,4 @@
-"""How fast this machine moves and steps optimizer state, measured in about a second."""
+"""Measure in about a second how fast this machine copies and steps optimizer state."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from hostward.runtime.global_norm import Ranks
 from hostward.runtime.pinned_memory import host_slab
 from hostward.schedule.ops import Lane
 
-# Far more than any cache holds: what the caches serve is no rate of memory.
+# Far more than any cache holds, so that memory bandwidth is measured, not that of caches.
 _ELEMENTS = 48 * 1024 * 1024
 _COPIED_BYTES = 512 * 1024 * 1024
 _ROUNDS = 3
 _LONGER = 5
-"""Times as long as those that are timed the others would take alone: they go on until those have ended."""
+"""Competing works are issued for this many times the duration of the timed works, so that they outlast them."""
 
 
 def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
-    """Measure on idle lanes of a CUDA backend; what is allocated for it is given back. With `ranks`, which all measure
-    now: each of them beside the others, and the mean of all, so that all decide the same by it.
+    """Measure the rates of copies and of the CPU step on idle lanes of a CUDA backend; frees all that it allocates.
+
+    With `ranks`, all ranks measure concurrently, and each returns the mean over all, so that all decide alike.
 
     Raises:
-        MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left, or 1 GiB cannot be page-locked.
+        MemoryLimitError: less than 2.4 GB of host or 1.1 GB of device memory is left, or 1 GiB cannot be pinned.
     """
     taken: list[Buffer] = []
 
@@ -43,28 +44,28 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
     def seconds(works: Sequence[Work], last: Sequence[Work]) -> float:
         if ranks is not None:
             backend.synchronise()
-            ranks.total(torch.zeros(1, device=backend.device))  # nobody begins before the last is here
+            ranks.total(torch.zeros(1, device=backend.device))  # a barrier: all ranks begin together
         return _seconds(backend, works, last)
 
     def beside(works: list[Work], works_s: float, others: list[Work], others_s: float) -> float:
-        """`_s` are of `_ROUNDS` of them without the others."""
+        """Return the seconds of `works` while `others` run; `_s`: seconds of `_ROUNDS` of each alone."""
         return seconds([*works * _ROUNDS, *others * math.ceil(_LONGER * _ROUNDS * works_s / others_s)], works)
 
     try:
-        # First what may be refused.
+        # Allocations that may fail come first.
         here = [take(Tier.HOST, _COPIED_BYTES, torch.uint8, pinned=True) for _ in range(2)]
         there = [take(Tier.DEVICE, _COPIED_BYTES, torch.uint8) for _ in range(2)]
         step = _host_step(backend, take, _ELEMENTS)
         pairs = ((Lane.H2D, (there[0], here[0])), (Lane.D2H, (here[1], there[1])))
         copies = [backend.copy(lane, [pair], name="rate") for lane, pair in pairs]
-        backend.synchronise()  # lanes know nothing of each other here
+        backend.synchronise()  # no events order the lanes here
         for work in (step, *copies):
             work.issue()
         step_s = seconds([step] * _ROUNDS, [step])
         copy_s = seconds(copies * _ROUNDS, copies)
         d2h_s = seconds([copies[1]] * _ROUNDS, [copies[1]])
         busy_step_s = beside([step], step_s, copies, copy_s)
-        # Until both directions have ended: a step needs as many bytes of each, and one loses more than the other.
+        # Until both directions have ended: a step copies equal bytes in both, and one slows down more than the other.
         busy_copy_s = beside(copies, copy_s, [step], step_s)
     finally:
         backend.free(taken)
@@ -80,7 +81,7 @@ def measure_rates(backend: Backend, ranks: Ranks | None = None) -> Rates:
 
 
 def measure_host_step(backend: Backend, elements: int = _ELEMENTS) -> float:
-    """Parameters per second of the host step, with nothing beside it; on any backend.
+    """Measure the parameters per second of the CPU optimizer step alone; works on any backend.
 
     Raises:
         MemoryLimitError: less than 14 bytes of host memory per element are left.
@@ -113,7 +114,7 @@ def _host_step(backend: Backend, take: Callable[[Tier, int, torch.dtype], Buffer
 
 
 def _seconds(backend: Backend, works: Sequence[Work], last: Sequence[Work]) -> float:
-    """Issue `works`; the seconds until the last issue of each of `last` is done."""
+    """Issue `works`, and return the seconds until the last issue of each of `last` is complete."""
     backend.synchronise()
     started_s = time.perf_counter()
     for work in works:
@@ -123,22 +124,22 @@ def _seconds(backend: Backend, works: Sequence[Work], last: Sequence[Work]) -> f
     return time.perf_counter() - started_s
 
 
-# Roofs of a machine: what the link carries and what the host's memory moves, with nothing else to do.
+# Bandwidth limits of a machine: of PCIe or NVLink, and of host memory, with nothing else running.
 
 
 SPAN_BYTES = 1 << 30
-"""Copied round and round in each direction: far more than any cache holds."""
+"""Bytes copied repeatedly in each direction; far more than any cache holds."""
 CHUNK_BYTES = 256 << 20
 RMW_ELEMENTS = 64 << 20
 RMW_BYTES = 26
-"""Memory traffic per element of the read-modify-write loop: that of a host step with 16-bit gradient and weight."""
+"""Memory traffic per element of the read-modify-write loop, as in a CPU step with 16-bit gradient and weight."""
 
 
 class Links:
-    """Page-locked memory, device memory and two streams; enqueues copies in either direction."""
+    """Enqueues copies between pinned and device memory, in either direction, on two streams."""
 
     def __init__(self, backend: Backend, span_bytes: int = SPAN_BYTES) -> None:
-        """Raises MemoryLimitError where there is no room for `span_bytes`, twice on either side."""
+        """Raises MemoryLimitError if `span_bytes` do not fit twice into host and device memory."""
         self._span_bytes = span_bytes
         self.host = backend.allocate(Tier.HOST, [span_bytes] * 2, torch.uint8, "link roof", pinned=True)
         self._device = [torch.empty(span_bytes, dtype=torch.uint8, device=backend.device) for _ in range(2)]
@@ -147,7 +148,7 @@ class Links:
     def enqueue(
         self, direction: str, count: int, chunk_bytes: int = CHUNK_BYTES, *, timed: bool = True
     ) -> list[torch.cuda.Event]:
-        """`count` copies on the stream of `direction`; where `timed` an event before the first and after each."""
+        """Enqueue `count` copies on the stream of `direction`; `timed`: with an event before the first, after each."""
         stream, side = self._streams[direction], 0 if direction == "h2d" else 1
         host = torch.split(self.host[side].data, chunk_bytes)
         device = torch.split(self._device[side], chunk_bytes)
@@ -167,7 +168,7 @@ class Links:
     def rate(
         self, directions: Sequence[str], count: int = 40, chunk_bytes: int = CHUNK_BYTES, rounds: int = 3
     ) -> float:
-        """Bytes per second of each direction while all of them run."""
+        """Measure the bytes per second of each direction while all of them run."""
         rates = []
         for _ in range(rounds):
             torch.cuda.synchronize()
@@ -180,17 +181,17 @@ class Links:
 
 
 def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event with timing, recorded on `stream`."""
+    """Record a new event with timing on `stream`, and return it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 class ReadModifyWrite:
-    """The streams of a host step over huge pages, one integer operation on each element."""
+    """Runs the memory accesses of a CPU step over huge pages, with one integer operation on each element."""
 
     def __init__(self, threads: int, elements: int = RMW_ELEMENTS) -> None:
-        """Raises MemoryLimitError where there is no room for 14 bytes per element, NativeError without the library."""
+        """Raises MemoryLimitError if 14 bytes per element do not fit, NativeError without the native library."""
         self.elements = elements
         dtypes = (torch.float32,) * 2 + (torch.int16,) * 3
         sizes = [elements * dtype.itemsize for dtype in dtypes]
@@ -201,14 +202,14 @@ class ReadModifyWrite:
         self._isa = int(load().supported_isas()[-1])
 
     def run(self, threads: int, prefetch: int) -> float:
-        """Seconds of one pass. Raises NativeError."""
+        """Run one pass, and return its seconds. Raises NativeError."""
         started_s = time.perf_counter()
         code = load().bench_rmw(self._pointers.ctypes.data, self.elements, threads, self._isa, prefetch)
         check(code, "hostward_bench_rmw")
         return time.perf_counter() - started_s
 
     def fastest(self, threads: int, rounds: int = 12) -> tuple[float, int]:
-        """Elements per second, the median of `rounds` less two to warm up, and the prefetch setting that gave it."""
+        """Return the best median of elements per second, without two warm-up rounds, and its prefetch setting."""
         rates = {}
         for prefetch in (0, 1):
             seconds = [self.run(threads, prefetch) for _ in range(rounds)][2:]

@@ -1,9 +1,9 @@
-"""The norm of gradients whose elements several processes share out: the same bits as in one process that has them all.
+"""Compute the norm of gradients that are sharded over processes, bitwise identical to the norm in one process.
 
-A chunk of 4,096 elements, counted in the whole parameter, may lie with several processes: a *shared* chunk. Its sum
-depends on its largest exponent, which no process knows alone. So elements of shared chunks are kept until the norm is
-taken; then the exponents are compared, and each process sums its own elements on the common scale. Two collectives on
-the compute lane, of integers: no order of processes can change a bit, and nothing waits on the host.
+A chunk of 4,096 elements, counted in the unsharded parameter, may be divided over several processes: a *shared* chunk.
+Its sum depends on its largest exponent, which no process knows alone. So the elements of shared chunks are kept until
+the norm is taken; then the exponents are compared, and each process sums its own elements on the common scale. The two
+collectives on the compute lane reduce integers: no order of processes changes a bit, and nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _FIXED_POINT = 2.0**50
 
 
 class Ranks(Protocol):
-    """The processes that share the parameters. Both verbs enqueue, on the stream that is current, and work in place."""
+    """Reduces over the processes that share the parameters, in place; both verbs enqueue on the current stream."""
 
     def largest(self, values: torch.Tensor) -> None:
-        """Of every element the largest one of all ranks."""
+        """Replace every element by the largest one of all ranks."""
 
     def total(self, values: torch.Tensor) -> None:
-        """Of every element the sum over all ranks."""
+        """Replace every element by the sum over all ranks."""
 
 
 class GroupRanks:
-    """The processes of process groups, each of which reduces what the one before has reduced. Collectives run on the
-    current stream: with NCCL nothing waits on the host.
+    """Reduces over process groups, one after the other.
+
+    Collectives run on the current stream: with NCCL nothing waits on the host.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -52,10 +53,10 @@ class GroupRanks:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements of a shared chunk that this process has.
+    """Describes the elements of a shared chunk that this process has.
 
     Args:
-        bucket, range, start, stop: where its elements lie: [start, stop) of a range of a bucket.
+        bucket, range, start, stop: its elements are [start, stop) of a range of a bucket.
         chunk: index of its partial sum.
         shared: index of the whole chunk among the shared ones of the model; the same on every rank.
     """
@@ -69,14 +70,14 @@ class Fragment:
 
 
 class Across:
-    """What the norm needs besides the partial sums.
+    """Combines partial sums of all ranks, including those of chunks that ranks share.
 
     Args:
-        fragments: those of this process.
-        n_shared: shared chunks of the model.
-        allocate: makes the place where elements of fragments are kept: float32 [elements].
-        counted: int64 [partial sums], 0 for those of parts that other ranks have as well, and count; else 1.
-        stages: those that have other parameters, each the sums of its own; None: there are none.
+        fragments: fragments of shared chunks that this process has.
+        n_shared: number of shared chunks of the model.
+        allocate: allocates the buffer that keeps the elements of fragments: float32 [elements].
+        counted: int64 [partial sums], 0 for replicated parts that another rank counts, else 1.
+        stages: pipeline stages, which have other parameters and their own sums; None: there are none.
     """
 
     def __init__(
@@ -108,18 +109,20 @@ class Across:
         self._owners = torch.tensor(list(owners), dtype=torch.int64, device=device)
 
     def of(self, bucket: int) -> Sequence[tuple[Fragment, Buffer]]:
-        """The bucket's fragments, and where their elements are to be copied to, as float32, when they are final."""
+        """Return the bucket's fragments, and the float32 buffers to which their final elements are to be copied."""
         return self._of_bucket.get(bucket, ())
 
     def kept(self) -> Sequence[Buffer]:
-        """Where elements of fragments are kept."""
+        """Return the buffers that keep the elements of fragments."""
         return [part for parts in self._of_bucket.values() for _, part in parts]
 
     def totals(
         self, partials: Partials, found_inf: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Over all ranks: int64 [2] sum of squares in units of 2**31 and 1, int32 [1] exponent of its scale, and
-        float32 [1], not 0 where `found_inf` is not 0 on any rank.
+        """Return the sum of squares over all ranks, its scale and the overflow flag.
+
+        They are int64 [2], in units of 2**31 and 1; int32 [1], the exponent of its scale; and float32 [1], not 0 if
+        `found_inf` is not 0 on any rank.
         """
         sums, exponents = partials.sums.data, partials.exponents.data
         largest = torch.full((2 + self.n_shared,), ALL_ZERO, dtype=torch.int32, device=sums.device)
@@ -147,9 +150,9 @@ class Across:
         return totals[:2], top, largest[1:2].gt(0).to(torch.float32)
 
     def _fragment_sums(self, values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """Sums of the own fragments, on the scales of their whole chunks."""
+        """Return the sums of this process's fragments, on the scales of their unsharded chunks."""
         ordinary = (exponents != ALL_ZERO) & (exponents != NOT_FINITE)
-        # 2**-exponent by its bits: a power computed in floating point need not be exact.
+        # 2**-exponent is made from its bits: a power computed in floating point need not be exact.
         scales = ((1023 - torch.where(ordinary, exponents, 0).to(torch.int64)) << 52).view(torch.float64)
         scaled = values.to(torch.float64) * scales.index_select(0, self._owners)
         squares = torch.where(ordinary.index_select(0, self._owners), scaled * scaled * _FIXED_POINT, 0.0)
@@ -158,7 +161,7 @@ class Across:
 
 
 def _limbs(sums: torch.Tensor, exponents: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """int64 [2]: chunk sums brought to the scale of exponent `top` and added up, in units of 2**31 and 1."""
+    """Add up chunk sums on the scale of exponent `top`: int64 [2], in units of 2**31 and 1."""
     shift = (2 * (top.to(torch.int64) - exponents.to(torch.int64))).clamp_(0, 63)
     scaled = sums >> shift
     return torch.stack([(scaled >> _LIMB_BITS).sum(), (scaled & (2**_LIMB_BITS - 1)).sum()])

@@ -1,4 +1,4 @@
-"""A bucket's operands as native tasks: for host buckets, and for every bucket of the simulated backend."""
+"""Build native CPU tasks from a bucket's operands: for host buckets, and for all buckets of the simulated backend."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def host_task(
     hyper: npt.NDArray[np.float64] | None = None,
     error: npt.NDArray[np.int32] | None = None,
 ) -> AdamWTask:
-    """The task over what lies at the operands' buffers now, which it keeps alive. `hyper` float64 [5] is read when it
-    runs; None: the present constants. Raises PlacementError or ConfigError for operands that do not fit.
+    """Return the AdamW task over the present tensors of the operands' buffers, which it keeps alive.
+
+    `hyper`: float64 [5], read when the task runs; None: the present constants. Raises PlacementError or ConfigError for
+    operands that do not fit.
     """
     low = None if operands.low is None else operands.low.data
     return AdamWTask(
@@ -52,7 +54,7 @@ def add_task(
     partials: tuple[Partials, Sequence[int]] | None,
     error: npt.NDArray[np.int32] | None = None,
 ) -> AccumulateTask:
-    """`Backend.add` over what lies at the buffers now. Raises PlacementError or ConfigError for what does not fit."""
+    """Return the task of `Backend.add` over the buffers' present tensors. Raises PlacementError or ConfigError."""
     out, firsts = (None, [0] * len(totals)) if partials is None else partials
     ranges = [
         AccumulateRange(total.data, gradient.data, total.data.numel(), chunk)
@@ -70,7 +72,7 @@ def add_task(
 
 
 def added_partials(totals: Sequence[Buffer], partials: tuple[Partials, Sequence[int]] | None) -> list[Buffer]:
-    """The parts of `partials` that `Backend.add` writes."""
+    """Return the buffers of `partials` that `Backend.add` writes."""
     if partials is None:
         return []
     out, firsts = partials
@@ -86,16 +88,16 @@ def partials_task(
     *,
     error: npt.NDArray[np.int32] | None = None,
 ) -> NormTask:
-    """`Backend.partials` on the host. Raises PlacementError or ConfigError for operands that do not fit."""
+    """Return the task of `Backend.partials` on the host. Raises PlacementError or ConfigError."""
     ranges = [NormRange(g.data, g.data.numel(), first) for g, first in zip(gradients, firsts, strict=True)]
     return NormTask(ranges, sums=out.sums.data, exponents=out.exponents.data, error=error, threads=threads)
 
 
 def own_threads() -> int:
-    """Threads for host kernels of this process, by the rule of `hostward.kernels.cpu.affinity`."""
+    """Return the threads for CPU kernels of this process, by the rule of `hostward.kernels.cpu.affinity`."""
     return default_threads(os.environ, read_cpu_facts())
 
 
 def isa_name() -> str:
-    """The instruction set that host kernels use on this machine."""
+    """Return the instruction set that CPU kernels use on this machine."""
     return Isa(load().isa_best()).name.lower()

@@ -1,4 +1,4 @@
-"""What operations work on: memory of a tier, and what kernels take."""
+"""Define the operands of operations: buffers of a memory tier, and the arguments of kernels."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 
 class Tier(StrEnum):
-    """A kind of memory."""
+    """Names a kind of memory."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class Buffer:
-    """Bytes of one tier with an owner: what an operation reads or writes, and what the memory report counts.
+    """Holds bytes of one tier with an owner, for operations to read or write and the memory report to count.
 
-    `data` is a contiguous tensor, and `address` where it was when it was put here: to ask the tensor again costs a work
-    more than all else it does. `resized` says that its storage is emptied and filled again, so that it has to be asked.
-    `pinned` says that the host pages are locked, or would be on a machine with a GPU.
+    `data` is a contiguous tensor, and `address` its address when it was assigned: asking the tensor again would cost a
+    work more than all else it does. `resized`: the storage is freed and allocated again, so the tensor has to be asked.
+    `pinned`: the host pages are pinned, or would be on a machine with a GPU.
     """
 
     __slots__ = ("_data", "address", "owner", "pinned", "resized", "tier")
@@ -60,7 +60,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """What every step reads through memory, one element each: float32 scale, int32 skip, float32 norm."""
+    """Holds scalars that a step reads from memory, one element each: float32 scale, int32 skip, float32 norm."""
 
     scale: Buffer
     skip: Buffer
@@ -72,7 +72,7 @@ class Scalars:
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """Hyper-parameters of one parameter group at one step, as the kernels read them."""
+    """Holds the hyper-parameters of one parameter group at one step, as the kernels read them."""
 
     lr: float
     weight_decay: float
@@ -81,13 +81,13 @@ class Hyper:
     eps: float
 
     def as_array(self) -> npt.NDArray[np.float64]:
-        """float64 [5], in the order of the kernels' interface."""
+        """Return float64 [5], in the order of the kernels' interface."""
         return np.array([self.lr, self.weight_decay, self.beta1, self.beta2, self.eps], dtype=np.float64)
 
 
 @dataclass(slots=True, eq=False)
 class Constants:
-    """What all buckets of a parameter group read at a step; replaced from step to step, never changed in place.
+    """Holds constants that all buckets of a parameter group read at a step; replaced, never changed in place.
 
     `tables` are the bias corrections by step count.
     """
@@ -98,7 +98,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class BoundRange:
-    """One range of a bucket: its first element in the state, and its buffers. `count` is int64 [1]."""
+    """Describes one range of a bucket: its first element in the state, and its buffers; `count` is int64 [1]."""
 
     offset: int
     gradient: Buffer
@@ -112,10 +112,10 @@ class BoundRange:
 
 @dataclass(frozen=True, slots=True)
 class AdamWOperands:
-    """One bucket's state as an AdamW kernel takes it.
+    """Holds one bucket's state as an AdamW kernel takes it.
 
-    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `low` is the remainder (int16, split masters) or the master
-    (float32, plain ones), or None. All gradients have one dtype.
+    `exp_avg`, `exp_avg_sq` are float32 [padded length]; `low` is the low 16 bits of the fp32 main weight (int16, split)
+    or the fp32 main weight itself (float32, plain), or None. All gradients have one dtype.
     """
 
     ranges: Sequence[BoundRange]
@@ -135,7 +135,7 @@ class AdamWOperands:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on one tier."""
+    """Holds partial sums of the norm, by chunk of 4,096 elements: int64 and int32 [chunks], on one tier."""
 
     sums: Buffer
     exponents: Buffer
@@ -144,7 +144,7 @@ class Partials:
         return self.sums, self.exponents
 
     def part(self, first: int, chunks: int) -> Partials:
-        """Those of a run of chunks."""
+        """Return the partial sums of `chunks` chunks from `first` on."""
         span = slice(first, first + chunks)
         sums, exponents = (Buffer(b.tier, b.data[span], b.owner, b.pinned) for b in self.all())
         return Partials(sums, exponents)
@@ -152,24 +152,24 @@ class Partials:
 
 CHUNK_ELEMENTS = 4096
 ALL_ZERO = -(2**31)
-"""Exponent of a chunk without any value but zero."""
+"""Stands for the exponent of a chunk that contains only zeros."""
 
 
 def chunks_of(elements: int) -> int:
-    """Chunks of the norm in that many elements."""
+    """Return the number of norm chunks in that many elements."""
     return -(-elements // CHUNK_ELEMENTS)
 
 
 def empty_buffer(owner: str, tier: Tier = Tier.DEVICE) -> Buffer:
-    """A buffer over nothing yet."""
+    """Return a buffer without memory, to be filled later."""
     return Buffer(tier, torch.empty(0, device="cpu"), owner)
 
 
 @dataclass(slots=True, eq=False)
 class Clipping:
-    """What the norm takes besides the gradients: the limit (0: none), float32 [1] factors and flags, or None.
+    """Holds the norm's arguments besides the gradients: the limit (0: none), float32 [1] factors and flags, or None.
 
-    `overflow_out` gets the skip flag added: a gradient scaler that could not look at the gradients itself reads it.
+    The skip flag is added to `overflow_out`, for a gradient scaler that could not check the gradients itself.
     """
 
     max_norm: float = 0.0
@@ -179,7 +179,8 @@ class Clipping:
 
 
 def require_tier(buffers: Sequence[Buffer], tier: Tier, operation: str) -> None:
-    """Raises PlacementError if an operand lies on the wrong side."""
+    """Raise PlacementError if an operand is in the wrong tier."""
+
     for buffer in buffers:
         if buffer.tier is not tier:
             raise PlacementError(

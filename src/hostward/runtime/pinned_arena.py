@@ -1,4 +1,4 @@
-"""Host memory for what comes and goes in every step: page-locked once, handed out in blocks again and again."""
+"""Allocate blocks of host memory that is pinned once and reused in every step."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from hostward.runtime.backend import Backend, Buffer, Event, Tier
 
 ALIGNMENT_BYTES = 512
 _REMEMBERED = 8
-"""Steps whose need is remembered."""
+"""Steps whose largest use is remembered."""
 _SLACK = 1.25
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Bytes of the arena, uint8 [size]. Whoever writes them first waits for `after`, the last use of what was there."""
+    """Holds bytes of the arena, uint8 [size]; the next writer waits for `after`, the last use of their old contents."""
 
     buffer: Buffer
     after: Event | None = None
 
 
 class HostArena:
-    """Blocks of page-locked memory.
+    """Allocates blocks of pinned memory.
 
-    Within a step a block that was given back serves the next request of its size; what no block fits comes from the
-    rest of a slab, or from a new slab of exactly that size. Between steps all slabs are empty again, so that steps of
-    other sizes use the same memory.
+    Within a step a returned block serves the next request of its size; other requests are cut from the rest of a slab,
+    or from a new slab of exactly that size. Between steps all slabs are empty again, so that steps of other sizes use
+    the same memory.
 
     Args:
         owner: what the memory is for, in the ledger and in errors.
-        limit_bytes: the most memory that all slabs take; None: what the machine has.
-        retain: keep what has been locked until `close`. False: `rest` gives back what has not been needed for a while.
+        limit_bytes: the most memory that all slabs take; None: all that the machine has.
+        retain: keep pinned memory until `close`. False: `rest` frees memory that has not been needed for some steps.
 
-    One that `hand_over` made locks nothing: what does not fit is a ModelError.
+    An arena that `hand_over` returned pins nothing: a request that does not fit raises ModelError.
     """
 
     def __init__(self, backend: Backend, owner: str, *, limit_bytes: int | None = None, retain: bool = True) -> None:
@@ -49,25 +49,25 @@ class HostArena:
         self._handed_bytes = 0
         self._slabs: list[Buffer] = []
         self._ends: list[int] = []
-        """By slab: the first byte that no block has."""
+        """First free byte in each slab."""
         self._free: dict[int, deque[Block]] = {}
-        # Blocks come back in finalisers, on whatever thread and at whatever moment: a deque takes them safely.
+        # Finalisers return blocks on any thread at any moment, which is safe with a deque.
         self._returned: deque[Block] = deque()
         self._blocks = self._taken_bytes = self._most_bytes = 0
         self._mosts: deque[int] = deque(maxlen=_REMEMBERED)
         self._grown = False
         self.slab_bytes = 0
-        """Bytes held."""
+        """Pinned bytes held."""
         self.slabs_made = 0
 
     @property
     def blocks_in_use(self) -> int:
-        """Blocks that were taken and have not come back."""
+        """Return the number of blocks that were taken and not given back."""
         self._collect()
         return self._blocks
 
     def reserve(self, size_bytes: int) -> None:
-        """Lock a slab of that many bytes. Raises MemoryLimitError; ModelError if this arena does not grow."""
+        """Pin a slab of that many bytes. Raises MemoryLimitError, or ModelError if this arena does not grow."""
         if self._fixed:
             raise ModelError(
                 f"{self._owner}: {self.slab_bytes:,} bytes of host memory do not suffice for a CUDA graph",
@@ -98,7 +98,7 @@ class HostArena:
         self._grown = True
 
     def take(self, size_bytes: int) -> Block:
-        """A block of at least that many bytes. Raises as `reserve` does."""
+        """Take a block of at least that many bytes. Raises as `reserve` does."""
         self._collect()
         size_bytes = align(size_bytes, ALIGNMENT_BYTES)
         free = self._free.get(size_bytes)
@@ -109,7 +109,7 @@ class HostArena:
         return block
 
     def _cut(self, size_bytes: int) -> Block:
-        # The fullest slab that has room: large rests stay for large requests.
+        # The fullest slab with enough room, so that large rests stay for large requests.
         rests = [(slab.nbytes - end, i) for i, (slab, end) in enumerate(zip(self._slabs, self._ends, strict=True))]
         fitting = [rest for rest in rests if rest[0] >= size_bytes]
         if not fitting:
@@ -121,15 +121,15 @@ class HostArena:
         return Block(Buffer(Tier.HOST, data, self._owner, pinned=True))
 
     def give(self, block: Block, after: Event | None) -> None:
-        """Take a block back; `after` is its last use. May be called from a finaliser."""
+        """Return a block; `after` is its last use. May be called from a finaliser."""
         block.after = after
         self._returned.append(block)
 
     def rest(self) -> None:
-        """Between two steps: nothing is in use, and whatever used it comes before what the compute lane holds now.
+        """Empty all slabs between two steps, when no block is in use and the compute stream has waited for all uses.
 
-        Slabs that together are much more than a step needs are made anew, if they have grown in this one; and without
-        `retain`, if the last few have not needed them. That empties all lanes.
+        Slabs that together are much larger than a step needs are replaced by one of the needed size: if they have grown
+        in this step or, without `retain`, if the last steps have not needed them. Replacing waits for all lanes.
         """
         if self.blocks_in_use:
             return
@@ -148,8 +148,9 @@ class HostArena:
             self._grown = False
 
     def hand_over(self) -> HostArena:
-        """All of this memory, for a CUDA graph: an arena that keeps it as it is. No block is in use; this one begins
-        anew, and what it has given away counts towards its limit.
+        """Hand all memory to a new arena of a CUDA graph, which never grows, and start anew without memory.
+
+        No block may be in use. Memory that was handed over still counts towards the limit of this arena.
         """
         self._collect()
         graph = HostArena(self.backend, self._owner)
@@ -164,7 +165,7 @@ class HostArena:
         return graph
 
     def close(self) -> None:
-        """Return all memory to the system. No block is in use."""
+        """Return all memory to the system. No block may be in use."""
         self.backend.free(self._slabs)
         self._slabs.clear()
         self._ends.clear()

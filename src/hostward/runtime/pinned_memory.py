@@ -1,4 +1,4 @@
-"""Host memory: exact-size slabs, touched in parallel, on huge pages where the kernel gives them."""
+"""Allocate host memory in slabs of exact size, touched in parallel, on huge pages if the kernel provides them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from hostward.kernels.cpu.library import bind_memory, first_touch
 log = logging.getLogger("hostward")
 
 Lock = Callable[[int, int], Callable[[], None]]
-"""lock(address, size_bytes) page-locks memory and returns what undoes it. Called on a thread of its own."""
+"""lock(address, size_bytes) pins memory and returns a function that unpins it. Called on a separate thread."""
 Progress = Callable[[int, int], None]
-"""progress(done_bytes, total_bytes), each time that more is ready; the last call has done = total."""
+"""progress(done_bytes, total_bytes) is called whenever more memory is ready; at last with done = total."""
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLAB_BYTES = 1 << 30
-"""A slab takes no further block beyond this. The driver refuses to lock 512 GiB or more at once, and refuses a copy
-that spans two registrations; so a slab is locked as a whole, and no block lies in two. Small slabs let touching and
-locking overlap.
+"""Slabs take no further block beyond this size. The driver cannot pin 512 GiB or more at once, nor copy across two
+registrations; so a slab is pinned as a whole, and no block spans two slabs. With small slabs touching and pinning
+overlap.
 """
 BAR_BYTES = 8 << 30
-"""From this size on there is a progress bar."""
+"""Shows a progress bar from this size on."""
 _TOUCH_BYTES = 1 << 30
 
 
 class _Pages(mmap.mmap):
-    """A mapping that runs `release` when the last tensor over it is gone, just before it is unmapped."""
+    """Runs `release` when the last tensor over the mapping has been freed, just before it is unmapped."""
 
     release: Callable[[], None] | None = None
 
     def __del__(self) -> None:
-        # At exit the CUDA context may be gone already, and the system takes the pages back anyway.
+        # At exit the CUDA context may be gone already, and the system frees the pages anyway.
         if self.release is not None and not sys.is_finalizing():
             self.release()
 
@@ -51,7 +51,7 @@ class _Pages(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def give_back(self) -> None:
-        """Unlock and unmap now, whoever still holds this object. No tensor lies over it yet."""
+        """Unpin and unmap now, even if this object is still referenced. No tensor may use it yet."""
         release, self.release = self.release, None
         if release is not None:
             release()
@@ -68,7 +68,7 @@ def host_slab(
     progress: Progress | None = None,
     inherited: bool = True,
 ) -> torch.Tensor:
-    """`host_slabs` of one block: uint8 [size_bytes]."""
+    """Allocate one block as `host_slabs` does: uint8 [size_bytes]."""
     return host_slabs(
         [size_bytes],
         owner=owner,
@@ -91,25 +91,25 @@ def host_slabs(
     slab_bytes: int = SLAB_BYTES,
     inherited: bool = True,
 ) -> list[torch.Tensor]:
-    """Blocks of anonymous zero memory, resident from the start: uint8 [size] for each of `sizes_bytes`.
+    """Allocate blocks of anonymous zero memory, resident from the start: uint8 [size] for each of `sizes_bytes`.
 
-    Torch's pinned allocator rounds each block up to a power of two and never gives it back. Here blocks lie end to end
-    in slabs of exactly their size (rounded up to a page), and a slab is unmapped with the last tensor over it. While
-    one slab is being locked the next is being touched.
+    Torch's pinned allocator rounds each block up to a power of two and never frees it. Here blocks are stored end to
+    end in slabs of exactly their size (rounded up to a page), and a slab is unmapped with the last tensor over it.
+    While one slab is being pinned the next is being touched.
 
     Args:
         sizes_bytes: none negative; a block of 0 bytes needs no memory.
-        owner: what the memory is for, in error texts.
+        owner: purpose of the memory, for error texts.
         threads: threads that touch pages.
-        lock: page-locks a slab.
-        numa_node: the node that the pages should come from; None or -1 leaves it to the system. A refusal is logged.
-        progress: told how far it is. None: a line on stderr from `BAR_BYTES` on, if that is a terminal.
-        slab_bytes: a slab takes further blocks up to this size. A block lies in one slab, however large.
-        inherited: False: forked children do not have it. What is locked, they never have.
+        lock: pins a slab; None: memory stays unpinned.
+        numa_node: the node that the pages should come from; None or -1 leaves it to the system. A failure is logged.
+        progress: called with the progress. None: a line on stderr from `BAR_BYTES` on, if that is a terminal.
+        slab_bytes: a slab takes further blocks up to this size. A block is stored in one slab, however large.
+        inherited: False: forked children do not inherit the memory. They never inherit pinned memory.
 
     Raises:
-        MemoryLimitError: the machine or its container has less left, or the system refused. Nothing stays mapped or
-            locked after any error, also one that `lock` or `progress` raises.
+        MemoryLimitError: the machine or its container has less left, or the system call failed. Nothing stays mapped or
+            pinned after any error, also one that `lock` or `progress` raises.
     """
     groups = _groups(sizes_bytes, slab_bytes)
     total_bytes = sum(sizes_bytes)
@@ -139,7 +139,7 @@ def host_slabs(
 
 
 def _groups(sizes_bytes: Sequence[int], slab_bytes: int) -> list[list[int]]:
-    """The blocks of each slab, in order."""
+    """Divide blocks into slabs, in order."""
     groups: list[list[int]] = []
     for size_bytes in sizes_bytes:
         if groups and sum(groups[-1]) + size_bytes <= slab_bytes:
@@ -151,19 +151,19 @@ def _groups(sizes_bytes: Sequence[int], slab_bytes: int) -> list[list[int]]:
 
 def _map_pages(size_bytes: int, owner: str, *, inherited: bool) -> _Pages:
     try:
-        # Python's default is shared memory, which gets huge pages only where shmem_enabled says so; it says "never".
+        # Python's default is shared memory, which gets huge pages only if shmem_enabled allows it (default: never).
         pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryLimitError(
             f"{owner}: the system refused to map {size_bytes:,} bytes", why=str(error), fix="see ulimit -v"
         ) from error
     if size_bytes >= HUGE_PAGE_BYTES:
-        # A kernel built without huge pages refuses; small ones work too.
+        # A kernel built without huge pages fails here; small pages work too.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     if not inherited:
-        # After a fork the first write moves a private page: the device would go on using the old one, and while the
-        # child lives, as a data loader's worker does, every page that a step writes would be there twice.
+        # After a fork the first write copies a private page: the device would keep using the old one, and as long as
+        # the child lives, such as a data loader's worker, every page that a step writes would exist twice.
         pages.madvise(mmap.MADV_DONTFORK)
     return pages
 
@@ -172,8 +172,8 @@ def _touch(address: int, size_bytes: int, owner: str, threads: int, numa_node: i
     refusal = 0 if numa_node is None else bind_memory(address, size_bytes, numa_node)
     if refusal:
         log.warning(
-            "%s: pages could not be bound to NUMA node %s (%s); they lie where the system puts them, and the host "
-            "step may be slower",
+            "%s: pages could not be bound to NUMA node %s (%s); the system places them, and the CPU optimizer step "
+            "may be slower",
             owner,
             numa_node,
             os.strerror(refusal),
@@ -200,7 +200,7 @@ def _blocks(groups: Sequence[Sequence[int]], slabs: Sequence[_Pages]) -> list[to
 
 
 class _Reached:
-    """Counts bytes. Where they are locked as well, touching and locking are half of the work each."""
+    """Counts bytes for the progress report; touching and pinning are half of the work each if memory is pinned."""
 
     def __init__(self, progress: Progress, total_bytes: int, locks: bool) -> None:
         self._progress = progress
@@ -236,7 +236,7 @@ def _draw(owner: str, done_bytes: int, total_bytes: int) -> None:
 
 
 def require_host_memory(size_bytes: int, *, owner: str) -> None:
-    """Raises MemoryLimitError where the machine or its container has less than `size_bytes` left."""
+    """Raise MemoryLimitError if the machine or its container has less than `size_bytes` left."""
     available = host_memory()
     if size_bytes > available.available_bytes:
         raise MemoryLimitError(
@@ -247,9 +247,9 @@ def require_host_memory(size_bytes: int, *, owner: str) -> None:
 
 
 def numa_node_of(pci_address: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node of the device at `pci_address` ("0000:3b:00.0"), where this machine has several.
+    """Return the NUMA node of the device at `pci_address` ("0000:3b:00.0"), if this machine has several.
 
-    None: there is one node, or the system does not say which. `root` is where `sys` is looked up.
+    None: there is one node, or the system does not report it. `root` is the folder that contains `sys`.
     """
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
     try:

@@ -1,11 +1,11 @@
-"""What happened in a step: spans with a lane, times and bytes, as a Chrome/Perfetto file and as sums. No torch.
+"""Record spans of a step with lane, times and bytes, write them as a Chrome/Perfetto file and sum them up. No torch.
 
 The file is the JSON object form of the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open:
-one thread per lane, one complete event ("X") per span with its bytes, rate and step, and one counter ("C") per link
+one thread per lane, one complete event ("X") per span with its bytes, rate and step, and one counter ("C") per copy
 direction. Times are microseconds with three decimals.
 
 Names are paths: `offload/d2h/grad/0003.model.layers.1`, `offload/h2d/state/...`, `offload/host/adamw/...`,
-`offload/update/...`, `offload/wait/model.layers.1`, `forward/model.layers.1`; of weights that leave
+`offload/update/...`, `offload/wait/model.layers.1`, `forward/model.layers.1`; of offloaded weights
 `offload/h2d/layer/...` and `offload/wait/weights/...` (`gathered`: for a gather that had waited for them), of saved
 activations `offload/h2d/activation/...` and `offload/wait/activation/...`.
 """
@@ -26,13 +26,13 @@ from hostward.files.atomic_file import replace_text
 from hostward.schedule.ops import Lane
 
 DIRECTIONS = ("d2h", "h2d")
-"""Directions of the link between the device and the host."""
+"""Copy directions between the device and the host."""
 
 _PARTS = {"layer": "weights of layers", "weights": "weights of layers", "activation": "saved activations"}
-"""What of a model leaves besides its optimizer state, by the word in the names of its copies and waits."""
+"""Offloaded parts of a model besides optimizer state, by the word in the names of their copies and waits."""
 
 SHORT_STEP_S = 0.01
-"""Below this much offload work per step the text is in milliseconds, because three decimals of a second say nothing."""
+"""Offload work per step below which the text is in milliseconds, since three decimals of a second show too little."""
 
 _FORMAT = "hostward-trace"
 _VERSION = 1
@@ -42,16 +42,16 @@ _FIRST_THREAD_ID = 1
 
 
 class SpanKind(StrEnum):
-    """What the time of a span was spent on."""
+    """Names the kind of work in a span."""
 
     COPY = "copy"
-    """A transfer between the tiers."""
+    """Transfer between the tiers."""
     HOST = "host"
-    """AdamW or the accumulation of gradients on the host."""
+    """AdamW or the accumulation of gradients on the CPU."""
     KERNEL = "kernel"
-    """Device work of ours."""
+    """Device kernels that hostward launches."""
     WAIT = "wait"
-    """The compute lane stands still for an arrival."""
+    """GPU idle: the compute lane waits for a copy or a CPU step."""
     MARK = "mark"
     """Forward or backward of a layer, as the hooks saw it."""
 
@@ -61,10 +61,10 @@ _OFFLOAD_KINDS = (SpanKind.COPY, SpanKind.HOST, SpanKind.KERNEL)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of time on one lane. Seconds count from any fixed instant, the same for all lanes of a trace.
+    """Records one stretch of time on one lane, in seconds since an instant that is the same for the whole trace.
 
     Raises:
-        ConfigError: a time is not finite, the end lies before the start, or `nbytes` is negative.
+        ConfigError: a time is not finite, the end is before the start, or `nbytes` is negative.
     """
 
     name: str
@@ -91,44 +91,44 @@ class Span:
 
     @property
     def direction(self) -> str | None:
-        """The link direction of a copy, "d2h" or "h2d", by its lane; None for all other spans."""
+        """Return the direction of a copy, "d2h" or "h2d", by its lane; None for all other spans."""
         lane = self.lane.value
         return lane if self.kind is SpanKind.COPY and lane in DIRECTIONS else None
 
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """What one part of the offload work is in all: as in `Summary`. Its copies may go on beside those of others."""
+    """Sums up one part of the offload work, as `Summary` does; its copies may overlap with those of other parts."""
 
     transfer_s: dict[str, float]
     transfer_bytes: dict[str, int]
     exposed_s: float | None
-    """Seconds in which the compute lane stood still for it. Where a gather waits for weights, and the compute lane for
-    the gather: the last part of that wait, as long as the gather waited, or all of it (docs/reports.md). None where
-    nobody knows: on a simulated device.
+    """Seconds in which the GPU was idle because of it. If a gather waits for weights, and the compute lane for the
+    gather, at most the last part of that wait that is as long as the gather waited (docs/reports.md). None on a
+    simulated device, where it is not known.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Sums over `steps` steps. Times of overlapping spans count once: they are lengths of unions."""
+    """Sums up `steps` steps. Times of overlapping spans count once: they are lengths of unions."""
 
     steps: int
     transfer_s: dict[str, float]
-    """By direction: seconds in which at least one copy was under way."""
+    """Seconds in which at least one copy was running, by direction."""
     transfer_bytes: dict[str, int]
     host_step_s: float
     offload_s: float
     """Seconds in which at least one lane other than compute worked."""
     exposed_s: float
-    """Seconds in which the compute lane stood still for an arrival."""
+    """Seconds in which the GPU was idle because of offload work."""
     hidden_s: float
-    """Offload work behind which the compute lane did not stand still."""
+    """Offload work that overlapped with compute, in seconds."""
     parts: dict[str, PartSummary] = field(default_factory=dict)
-    """Of it, "weights of layers" that leave and "saved activations", if there are any."""
+    """Sums for offloaded "weights of layers" and "saved activations", if there are any."""
 
     def explain(self) -> str:
-        """Two lines of averages per step, with the rates of the link, and one for each of the parts."""
+        """Return two lines of averages per step, with copy rates, and one for each part."""
         if not self.steps:
             return "offload work: no step was traced\nlink and host: nothing to report"
         unit, per_unit = ("s", 1.0) if self.offload_s >= SHORT_STEP_S * self.steps else ("ms", 1e3)
@@ -154,7 +154,7 @@ class Summary:
 
 
 class Trace:
-    """Spans in the order in which they were added."""
+    """Keeps spans in the order in which they were added."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         self._spans = list(spans)
@@ -167,11 +167,11 @@ class Trace:
         return tuple(self._spans)
 
     def steps(self) -> tuple[int, ...]:
-        """Numbers of the steps that have spans, ascending."""
+        """Return the numbers of the steps that have spans, ascending."""
         return tuple(sorted({span.step for span in self._spans}))
 
     def of_steps(self, steps: Collection[int] | None = None) -> Trace:
-        """The spans of these steps alone; None means all.
+        """Return a trace of these steps only; None means all.
 
         Raises:
             ConfigError: a step has no span.
@@ -185,7 +185,7 @@ class Trace:
         return Trace(span for span in self._spans if span.step in wanted)
 
     def summary(self, steps: Collection[int] | None = None) -> Summary:
-        """Sums over these steps; None means all.
+        """Sum up these steps; None means all.
 
         Raises:
             ConfigError: a step has no span.
@@ -208,12 +208,12 @@ class Trace:
         )
 
     def write(self, path: Path) -> None:
-        """Write the Chrome trace: the file is the new one whole, or as it was.
+        """Write the Chrome trace, atomically.
 
         Raises:
             ConfigError: `path` is no plain file, or cannot be written.
         """
-        spans = sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))  # what encloses comes first
+        spans = sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))  # enclosing spans come first
         events = [*_metadata(), *map(_event, spans), *_link_rates(spans)]
         header = json.dumps({"displayTimeUnit": "ms", "otherData": {"format": _FORMAT, "version": _VERSION}})
         lines = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
@@ -245,7 +245,7 @@ def _parts(spans: Collection[Span]) -> dict[str, PartSummary]:
 
 
 def union_s(spans: Iterable[Span]) -> float:
-    """Seconds that at least one of the spans covers."""
+    """Return the seconds that at least one of the spans covers."""
     pieces = []
     end_s = -math.inf
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -256,7 +256,7 @@ def union_s(spans: Iterable[Span]) -> float:
 
 
 def from_chrome(path: Path) -> Trace:
-    """Read what `Trace.write` wrote; spans come in order of their start.
+    """Read a file that `Trace.write` wrote; spans come in order of their start.
 
     Raises:
         ConfigError: the file cannot be read, or is no trace of hostward; names the event.
@@ -319,7 +319,7 @@ def _event(span: Span) -> dict[str, Any]:
 
 
 def _link_rates(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Counter events: the sum of the rates of all copies of a direction under way, wherever it changes."""
+    """Yield counter events with the sum of the rates of all running copies of a direction, wherever it changes."""
     for direction in DIRECTIONS:
         changes: list[tuple[int, float]] = []
         for span in spans:
@@ -329,7 +329,7 @@ def _link_rates(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
                 changes += [(start_ns, rate), (end_ns, -rate)]
         under_way: list[float] = []
         for at_ns, group in groupby(sorted(changes), key=lambda change: change[0]):
-            for _, rate in group:  # ascending: what ends here leaves before what starts here comes
+            for _, rate in group:  # ascending: copies that end here are removed before those that start are added
                 if rate < 0:
                     under_way.remove(-rate)
                 else:
@@ -344,7 +344,7 @@ def _link_rates(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def _read_event(event: dict[str, Any], lanes: dict[int, Lane], trace: Trace) -> None:
-    """Take one event; raises KeyError, TypeError, ValueError or OverflowError for what `write` never writes."""
+    """Read one event; raises KeyError, TypeError, ValueError or OverflowError if `write` never writes such."""
     phase = event["ph"]
     if phase == "M" and event["name"] == "thread_name":
         lanes[event["tid"]] = Lane(event["args"]["name"])
@@ -371,7 +371,8 @@ def _foreign(path: Path, why: str) -> ConfigError:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as text: 1-4, 7."""
+    """Format ascending numbers as text: 1-4, 7."""
+
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

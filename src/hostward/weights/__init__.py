@@ -1,1 +1,1 @@
-"""Weight offloading: weights of chosen layers live in host memory and are prefetched before their use."""
+"""Weight offloading stores weights of chosen layers in host memory and prefetches them before their use."""

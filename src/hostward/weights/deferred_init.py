@@ -1,7 +1,7 @@
-"""Weights that wait on the CPU for `attach`: a model may have more of them than the device has room for.
+"""Keep weights on the CPU until `attach`, for models with more weights than device memory.
 
-Such a weight is a parameter on the device whose storage has no bytes; its values lie beside it until the optimizer or
-`attach` has taken them over. What reads it before that is refused.
+Such a weight is a parameter on the device whose storage has no bytes; its values stay on the CPU until the optimizer or
+`attach` has copied them. Reading the weight before that raises an error.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ def move(
     weights: Weights | int | None = None,
     layers: Sequence[torch.nn.Module] | None = None,
 ) -> None:
-    """Move a model from the CPU to a device, but for the weights that `attach` will offload.
+    """Move a model from the CPU to a device, except for the weights that `attach` will offload.
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         hostward.move(model, "cuda")
         optimizer = hostward.AdamW(model, offload_fraction=1.0, streamed_fraction=0.0)
         run = hostward.attach(model, optimizer, weights=hostward.Weights())
 
-    The device needs room for one layer's weights at a time, and for those that stay. Until `attach`, the model's
-    forward, its state_dict, copies and moves raise ModelError. A weight that waits has no memory: reading it directly
-    ends the process.
+    The device needs memory for one layer's weights at a time, and for those that are not offloaded. Until `attach`, the
+    model's forward, its state_dict, copies and moves raise ModelError. A weight that stays on the CPU has no device
+    memory: reading it directly ends the process.
 
     Args:
-        model: on the CPU, without gradients, and not sharded: FSDP2 takes parts where it finds the parameters.
+        model: on the CPU, without gradients, and not sharded: FSDP2 shards parameters on the device that holds them.
         weights: as for `attach`; None: `Weights()`.
-        layers: the layers in order of use, where they cannot be found.
+        layers: the layers in order of use, if they cannot be found.
 
     Raises:
-        ConfigError: options out of range. DeviceError: no such device is there. ModelError: no layers were found; a
+        ConfigError: options out of range. DeviceError: there is no such device. ModelError: no layers were found; a
             weight is not on the CPU, or has a gradient.
     """
     device, found = _checked_device(device), find_layers(model, layers)
@@ -55,8 +55,8 @@ def move(
     for name, parameter in model.named_parameters():
         if local_of(parameter) is not parameter:
             raise ModelError(
-                f"move() of a model that is sharded: weight {name!r} is one of several ranks'",
-                why="its parts lie where fully_shard found the parameter, and leave from there",
+                f"move() of a sharded model: weight {name!r} belongs to several ranks",
+                why="its parts are on the device on which fully_shard found it, and are offloaded from there",
                 fix="leave move() out: fully_shard the model on the device, then attach(weights=...)",
             )
         if parameter.device.type != "cpu" or is_away(parameter) or parameter.grad is not None:
@@ -86,21 +86,21 @@ def move(
 def _checked_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:  # of what torch does not know
+    except (RuntimeError, TypeError) as error:  # torch does not know the device
         raise ConfigError(
             f"device={device!r} is no device", why=str(error).partition("\n")[0], fix='write "cuda", or "cuda:1"'
         ) from error
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         raise DeviceError(
-            f"device={str(found)!r}, and {f'there are {count} CUDA devices' if count else 'no CUDA device is there'}",
-            fix='move(model, "cpu") simulates one; hostward doctor says what torch sees',
+            f"device={str(found)!r}, but {f'there are {count} CUDA devices' if count else 'there is no CUDA device'}",
+            fix='move(model, "cpu") simulates one; hostward doctor reports what torch sees',
         )
     return found
 
 
 class _Waiting:
-    """Parameters without bytes, and what refuses to read them; gone once all have been taken over."""
+    """Hold parameters without bytes, and the hooks that raise when they are read, until all have been attached."""
 
     def __init__(self, model: torch.nn.Module, leaving: set[torch.nn.Parameter], device: torch.device) -> None:
         self._left = len(leaving)
@@ -111,7 +111,7 @@ class _Waiting:
             if held:
                 refused = _Refused(next(iter(held)))
                 if not self._undo:
-                    # Or it would move what lies before this module, and be refused half way.
+                    # Otherwise a move of the model would fail half way, after the modules before this one.
                     self._undo.append(guarded(model, "_apply", refused))
                 self._handles.append(module.register_forward_pre_hook(refused))
                 self._handles.append(module.register_state_dict_pre_hook(refused))
@@ -138,7 +138,7 @@ class _Waiting:
 
 
 class _Refusing:
-    """The reader of `Fence` that lets nobody read."""
+    """Raise for every read that a `Fence` reports."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
@@ -147,7 +147,7 @@ class _Refusing:
         raise waits(self._names[id(parameters[0])])
 
     def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
-        """Nobody gets so far."""
+        """Never called, since `read` raises first."""
 
 
 class _Refused:

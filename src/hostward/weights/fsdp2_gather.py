@@ -1,7 +1,7 @@
-"""Weights of sharded layers: this rank's parts come before FSDP2's gather reads them, and go when it has.
+"""Prefetch this rank's parts of sharded weights before FSDP2's all-gather reads them, and free them afterwards.
 
-They come and go by what FSDP2 gathers together, which need not be a layer: experts may be a group of their own, and two
-layers one. What is gathered next is guessed from what was; a wrong guess costs a copy.
+Weights are offloaded and prefetched by FSDP2's groups, which need not be layers: experts may be a separate group, and
+two layers may share one. The next group is predicted from the one before; a wrong prediction costs one copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class GatheredLayers:
-    """What FSDP2 gathers together of a model's layers, in order of use.
+    """List the FSDP2 groups of a model's layers, in order of use.
 
-    names: of the layer that each was found in first. offloaded: so many, from the first on, are of layers whose weights
-    leave.
+    names: for each group, the name of the first layer that contains it. offloaded: number of groups, from the first on,
+    that belong to layers whose weights are offloaded.
     """
 
     def __init__(self, groups: fsdp2.Groups, layers: Sequence[tuple[str, torch.nn.Module]], count: int) -> None:
-        """`count`: so many layers' weights leave. Raises ConfigError if FSDP2 has its parts on the host itself."""
+        """`count`: number of layers to offload. Raises ConfigError if FSDP2 itself offloads its parts to the host."""
         groups.require_no_policy("weights=", "weights= alone")
         self.groups = groups
         together = [own for own, _ in groups.gathered_together()]
@@ -36,7 +36,7 @@ class GatheredLayers:
         found: dict[int, str] = {}
         counts = [0]
         for path, layer in layers:
-            # Modules come before what they hold, so the outer group of a layer, which is gathered first, does.
+            # Modules are listed before their children, so a layer's outer group, which is gathered first, comes first.
             for number in sorted({self._group_of[id(p)] for p in layer.parameters() if id(p) in self._group_of}):
                 found.setdefault(number, path)
             counts.append(len(found))
@@ -47,26 +47,26 @@ class GatheredLayers:
             groups.settle(number)
 
     def runs_of(self, lengths: Sequence[int]) -> Runs:
-        """Runs of so many layers, counted in what is gathered of them."""
+        """Translate run lengths in layers into run lengths in FSDP2 groups."""
         ends = [self._counts[end] for end in accumulate(lengths)]
         return Runs(tuple(end - first for first, end in pairwise([0, *ends])))
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether FSDP2 gathers it."""
+        """Return whether FSDP2 gathers the parameter."""
         return id(parameter) in self._group_of
 
     def fills(self, parameter: torch.Tensor) -> bool:
-        """Whether its part here has its memory for itself."""
+        """Return whether this rank's part of the parameter fills its storage alone."""
         return self.groups.fills(parameter)
 
     def holders(self, parameter: torch.Tensor) -> int:
-        """How many tensors of FSDP2's lie in that memory."""
+        """Return how many tensors of FSDP2 use the storage of this rank's part."""
         return self.groups.holders(parameter)
 
     def by_group(
         self, found: Sequence[Sequence[tuple[str, torch.nn.Parameter]]]
     ) -> tuple[list[str], list[list[tuple[str, torch.nn.Parameter]]]]:
-        """Names, and what was found in layers, of all that leave."""
+        """Return the names of the offloaded groups, and the weights that were found in layers, by group."""
         held: list[list[tuple[str, torch.nn.Parameter]]] = [[] for _ in range(self.offloaded)]
         for name, parameter in (each for of_layer in found for each in of_layer):
             held[self.places[self._group_of[id(parameter)]]].append((name, parameter))
@@ -74,7 +74,7 @@ class GatheredLayers:
 
 
 class Gathers:
-    """Lets parts come and go as FSDP2 tells that it gathers, until `close`."""
+    """Prefetch and free weights as FSDP2 reports its gathers, until `close`."""
 
     def __init__(self, layers: GatheredLayers, residency: Residency) -> None:
         self._layers, self._residency = layers, residency
@@ -85,29 +85,29 @@ class Gathers:
         layers, residency = self._layers, self._residency
         at = layers.places.get(group)
         if at is None:
-            if not backward and group < layers.numbers[0]:  # what comes before the layers: a forward begins
+            if not backward and group < layers.numbers[0]:  # a group before the layers: a forward begins
                 self._fetch(range(GATHERED_PREFETCH_DEPTH))
             return
         if at < layers.offloaded and stream is None:
             residency.ensure(at)
         elif at < layers.offloaded and stream is not None:
-            # Not by a wait of the compute lane: what it still has to do would come before the gather then.
-            residency.hold(at, stream)
+            # Not by a wait of the compute stream: the gather would then wait for the work it still holds.
+            residency.wait_on_stream(at, stream)
         run = self._runs.beside(at)
         ahead = (at - steps if backward else at + steps for steps in range(1, GATHERED_PREFETCH_DEPTH + 1))
         self._fetch(place for place in ahead if place in run)
 
     def in_runs(self, lengths: Sequence[int]) -> None:
-        """So many layers are gathered one after another; nothing is fetched ahead beyond the end of such a run."""
+        """Set the number of layers of each run; nothing is prefetched beyond the end of a run."""
         self._runs = self._layers.runs_of(lengths)
 
     def expect(self, number: int, *, backward: bool) -> None:
-        """That run comes next."""
+        """Prefetch the weights that the given run needs first, because it runs next."""
         run = self._runs.run(number)
         self._fetch(reversed(run[-GATHERED_PREFETCH_DEPTH:]) if backward else run[:GATHERED_PREFETCH_DEPTH])
 
     def _fetch(self, places: Iterable[int]) -> None:
-        """Ahead of their gathers, unless they are whole."""
+        """Prefetch groups before they are gathered, unless they are unsharded now."""
         layers = self._layers
         for at in places:
             if 0 <= at < layers.offloaded and layers.groups.is_divided(layers.numbers[at]):
@@ -123,7 +123,7 @@ class Gathers:
         if at is not None and at < self._layers.offloaded:
             self._residency.release(at)
         elif at == len(self._layers.numbers) - 1 and not _backward_follows():
-            # FSDP2 leaves the root whole then, so nothing else tells of the next forward.
+            # FSDP2 leaves the root unsharded then, so no other event announces the next forward.
             self._fetch(range(GATHERED_PREFETCH_DEPTH))
 
     def close(self) -> None:
@@ -131,5 +131,5 @@ class Gathers:
 
 
 def _backward_follows() -> bool:
-    """Or is under way: it runs without gradients of its own."""
+    """Return whether backward will follow or is running; backward itself runs with gradients disabled."""
     return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1

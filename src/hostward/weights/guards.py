@@ -1,7 +1,7 @@
-"""What replaces weights, or reads them as a whole: state dicts, loads, moves. Other readers meet a fence
-(`hostward.model.fence`).
+"""Guard offloaded weights against state dicts, loads and moves, which replace or read all weights of a module.
 
-A module that is copied or pickled takes hooks and guards along; they do nothing there.
+Other readers are handled by a fence (`hostward.model.fence`). A copied or pickled module keeps its hooks and guards,
+and they do nothing there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hostward.weights.residency import Weight
 
 
 class GuardedWeights(Protocol):
-    """What guards ask of offloaded weights; `hostward.weights.offload.OffloadedWeights` says what each does."""
+    """List the methods of `hostward.weights.offload.OffloadedWeights` that guards use; see there for each."""
 
     def parameters(self) -> Iterable[torch.nn.Parameter]: ...
     def all_present(self, numbers: Iterable[int]) -> AbstractContextManager[None]: ...
@@ -29,7 +29,7 @@ class GuardedWeights(Protocol):
 
 
 def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
-    """Put a guard on an object; returns what takes it off."""
+    """Set a guard as an attribute of an object; return a function that removes it."""
     owner.__dict__[attribute] = guard
 
     def undo() -> None:
@@ -40,7 +40,7 @@ def guarded(owner: object, attribute: str, guard: object) -> Callable[[], None]:
 
 
 class _Guard:
-    """`numbers`: of the weights, by what they come and go with, that it is about."""
+    """Hold the offloaded weights that a guard protects; `numbers`: those of their layers (or FSDP2 groups)."""
 
     def __init__(self, offloaded: GuardedWeights | None = None, numbers: Sequence[int] = (), about: Any = None) -> None:
         self._offloaded, self._numbers, self._about = offloaded, numbers, about
@@ -50,7 +50,7 @@ class _Guard:
 
 
 class Apply(_Guard):
-    """`to`, `half`, `cuda` and the like, on the model or a layer: they read weights; to move them is refused."""
+    """Guard `to`, `half`, `cuda` and the like: weights are on the device meanwhile, and moving them raises."""
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
         if self._offloaded is None:
@@ -64,7 +64,7 @@ class Apply(_Guard):
                 )
                 raise ModelError(
                     f"the model was about to go from {before} to {after} while its weights are offloaded",
-                    why="their copies on the host are of what they are now",
+                    why="their copies on the host keep the present dtype, for the present device",
                     fix="detach(), change the model, and attach again",
                 )
         with self._present():
@@ -79,8 +79,9 @@ class Apply(_Guard):
 
 
 class StateHook(_Guard):
-    """Before and after `state_dict()` of a module: copies from the host in place of weights without bytes. `about`: by
-    name.
+    """Replace weights in a module's `state_dict()` by copies of their values on the host.
+
+    The hook runs before and after `state_dict()`. `about`: weights by name.
     """
 
     def __call__(self, module: torch.nn.Module, *given: Any) -> None:
@@ -97,7 +98,7 @@ class StateHook(_Guard):
             if isinstance(state_dict.get(prefix + name), torch.nn.Parameter):
                 raise ModelError(
                     "state_dict(keep_vars=True) of a model with offloaded weights",
-                    why="the parameters themselves come and go",
+                    why="the memory of the parameters themselves is freed and allocated again",
                     fix="leave keep_vars out, or detach() first",
                 )
             weight.require_in(module, name)
@@ -109,14 +110,17 @@ class StateHook(_Guard):
 
 
 class LoadHook(_Guard):
-    """Before and after `load_state_dict` of a module. `about`: its weights, by name."""
+    """Reload weights before a module's `load_state_dict`, and update their host copies after it.
+
+    `about`: weights by name.
+    """
 
     def __call__(self, *given: Any) -> None:
         if self._offloaded is None:
             return
         if len(given) == 2:  # (module, incompatible keys): after
             for name, weight in (self._about or {}).items():
-                weight.require_in(given[0], name)  # assign=True puts others there
+                weight.require_in(given[0], name)  # assign=True replaces the parameters
             self._offloaded.loaded(self._numbers)
         else:
             for number in self._numbers:

@@ -1,7 +1,7 @@
-"""Weight offloading on a model: hooks that tell which layer is next, and what else reads weights.
+"""Offload the weights of a model: hooks prefetch the next layer's weights, and other readers wait for a reload.
 
-The hooks only tell what to fetch ahead. That a weight is there when autograd asks for it rests on `WeightHandle`, what
-is saved in its place; and that it goes only when nobody needs it, on `Weight.held`.
+Hooks decide only when weights are prefetched. `WeightHandle`, which is saved in place of a weight, guarantees that the
+weight is on the device when autograd needs it; `Weight.held` prevents that memory is freed while other code holds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hostward.config.arguments import named_fields, require_fewer, require_whole
 from hostward.errors import ConfigError, HostwardError
 from hostward.model.autograd import raise_modified, tensors_of
 from hostward.model.fence import Fence, down, plain_type, unfenced, up, without_functions
-from hostward.model.layer_hooks import Back, Enter, Leave, Mark
+from hostward.model.layer_hooks import Mark, PostForwardHook, PreBackwardHook, PreForwardHook
 from hostward.model.layers import Runs
 from hostward.model.parameters import groups_of, local_of
 from hostward.optim.master_sync import witness_of
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 @named_fields
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How weights leave the device.
+    """Choose which weights are offloaded.
 
-    num_layers: those of the first so many layers; None: of all but the last, whose backward comes at once.
-    min_elements: smaller frozen weights stay.
+    num_layers: offload the weights of the first so many layers; None: of all layers but the last, whose backward
+    follows its forward at once. min_elements: frozen weights with fewer elements stay on the device.
 
-    Raises ConfigError for values out of range, and for names that are none of these.
+    Raises ConfigError for values out of range and for unknown option names.
     """
 
     num_layers: int | None = None
@@ -57,11 +57,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """Bytes of offloaded weights.
+    """Report bytes of offloaded weights.
 
-    offloaded: that have one copy on the host. host: of these copies, page-locked for this; the others are the
-    optimizer's own. here: on the device now. fetched: copied to the device since `attach`; on_demand: of these, what
-    nobody had foreseen. held: what could not go because somebody else held it, each time. kept: by reason.
+    offloaded: weights with a copy on the host. host: pinned for these copies; the other copies are the optimizer's.
+    here: on the device now. fetched: copied to the device since `attach`; on_demand: the part of it that was not
+    prefetched. held: not freed because other code held the memory, added up over all attempts. kept: not offloaded, by
+    reason.
     """
 
     offloaded_bytes: int
@@ -74,22 +75,22 @@ class WeightReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Off the device now."""
+        """Return the bytes of offloaded weights that are not on the device now."""
         return self.offloaded_bytes - self.here_bytes
 
     def explain(self) -> str:
-        """A few lines for people."""
-        where = f"{self.freed_bytes:,} of them off the device now, {self.host_bytes:,} page-locked for them"
+        """Return a readable report of a few lines."""
+        where = f"{self.freed_bytes:,} of them off the device now, {self.host_bytes:,} pinned for them"
         lines = [f"weights: {self.offloaded_bytes:,} bytes on the host, {where}"]
-        lines.append(f"  fetched: {self.fetched_bytes:,} bytes, {self.on_demand_bytes:,} of them unforeseen")
+        lines.append(f"  reloaded: {self.fetched_bytes:,} bytes, {self.on_demand_bytes:,} of them not prefetched")
         if self.held_bytes:
-            lines.append(f"  could not go when they were done with, because others held them: {self.held_bytes:,}")
+            lines.append(f"  not freed after use, because other code held them: {self.held_bytes:,} bytes")
         lines += [f"  stays, because {why}: {nbytes:,} bytes" for why, nbytes in sorted(self.kept_bytes.items())]
         return "\n".join(lines)
 
 
 class WeightHandle:
-    """A weight, or a view of one, that autograd has saved: it holds no memory."""
+    """Stand for a weight, or a view of one, that autograd has saved, without holding its memory."""
 
     __slots__ = ("_dtype", "_number", "_offloaded", "_offset", "_sizes", "_strides", "_version", "_weight", "_witness")
 
@@ -97,7 +98,7 @@ class WeightHandle:
         self._offloaded, self._number, self._weight = offloaded, number, weight
         self._version = tensor._version
         self._witness: torch.Tensor | None = None
-        """Shares the version counter of the view, and nothing else. None: the weight itself was saved."""
+        """Tensor that shares only the version counter of the view; None: the weight itself was saved."""
         if tensor is not weight.parameter:
             self._witness = tensor.detach()
             self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -106,7 +107,7 @@ class WeightHandle:
 
     @unfenced
     def unpack(self) -> torch.Tensor:
-        """The tensor as it was saved. Raises ModelError if it was written since."""
+        """Return the tensor as it was saved. Raises ModelError if it was written since."""
         weight, witness = self._weight, self._witness
         if (weight.parameter if witness is None else witness)._version != self._version:
             raise_modified(self._sizes)
@@ -118,7 +119,7 @@ class WeightHandle:
 
 
 class OffloadedWeights:
-    """Weights of a model's first layers, offloaded until `detach`."""
+    """Offload weights of a model's first layers until `detach`."""
 
     def __init__(
         self,
@@ -136,22 +137,23 @@ class OffloadedWeights:
         chosen = choose(model, layers, count, copies, backend, how.min_elements, gathered)
         self._copies, self._backend, self._chosen = copies, backend, chosen
         self.count = len(chosen.layers)
-        """Of what comes and goes together: layers, or what FSDP2 gathers of them."""
+        """Offloaded layers, or FSDP2 groups of them."""
         self._layers = len(layers) if gathered is None else len(gathered.names)
         self._runs = Runs((self._layers,))
         trained = {i for i, held in enumerate(chosen.layers) if held and held.stepped}
         shape = WeightsShape(self._layers, self.count, frozenset(trained), gathered=gathered is not None)
         self.schedule: Schedule = lower_weights(shape)
-        """One turn, as data."""
+        """Lowered schedule for one step."""
+
         self.residency = Residency(backend, chosen.layers, shape.prefetch_depth)
         self._of_storage = {
             w.storage._cdata: (i, w) for i, held in enumerate(chosen.layers) if held for w in held.weights
         }
         self._of_name = {w.name: i for i, w in self._of_storage.values() if w.changed is not None}
         self._stack: list[int] = []
-        """Layers whose forward runs, innermost last."""
+        """Layers whose forward is running, innermost last."""
         self._task = -1
-        """The backward that calls `_end` when it ends."""
+        """Graph task of the backward that calls `_end` when it ends."""
         self._handles: list[RemovableHandle] = []
         self._guarded: list[Callable[[], None]] = []
         self._lock = threading.RLock() if copies is None else copies.lock
@@ -161,7 +163,7 @@ class OffloadedWeights:
             held_by.setdefault(i, []).append(weight.parameter)
         self._entries = {i: self._fence.entries(held) for i, held in held_by.items()}
         self._down: set[int] = set()
-        """Layers whose operations run now: their weights are here, and plain ones."""
+        """Layers whose fence is down because their operations run now, with weights on the device."""
         if copies is not None and chosen.stepped:
             try:
                 copies.offload(chosen.stepped, self.residency, self.present)
@@ -177,8 +179,10 @@ class OffloadedWeights:
 
     def _follow_layers(self, layers: Sequence[torch.nn.Module]) -> None:
         for i, layer in enumerate(layers):
-            self._handles.append(layer.register_forward_pre_hook(Enter(self, i), prepend=True, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(Leave(self, i), always_call=True))
+            self._handles.append(
+                layer.register_forward_pre_hook(PreForwardHook(self, i), prepend=True, with_kwargs=True)
+            )
+            self._handles.append(layer.register_forward_hook(PostForwardHook(self, i), always_call=True))
             leaving = set() if i >= self.count else {w.parameter for w in self._weights_of(layer)}
             for owner in layer.modules():
                 if owner is not layer and not leaving.isdisjoint(owner._parameters.values()):
@@ -200,7 +204,7 @@ class OffloadedWeights:
                 names = {name: weights[p] for name, p in owner._parameters.items() if p in weights}
                 numbers = self._numbers(names.values())
                 if names or owner is layer:
-                    # They stay until all of the layer is loaded: FSDP2 reads a module's parts behind its children's.
+                    # Weights stay until all of the layer is loaded: FSDP2 reads a module's parts after its children's.
                     loaded = LoadHook(self, all_here if owner is layer else (), names)
                     self._handles.append(owner.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
                 if names:
@@ -215,10 +219,10 @@ class OffloadedWeights:
     # ---------------------------------------------------------------- forward and backward
 
     @unfenced
-    def enter(self, number: int, _: object) -> None:
-        """A layer is about to run."""
+    def pre_forward(self, number: int, _: object) -> None:
+        """Reload a layer's weights before it runs, and prefetch those of the next layer."""
         residency = self.residency
-        if number in self._stack:  # an interrupted forward has left it
+        if number in self._stack:  # an interrupted forward never ended this call
             del self._stack[self._stack.index(number) :]
         self._stack.append(number)
         self.use(number)
@@ -229,16 +233,16 @@ class OffloadedWeights:
         residency.prefetch(self._beside(number, 1))
 
     @unfenced
-    def leave(self, number: int, output: object) -> None:
-        """A layer has run, or failed."""
+    def post_forward(self, number: int, output: object) -> None:
+        """Free a layer's weights after it has returned or raised."""
         if number in self._stack:
             del self._stack[self._stack.index(number) :]
-        back = Back(weakref.ref(self), number)
+        back = PreBackwardHook(weakref.ref(self), number)
         for node in {tensor.grad_fn for tensor in tensors_of(output)}:
             if node is not None:
                 node.register_prehook(back)
         if torch._C._current_graph_task_id() != -1:
-            return  # it was recomputed for a backward that comes now
+            return  # recomputed for a backward that follows now
         self._raise((number,))
         if number < self.count:
             self.residency.empty(number)
@@ -247,12 +251,12 @@ class OffloadedWeights:
 
     @unfenced
     def mark(self, _: object, number: int) -> None:
-        """A module within a layer is about to run, perhaps on its own."""
+        """Reload a layer's weights before a module within it runs, perhaps outside of the layer's call."""
         self.use(number)
 
     @unfenced
-    def back(self, number: int) -> None:
-        """Backward has reached the output of a layer."""
+    def pre_backward(self, number: int) -> None:
+        """Reload a layer's weights as backward reaches its output, and prefetch those of the layer before."""
         residency, task = self.residency, torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -264,18 +268,18 @@ class OffloadedWeights:
 
     @unfenced
     def _end(self) -> None:
-        """A backward has ended: perhaps one inside another, so what was fetched ahead stays."""
+        """Free weights after a backward; it may be nested in another one, so prefetched weights stay."""
         self._task = -1
         self._raise(self._down - {*self._stack})
         expected = self.residency.expected
         self.residency.sweep(self._stack if expected is None else (*self._stack, expected))
 
     def _beside(self, number: int, steps: int) -> int:
-        """The layer so many steps further in the same run; -1: there is none."""
+        """Return the layer so many steps further in the same run; -1: there is none."""
         return number + steps if number + steps in self._runs.beside(number) else -1
 
     def in_runs(self, lengths: Sequence[int]) -> None:
-        """As `Attachment.in_runs`."""
+        """Set the length of each run of layers, see `Attachment.in_runs`."""
         if self._gathers is None:
             self._runs = Runs(tuple(lengths))
         else:
@@ -283,7 +287,7 @@ class OffloadedWeights:
 
     @unfenced
     def expect(self, run: int, *, backward: bool) -> None:
-        """As `Attachment.expect`."""
+        """Prefetch the first weights of a run, see `Attachment.expect`."""
         if self._gathers is not None:
             self._gathers.expect(run, backward=backward)
             return
@@ -292,7 +296,7 @@ class OffloadedWeights:
         self.residency.prefetch(number)
 
     def use(self, number: int) -> None:
-        """The compute lane may read a layer's weights from here on."""
+        """Make the compute stream wait for a layer's weights, and lower their fence."""
         if number < self.count:
             self.residency.ensure(number)
             if number in self._entries and number not in self._down:
@@ -300,14 +304,14 @@ class OffloadedWeights:
                 down(self._entries[number])
 
     def _raise(self, numbers: Iterable[int]) -> None:
-        """Operations of these layers are over."""
+        """Raise the fence of these layers after their operations."""
         for number in [n for n in numbers if n in self._down]:
             self._down.discard(number)
             up(self._entries[number])
 
     @unfenced
     def pack(self, tensor: torch.Tensor) -> WeightHandle | None:
-        """What to save for backward in place of a weight or its view; None: it is neither."""
+        """Return the handle to save for backward in place of a weight or its view; None: the tensor is neither."""
         if plain_type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None
         found = self._of_storage.get(tensor.untyped_storage()._cdata)
@@ -318,12 +322,12 @@ class OffloadedWeights:
     # ---------------------------------------------------------------- other readers
 
     def read(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Somebody reads or writes these weights: they are on the device, until the next of them, or forward, comes."""
+        """Reload weights that other code reads or writes; they stay until the next such read or the next forward."""
         with self._lock, without_functions():
             self.residency.read(self._numbers(self._of_parameter(p) for p in parameters))
 
     def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
-        """As `Reader.exposed`."""
+        """Note that other code can write a weight's memory, see `Reader.exposed`."""
         weight = self._of_parameter(parameter)
         if weight.changed is None and alias is None:
             weight.exposed = True
@@ -336,7 +340,7 @@ class OffloadedWeights:
 
     @contextmanager
     def all_here(self) -> Iterator[None]:
-        """All weights are on the device within."""
+        """Keep all weights on the device within the block."""
         residency, before = self.residency, self.residency.pinned
         residency.pinned = True
         try:
@@ -349,39 +353,39 @@ class OffloadedWeights:
                 residency.sweep(self._stack)
 
     def name_only(self, weights: Iterable[Weight]) -> None:
-        """A module's `state_dict()` is about to name these: what it takes of them is replaced by `value`."""
+        """Lower the fence of weights before a module's `state_dict()`, whose entries `value` replaces afterwards."""
         down(self._fence.entries(weight.parameter for weight in weights))
 
     def named(self, weights: Iterable[Weight]) -> None:
-        """It has."""
+        """Raise the fence of weights again after a module's `state_dict()`."""
         layers = {self._of_storage[w.storage._cdata][0]: w for w in weights}
         for number in layers.keys() - self._down:
             up(self._entries[number])
 
     def bring_all(self) -> None:
-        """All weights come to the device, and go when their layers have run."""
+        """Reload all weights; each layer's are freed when it has run."""
         self.residency.bring_all()
 
     def present(self, name: str) -> AbstractContextManager[None]:
-        """A weight that the optimizer has, by its name there, is on the device within."""
+        """Keep a weight, given by the optimizer's name for it, on the device within the block."""
         number = self._of_name.get(name)
         return nullcontext() if number is None else self.residency.present(number)
 
     @contextmanager
     def all_present(self, numbers: Iterable[int]) -> Iterator[None]:
-        """So are all of a layer."""
+        """Keep all weights of these layers on the device within the block."""
         with ExitStack() as stack:
             for number in numbers:
                 stack.enter_context(self.residency.present(number))
             yield
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """All that come and go."""
+        """Return all offloaded parameters."""
         return [weight.parameter for _, weight in self._of_storage.values()]
 
     @unfenced
     def value(self, weight: Weight) -> torch.Tensor:
-        """A copy of a weight, on the CPU; from the host's copy unless the one on the device is newer."""
+        """Return a copy of a weight on the CPU, from the host copy unless the weight on the device is newer."""
         held = self.residency.layers[self._of_storage[weight.storage._cdata][0]]
         self._backend.synchronise()
         newer = held is not None and held.resident and weight.written()
@@ -389,7 +393,7 @@ class OffloadedWeights:
 
     @unfenced
     def loaded(self, numbers: Iterable[int]) -> None:
-        """Weights were loaded: the host copies follow."""
+        """Update the host copies after weights were loaded."""
         for number in numbers:
             held = self.residency.layers[number]
             if held is None:
@@ -401,7 +405,7 @@ class OffloadedWeights:
     # ---------------------------------------------------------------- the end
 
     def report(self) -> WeightReport:
-        """What is offloaded, and what it has taken so far."""
+        """Return how many bytes are offloaded, and were copied so far."""
         residency = self.residency
         here = sum(held.nbytes for held in residency.layers if held is not None and held.resident)
         return WeightReport(
@@ -413,7 +417,7 @@ class OffloadedWeights:
 
     @unfenced
     def detach(self) -> None:
-        """All weights are on the device again, and stay."""
+        """Reload all weights for good and remove the hooks."""
         if not self._guarded:
             return
         if self._gathers is not None:
@@ -436,17 +440,18 @@ class OffloadedWeights:
 
 
 def weights_of(given: object, n_layers: int) -> Weights:
-    """Options from what `attach` was given, for a model of so many layers. Raises ConfigError."""
+    """Return the options for `attach(weights=given)`, for a model of `n_layers` layers. Raises ConfigError."""
     if isinstance(given, bool) or not isinstance(given, (Weights, int)):
         raise ConfigError(
-            f"weights={given!r} says not what to offload", fix="weights=hostward.Weights(...), or a number of layers"
+            f"weights={given!r} does not say what to offload",
+            fix="weights=hostward.Weights(...), or a number of layers",
         )
     require_fewer(given if isinstance(given, int) else given.num_layers, n_layers)
     return Weights(num_layers=given) if isinstance(given, int) else given
 
 
 class _Reads:
-    """The reader of `Fence`. Records of fences may outlive what is attached, so it holds none of it."""
+    """Forward the reports of a `Fence`; a weak reference, because records of fences may outlive the attachment."""
 
     def __init__(self, offloaded: OffloadedWeights) -> None:
         self._offloaded = weakref.ref(offloaded)

@@ -1,4 +1,4 @@
-"""Which weights of which layers go to the host, where their copies lie, and why others stay."""
+"""Choose the weights to offload, allocate or look up their host copies, and report why others stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Stays(StrEnum):
-    """Why a weight of an offloaded layer stays on the device."""
+    """Name the reason for which a weight of an offloaded layer stays on the device."""
 
     SMALL = "it is small"
     SHARED = "it shares its memory with another one"
@@ -37,15 +37,15 @@ class Stays(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What comes and goes together, in order of use, with what was found there; None: nothing of it leaves."""
+    """Hold the chosen weights of each layer (or FSDP2 group), in order of use; None: nothing is offloaded there."""
 
     layers: list[LayerWeights | None]
-    """Of a sharded model by what FSDP2 gathers together, else by layer."""
+    """Weights by layer, or by FSDP2 group if the model is sharded."""
     kept_bytes: Mapping[Stays, int]
     buffers: list[Buffer]
-    """Host copies that we made."""
+    """Host copies that were allocated for the weights, not by the optimizer."""
     stepped: frozenset[str]
-    """Names of weights that the optimizer's host step writes."""
+    """Weight names whose host copies the CPU optimizer step writes."""
 
 
 def choose(
@@ -57,12 +57,16 @@ def choose(
     min_elements: int,
     gathers: GatheredLayers | None,
 ) -> Chosen:
-    """Weights of the first `count` layers that can leave, with their host copies filled. `copies`: those of the
-    optimizer; `gathers`: of a sharded model.
+    """Choose the weights of the first `count` layers that can be offloaded, and fill their host copies.
+
+    Args:
+        copies: host copies that the optimizer has; None: there is no optimizer.
+        gathers: FSDP2's groups of a sharded model.
 
     Raises:
-        ConfigError: they are trained, and the host does not step them; or none can leave. ModelError: a subclass of
-            Parameter or of its tensor; one that is sharded, and not by FSDP2. MemoryLimitError: the copies do not fit.
+        ConfigError: trained weights without a CPU optimizer step, or no weight can be offloaded. ModelError: a weight
+            is of a subclass of Parameter or Tensor, or sharded by other code than FSDP2. MemoryLimitError: the host
+            copies do not fit.
     """
     sharing, layers = count_sharing(model, [layer for _, layer in every_layer]), every_layer[:count]
     owned = {} if copies is None else copies.tracked
@@ -77,7 +81,7 @@ def choose(
             tracked = owned.get(parameter)
             why = why_stays(name, parameter, sharing, tracked is not None, min_elements, backend.device, gathers)
             if why is None and not local_of(parameter).untyped_storage().resizable():
-                why = Stays.LAYOUT  # memory of a file; a weight that `move` leaves behind gets other memory
+                why = Stays.LAYOUT  # memory-mapped from a file; a weight that `move` keeps on the CPU gets other memory
             if why is None and (tracked is not None or parameter.requires_grad):
                 problem = _not_stepped_here(copies, tracked)
                 if problem is not None:
@@ -89,22 +93,20 @@ def choose(
             else:
                 kept[why] += local_of(parameter).nbytes
     leaving = {p for held in found for _, p in held}
-    # Of whole weights, so that a rank that has none of a weight counts it. Whether the host steps a part is known where
-    # it is: with state that is not all on the host a rank without parts goes on here, and `attach` lets all refuse.
+    # Unsharded sizes, so that a rank without a part counts the weight. Only a rank with a part knows whether the CPU
+    # steps it: if not all state is on the host, a rank without parts goes on here, and `attach` makes all ranks raise.
     leaving_bytes = sum(p.numel() * p.element_size() for p in leaving)
-    # Adapters beside frozen weights may stay; weights that are themselves trained are what was meant.
+    # Trained adapters next to frozen weights may stay; otherwise the user meant to offload the trained weights.
     if blocking and blocked_bytes > leaving_bytes:
         raise _trained(*blocking[0])
     if not leaving_bytes:
         reasons = ", ".join(f"{why.value} ({nbytes:,} bytes)" for why, nbytes in kept.items())
-        raise ConfigError(
-            "no weight can leave the device", why=reasons or "the layers have none", fix="leave weights= out"
-        )
+        raise ConfigError("no weight can be offloaded", why=reasons or "the layers have none", fix="leave weights= out")
     for name, parameter in model.named_parameters():
         if is_away(parameter) and parameter not in leaving:
             raise ConfigError(
-                f"weight {name!r} waits on the CPU, and is none of those that attach() offloads",
-                why="hostward.move() left it there",
+                f"weight {name!r} is still on the CPU, and is not among the weights that attach() offloads",
+                why="hostward.move() kept it there",
                 fix="give the same weights= to move() and attach()",
             )
     names, together = [path for path, _ in layers], found
@@ -154,7 +156,7 @@ def _bound(
             backend.synchronise()
             layer.resident = False
             for weight in weights:
-                weight.storage.resize_(0)  # of those that wait, `here` has made room that nobody needs yet
+                weight.storage.resize_(0)  # `here` has allocated device memory that is not needed yet
                 taken(weight.parameter)
         made.append(layer)
     backend.synchronise()
@@ -162,7 +164,7 @@ def _bound(
 
 
 def _allocated(backend: Backend, owning: Sequence[Sequence[torch.nn.Parameter]]) -> list[Buffer]:
-    """A buffer for each, and a slab for each layer; nothing stays allocated if there is no room for all."""
+    """Allocate one host buffer for each weight, in one slab for each layer; free all of them if one does not fit."""
     buffers: list[Buffer] = []
     for own in owning:
         try:
@@ -187,7 +189,7 @@ def _own(name: str, parameter: torch.nn.Parameter, copy: Buffer) -> Weight:
 
 
 def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, copies: WeightCopies) -> tuple[Weight, list[Event]]:
-    """A weight whose host copy is what the optimizer's host step writes, and the events of that."""
+    """Return a weight whose host copy the CPU optimizer step writes, and the events of that step."""
     storage, name = tracked.local.untyped_storage(), tracked.name
     parts, here, events = [], [], []
     for r, copy, stepped in copies.parts(name):
@@ -199,8 +201,9 @@ def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, copies: WeightCopi
 
 
 def count_sharing(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> Counter[int]:
-    """How many parameters and buffers, wherever they are held, lie in each storage; those of a module that several
-    layers have count for each of them.
+    """Count the parameters and buffers stored in each storage, over all modules.
+
+    Tensors of a module that several layers share count once for each layer.
     """
     found: Counter[int] = Counter()
     layers_with = Counter(module for layer in layers for module in layer.modules())
@@ -224,15 +227,17 @@ def why_stays(
     device: torch.device,
     gathers: GatheredLayers | None = None,
 ) -> Stays | None:
-    """Why a weight cannot leave; None: it can. Raises ModelError for one that is quantised, elsewhere, or sharded in
-    another way than by `gathers`.
+    """Return the reason for which a weight cannot be offloaded; None: it can.
+
+    Raises:
+        ModelError: the weight is quantised, on another device, or sharded by other code than `gathers`.
     """
     local = local_of(parameter)
     if local is not parameter:
         if gathers is None or not gathers.has(parameter):
             raise ModelError(
                 f"weight {name!r} is a {type(parameter).__name__} of no known FSDP2 module",
-                why="a part of a weight arrives before FSDP2 gathers it, and nobody tells when others read one",
+                why="parts are prefetched before FSDP2 gathers them; it is not known when other sharding reads them",
                 fix="fully_shard the model first, or leave weights= out",
             )
     elif (kind := plain_type(parameter)) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
@@ -251,10 +256,10 @@ def why_stays(
         )
     if parameter.device != device:
         raise ModelError(
-            f"weight {name!r} lies on {parameter.device}, and copies go to {device}",
+            f"weight {name!r} is on {parameter.device}, but copies are made for {device}",
             fix="move the model before attach()",
         )
-    # Small ones of a trained layer go as well: one that stayed would need a copy of its own in the step.
+    # Small trained weights are offloaded as well: one that stayed would need a separate copy in each step.
     if parameter.numel() < (1 if tracked else min_elements):
         return Stays.SMALL
     if parameter.dtype not in _DTYPES:
@@ -269,14 +274,14 @@ def why_stays(
 
 
 def _not_stepped_here(copies: WeightCopies | None, tracked: Tracked | None) -> str | None:
-    """Why a trained weight cannot have its one copy on the host; None: it can."""
+    """Return the reason for which a trained weight cannot be offloaded; None: it can."""
     if copies is None:
-        return "no optimizer was given, and whatever steps it would have to know that it comes and goes"
+        return "no optimizer was given, and another optimizer does not know when the weight is offloaded"
     if tracked is None:
-        return "the optimizer that was given does not have it"
+        return "the given optimizer does not have it"
     away = copies.placements(tracked.name) - {Placement.HOST}
     if away:
-        return f"its optimizer state is placed {sorted(str(p) for p in away)[0]!r}, so that the device steps it"
+        return f"its optimizer state is placed {sorted(str(p) for p in away)[0]!r}, so the GPU steps it"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Weights of layers that come and go: one host copy each, and storages that have bytes only while they are needed.
+"""Keep track of which layers' weights are on the device; each weight has one host copy.
 
-The storage object of a weight stays; its bytes are taken and given back (`resize_`), so that parameters, their views
-in graphs and whoever knows them stay as they are. A storage that anybody else holds is left alone.
+The storage object of a weight stays, but its bytes are allocated and freed (`resize_`), so that parameters, their views
+in graphs and other references to them stay valid. A storage that other code holds is not freed.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ OWNER = "offloaded weights"
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """One weight that comes and goes.
+    """Describe one offloaded weight.
 
-    `pieces`: (first element, its bytes on the host); they cover it. `version`: that of its contents on the host.
+    `pieces`: (first element, host buffer); together they cover the weight. `version`: version of the host copy.
     """
 
     name: str
     parameter: torch.nn.Parameter
     local: torch.Tensor
-    """Of a sharded parameter this rank's part, which is what comes and goes; else the parameter itself."""
+    """Offloaded tensor: this rank's part of a sharded parameter, else the parameter itself."""
     storage: torch.UntypedStorage
-    """Of `local`."""
+    """Storage that `local` uses."""
     pieces: list[tuple[int, Buffer]]
     here: list[Buffer]
-    """On the device, one for each piece: tensors over the weight's storage."""
+    """Device buffers over the weight's storage, one for each piece."""
     changed: Callable[[], bool] | None = None
-    """Whether somebody wrote it whom its owner, the optimizer, has not followed yet. None: the host copy is ours."""
+    """Returns whether the weight was written and the optimizer has not noticed yet. None: the host copy is ours."""
     version: int = 0
     handed: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """For each `.data` of it that was handed out: a tensor with its version counter, and that counter then."""
+    """Version witnesses of each `.data` that other code obtained: a tensor with its version counter, and its value."""
     exposed: bool = False
-    """Its address was handed out: it may have been written."""
+    """True if other code obtained the address, so that the weight may have been written."""
     holders: int = 1
-    """Tensors that always lie in its memory: the parameter, or what FSDP2 has of a part."""
+    """Tensors that always use its storage: the parameter, or FSDP2's tensors of a part."""
 
     room_bytes: int = field(init=False)
-    """Of the storage."""
+    """Storage size in bytes."""
     padding: torch.Tensor | None = field(init=False)
-    """The zeros that FSDP2 has behind a part."""
+    """Zeros that FSDP2 stores after a part."""
 
     def __post_init__(self) -> None:
-        self.room_bytes = self.storage.nbytes() or self.nbytes  # one that waits has none yet
+        self.room_bytes = self.storage.nbytes() or self.nbytes  # a weight kept on the CPU has no bytes yet
         self.padding = None
         if self.room_bytes > self.nbytes:
             behind = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
@@ -70,45 +70,45 @@ class Weight:
 
     @property
     def counted(self) -> int:
-        """Writes so far, as torch counts them."""
+        """Return the number of writes so far, from torch's version counters."""
         return self.local._version + (self.parameter._version if self.sharded else 0)
 
     def held(self) -> bool:
-        """Whether somebody else holds its memory: a view, or a graph that saved it without our hooks."""
+        """Return whether other code holds its memory: a view, or a graph that saved it without our hooks."""
         parameter = self.parameter
         # The parameter, the storage's Python object and our tensors over it.
         ours = 1 + len(self.here) + (self.padding is not None)
         if torch._C._storage_Use_Count(self.storage._cdata) > self.holders + ours:
             return True
         if not self.storage.resizable():
-            return True  # numpy has had it
-        # The node that accumulates its gradient holds it, too.
+            return True  # a numpy array shares it, or did
+        # The node that accumulates its gradient holds it as well.
         return parameter._use_count() > _alone() + parameter.requires_grad  # type: ignore[attr-defined, no-any-return]
 
     def require_in(self, module: torch.nn.Module, name: str) -> None:
-        """Raises ModelError if a module has another parameter in its place now."""
+        """Raise ModelError if a module has another parameter in its place now."""
         if module._parameters.get(name) is not self.parameter:
             raise self.replaced(f"{type(module).__name__} has another parameter as its {name} since attach()")
 
     def replaced(self, why: str) -> ModelError:
-        """The error for it."""
+        """Return the error for a replaced parameter."""
         what = f"weight {self.name!r} of an offloaded layer was replaced"
         return ModelError(what, why=why, fix="detach(), change the model, and attach again")
 
     def written(self) -> bool:
-        """Whether what is on the device now is not what the host copy holds."""
+        """Return whether the weight on the device may differ from its host copy."""
         if self.changed is not None:
             return self.changed()
         moved = any(witness._version != version for witness, version in self.handed)
         return self.counted != self.version or self.exposed or moved
 
     def saved(self) -> None:
-        """The host copy, which is ours, holds what is on the device."""
+        """Note that our host copy equals the weight on the device now."""
         self.version, self.exposed = self.counted, False
         self.handed = [(witness, witness._version) for witness, _ in self.handed] if self.held() else []
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """A value of what this rank has, as the parameter is: sharded in the same way, or plain."""
+        """Return a value of this rank's elements, sharded as the parameter is; a plain tensor if it is not."""
         if not self.sharded:
             return value
         from hostward.distributed import fsdp2
@@ -116,7 +116,7 @@ class Weight:
         return fsdp2.like(value, self.parameter)
 
     def host_value(self) -> torch.Tensor:
-        """A copy of the weight, of a sharded one of this rank's part, on the CPU. All lanes are empty."""
+        """Return a copy of the host copy, of this rank's part if sharded. All streams must be idle."""
         local = self.local
         copied = torch.empty(local.numel(), dtype=local.dtype, device="cpu")
         for start, buffer in self.pieces:
@@ -132,7 +132,7 @@ def _alone() -> int:
 
 @dataclass(slots=True, eq=False)
 class LayerWeights:
-    """The weights of one layer, and their operations, bound once. They come and go together."""
+    """Hold the weights of one layer (or FSDP2 group), which move together, and their bound operations."""
 
     name: str
     weights: list[Weight]
@@ -141,18 +141,18 @@ class LayerWeights:
     arrive: Work
     empty: Batch
     save: Batch | None
-    """Of those whose host copies are ours."""
+    """Copies to those host copies that are ours."""
     resident: bool = True
     stale: bool = False
-    """A step has written the host copy since it was fetched."""
+    """True if a step has written the host copy since the last fetch."""
     reading: bool = False
-    """A gather may still read them, on a stream that the compute lane has not waited for."""
+    """True while a gather may still read them on a stream that the compute stream has not waited for."""
     gather_held: Held | None = None
-    """How long the gather that reads them was held. None: nobody looks, or the compute lane has waited for it."""
+    """Timed wait for them by a gather; None: not measured, or the compute stream has waited for the gather."""
     stream: int | None = None
-    """The compute stream that took the memory; None: it was there before us."""
+    """Compute stream that allocated the memory; None: it was allocated before `attach`."""
     read_on: set[torch.Stream] = field(default_factory=set)
-    """Streams besides the compute lane's that may read them since they were fetched."""
+    """Streams besides the compute stream that may read them since the last fetch."""
     waited: set[int] = field(default_factory=set)
     """Compute streams that have waited for the newest fetch."""
 
@@ -162,16 +162,19 @@ class LayerWeights:
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimizer's host step writes some of their host copies."""
+        """Return whether the CPU optimizer step writes some of their host copies."""
         return any(w.changed is not None for w in self.weights)
 
     def written(self, *, ours: bool) -> bool:
-        """Whether a weight of it was, of those whose host copies are ours, or the optimizer's."""
+        """Return whether a weight was written on the device; `ours`: look at weights whose host copies are ours."""
         return any(w.written() for w in self.weights if (w.changed is None) is ours)
 
 
 def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Sequence[Event]) -> LayerWeights:
-    """Bind the operations of `hostward.schedule.weights`. `steps`: of the optimizer's buckets that write the copies."""
+    """Bind the operations of `hostward.schedule.weights` for one layer.
+
+    `steps`: events of the optimizer's buckets that write the host copies.
+    """
     here = [buffer for w in weights for buffer in w.here]
     pairs = [(device, host) for w in weights for device, (_, host) in zip(w.here, w.pieces, strict=True)]
     events: dict[str, Event] = {}
@@ -181,7 +184,7 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
 
     room = backend.mark(ROOM, WEIGHT_OPS["room"].lane, writes=here)
     events["room"] = room.done
-    # A copy that goes out because somebody has written the weight comes before the next that comes in.
+    # A copy to the host, after other code has written the weight, precedes the next copy to the device.
     out = [(h, d) for w in weights if w.changed is None for d, (_, h) in zip(w.here, w.pieces, strict=True)]
     made = backend.mark("offload/wait/weights/made", Lane.COMPUTE, writes=[device for _, device in out])
     save = backend.copy(Lane.D2H, out, name=f"offload/d2h/layer/{name}", waits=[made.done])
@@ -192,7 +195,7 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
     events["fetch"] = fetch.done
     arrive = backend.mark("offload/wait/weights/arrive", WEIGHT_OPS["arrive"].lane, reads=here, waits=waits("arrive"))
     retire = backend.retire(here, WEIGHT_OPS["empty"].lane, waits=waits("empty"))
-    # What the compute lane holds comes before the memory goes.
+    # Work that the compute stream holds completes before the memory is freed.
     empty = backend.batch([retire, backend.mark("offload/retire/weights", Lane.COMPUTE)])
     return LayerWeights(
         name, list(weights), room, fetch, arrive, empty, backend.batch([made, save, saved]) if out else None
@@ -200,34 +203,34 @@ def bind_layer(backend: Backend, name: str, weights: Sequence[Weight], steps: Se
 
 
 class Residency:
-    """Which layers' weights are on the device.
+    """Reload and free layers' weights, and keep track of those on the device.
 
-    Counts, in bytes: `fetched`, and of these `on_demand` (nobody had foreseen it); `held`: what could not go because
-    somebody else holds it, each time.
+    Counters, in bytes: `fetched`; `on_demand`, the part of it that was not prefetched (a miss); `held`: not freed
+    because other code holds it, added up over all attempts.
     """
 
     def __init__(self, backend: Backend, layers: Sequence[LayerWeights | None], ahead: int) -> None:
-        """`layers`: in order of use; None: its weights stay. `ahead`: so many are fetched when a step is over."""
+        """`layers`: in order of use; None: its weights stay. `ahead`: layers to prefetch after each step."""
         self.backend = backend
         self.layers = list(layers)
         self._ahead = ahead
         self.fetched = self.on_demand = self.held = 0
         self.pinned = False
-        """Whoever is here stays."""
+        """True while no weights may be freed."""
         self._read: list[int] = []
-        """Layers that were fetched for the reader before."""
+        """Layers that were fetched for the last `read`."""
         self.expected: int | None = None
-        """The layer that was fetched ahead last."""
+        """Layer that was prefetched last."""
 
     def prefetch(self, number: int) -> None:
-        """Fetch a layer's weights, because they will be used next."""
+        """Prefetch a layer's weights, because they will be used next."""
         layer = self.layers[number] if 0 <= number < len(self.layers) else None
         if layer is not None:
             self.expected = number
             self._fetch(layer)
 
     def ensure(self, number: int) -> None:
-        """What the compute lane does next may use these weights."""
+        """Make the compute stream wait for a layer's weights, and fetch them if they are not on the device."""
         layer = self._here(number)
         if layer is None:
             return
@@ -237,13 +240,14 @@ class Residency:
             layer.waited.add(stream)
 
     def read(self, numbers: Sequence[int]) -> None:
-        """So may what the caller does next, on whichever stream, outside of forward and backward. What was fetched for
-        the reader before goes: a walk over all weights takes the memory of a few.
+        """Make the caller's stream wait for weights that are read outside of forward and backward.
+
+        Weights fetched for the last such read are freed, so iterating over all weights needs memory for a few.
         """
         for number in self._read:
             if number not in numbers:
                 self.empty(number)
-        # Those that somebody holds a view of stay, and are asked again.
+        # Weights of which other code holds a view stay, and are tried again next time.
         self._read = [n for n in self._read if (layer := self.layers[n]) is not None and layer.resident]
         absent = [n for n in numbers if (layer := self.layers[n]) is not None and not layer.resident]
         self._read += absent
@@ -255,25 +259,25 @@ class Residency:
                 with self.backend.on_compute():
                     layer = self._here(number)
                 if layer is not None:
-                    self.backend.hold(stream, [layer.fetch.done])
+                    self.backend.wait_on_stream(stream, [layer.fetch.done])
                     layer.read_on.add(stream)
 
-    def hold(self, number: int, stream: torch.Stream) -> None:
-        """So may what this stream does next; the compute lane does not wait. They stay until `release`."""
+    def wait_on_stream(self, number: int, stream: torch.Stream) -> None:
+        """Make another stream wait for a layer's weights, not the compute stream; they stay until `release`."""
         layer = self._here(number)
         if layer is not None:
-            layer.gather_held = self.backend.hold_timed(stream, [layer.fetch.done])
+            layer.gather_held = self.backend.wait_on_stream_timed(stream, [layer.fetch.done])
             layer.reading = True
 
     def awaited(self, number: int, gather: torch.Event | None) -> None:
-        """The compute lane is about to wait for a gather that was held until these weights were there."""
+        """Measure the wait of the compute stream for a gather that had to wait for these weights."""
         layer = self.layers[number]
         if layer is not None and layer.gather_held is not None:
             self.backend.wait_behind(GATHERED, layer.gather_held, gather)
             layer.gather_held = None
 
     def release(self, number: int) -> None:
-        """The compute lane has waited for whoever read these weights, and needs them no more."""
+        """Free weights after the compute stream has waited for the gather that read them."""
         layer = self.layers[number]
         if layer is not None:
             layer.reading = False
@@ -301,7 +305,7 @@ class Residency:
             if weight.changed is None and weight.parameter.requires_grad:
                 raise ModelError(
                     f"frozen weight {weight.name!r} of an offloaded layer is to be trained now",
-                    why="whatever steps it would write memory that comes and goes",
+                    why="its optimizer would write memory that is freed and allocated again",
                     fix="detach(), change what is trained, and attach again",
                 )
         if not layer.resident:
@@ -321,18 +325,18 @@ class Residency:
         self.fetched += layer.nbytes
 
     def bring_all(self) -> None:
-        """All come to the device, on the compute lane."""
+        """Reload all weights, and make the compute stream wait for them."""
         for number in range(len(self.layers)):
             self.ensure(number)
 
     def sweep(self, keep: Collection[int] = ()) -> None:
-        """Let all go but these."""
+        """Free the weights of all layers but these."""
         for number, layer in enumerate(self.layers):
             if layer is not None and layer.resident and number not in keep:
                 self.empty(number)
 
     def empty(self, number: int) -> None:
-        """Give the memory of a layer's weights back, unless somebody holds it or has written it."""
+        """Free the memory of a layer's weights, unless other code holds it or the optimizer must read it first."""
         layer = self.layers[number]
         if layer is None or not layer.resident or layer.reading or self.pinned:
             return
@@ -343,11 +347,11 @@ class Residency:
             self.held += layer.nbytes
             return
         if layer.stream is not None and layer.stream != self.backend.compute_key():
-            return  # the allocator would give it to who follows on that stream, and this one is still at it
+            return  # the allocator would reuse it on that stream, while this stream still works on it
         if layer.written(ours=True):
             self.save(layer)
         if layer.written(ours=False):
-            return  # the optimizer follows at its next step
+            return  # the optimizer updates its copy at the next step
         for stream in layer.read_on:
             self.backend.wait_for(stream)
         layer.read_on.clear()
@@ -358,7 +362,7 @@ class Residency:
         layer.resident = False
 
     def use_held(self) -> list[str]:
-        """Names of the optimizer's weights that others hold memory of: these are here at once when a step is over."""
+        """Reload at once, after a step, the optimizer's weights whose memory other code holds; return their names."""
         names = []
         for number, layer in enumerate(self.layers):
             held = [] if layer is None or not layer.resident else [w for w in layer.weights if w.held()]
@@ -368,12 +372,12 @@ class Residency:
         return names
 
     def _count(self, layer: LayerWeights, sign: int) -> None:
-        """Those that the optimizer has are in the ledger."""
+        """Add the weights that the optimizer tracks to the ledger (`sign` 1), or take them out (-1)."""
         tracked = sum(w.nbytes for w in layer.weights if w.changed is not None)
         self.backend.ledger.held_bytes[Tier.DEVICE, "weights"] += sign * tracked
 
     def save(self, layer: LayerWeights) -> None:
-        """Weights on the device have been written: take them over into our host copies."""
+        """Copy weights that were written on the device to our host copies."""
         if layer.save is not None:
             layer.save.issue()
         for weight in layer.weights:
@@ -381,7 +385,7 @@ class Residency:
 
     @contextmanager
     def present(self, number: int) -> Iterator[None]:
-        """A layer's weights are on the device within; afterwards only if they were before."""
+        """Keep a layer's weights on the device within the block; afterwards only if they were before."""
         layer = self.layers[number]
         was = layer is None or layer.resident
         self.ensure(number)
@@ -394,16 +398,14 @@ class Residency:
     # ---------------------------------------------------------------- the optimizer's step
 
     def before_step(self) -> None:
-        """Host steps are about to write host copies: what still reads those comes before, by way of the compute
-        lane.
-        """
+        """Order pending reads of host copies before the CPU optimizer step, by a wait of the compute stream."""
         for number, layer in enumerate(self.layers):
             if layer is not None and layer.resident and not layer.waited:
                 self.ensure(number)
         self.sweep()
 
     def after_step(self) -> None:
-        """Host copies are about to be written; fetches from now on wait for that."""
+        """Fetch again the weights whose host copies the step writes, after it, and prefetch the first layers."""
         for layer in self.layers:
             if layer is not None and layer.resident and layer.stepped:
                 if layer.written(ours=True):
@@ -415,7 +417,8 @@ class Residency:
 
 
 def device_view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, numel: int, owner: str) -> Buffer:
-    """`numel` elements of a storage from `start` on."""
+    """Return a device buffer over `numel` elements of a storage, from element `start` on."""
+
     view = torch.empty(0, dtype=dtype, device=storage.device)
     view.set_(storage, start, (numel,), (1,))
     return Buffer(Tier.DEVICE, view, owner, resized=True)

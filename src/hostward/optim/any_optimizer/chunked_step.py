@@ -61,7 +61,7 @@ class OffloadedStep:
         parts = self._parts() if may_be_stepped_in_parts(self._optimizer) else None
         before = fingerprint(self._optimizer)
         whole = False
-        away.backend.begin_turn()
+        away.backend.begin_step()
         try:
             away.begin(state, self._parameters, None if parts is None else list(parts.away))
             with without_hooks(self._optimizer):
@@ -72,7 +72,7 @@ class OffloadedStep:
             if not whole:
                 away.abort(self._optimizer.state)
                 self.torn = away.staging.wrote or not same_fingerprint(before, fingerprint(self._optimizer))
-            away.backend.end_turn()
+            away.backend.end_step()
         self.refused = away.refused
         return result
 

@@ -256,7 +256,7 @@ class Staging:
             self._backend.mark("offload/release", Lane.COMPUTE).issue()
             self._count(going.buffers, -1)
             going.bundles.clear()
-            self._backend.let_overwrite("state", [going.stream])
+            self._backend.return_memory("state", [going.stream])
 
     # ---------------------------------------------------------------- without copies
 

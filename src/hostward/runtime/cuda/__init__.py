@@ -1,1 +1,1 @@
-"""The backend for CUDA devices: streams, events, work and memory."""
+"""The CUDA backend runs operations with streams, events and memory of a CUDA device."""

@@ -1,4 +1,4 @@
-"""Small tables for the device kernels: addresses, hyper-parameters, bias corrections, maps of programs."""
+"""Keep small argument tables for device kernels: addresses, hyper-parameters, bias corrections, program maps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Memory = tuple[torch.Tensor, Sequence[npt.NDArray[Any]]]
 
 
 class Table:
-    """A small array that changes from turn to turn: on the device at one address, so that launches stay bound, and on
-    the host once for each turn that may be pending.
+    """Holds a small array that changes from step to step.
+
+    It has one address on the device, so that launches stay bound, and one host copy for each step that may be pending.
 
     Args:
-        data: the device's memory.
-        hosts: as many pinned arrays of its shape and dtype as turns may be pending.
-        spare: gets the memory when the table is gone.
-        rows: what the table holds, where nothing else is said.
-        changing: positions of the elements, counted row by row, that `stage` gives values to.
+        data: device memory of the table.
+        hosts: as many pinned arrays of its shape and dtype as steps may be pending.
+        spare: receives the memory when the table is freed.
+        rows: initial values of the table.
+        changing: positions of the elements, counted row by row, that `stage` sets.
     """
 
     __slots__ = (
@@ -65,16 +66,17 @@ class Table:
         self._last: Sequence[float] | None = None
 
     def __del__(self) -> None:
-        # On the same lane only, where whatever still reads it comes first.
+        # Reused on the same lane only, after all work that still reads it.
         self._spare.append((self.data, self._hosts))
 
     def stage(self, values: Sequence[float], slot: int) -> int:
-        """The host address to copy from in turns of `slot`, or 0 if the device already holds `values`, one for each
-        changing element.
+        """Write `values`, one for each changing element, and return the host address to copy from in steps of `slot`.
+
+        The result is 0 if the device already holds `values`.
         """
         if values == self._last:
             return 0
-        if slot not in self._fixed:  # only now: the memory may have been another table's in turns that are pending
+        if slot not in self._fixed:  # only now: pending steps may have used the memory for another table
             self._hosts[slot][:] = self._rows
             self._fixed.add(slot)
         elements = self._elements[slot]
@@ -84,34 +86,32 @@ class Table:
         return self._addresses[slot]
 
     def forget(self) -> None:
-        """What was staged last may not have been copied."""
+        """Forget the last values, which may not have been copied."""
         self._last = None
 
 
 class TableKernel(ABC):
-    """Launches over tables of addresses."""
+    """Launches kernels over tables of addresses."""
 
     tables: tuple[Table, ...]
     n_launches: int
 
     @abstractmethod
     def prepare(self, slot: int) -> tuple[Sequence[int], Sequence[KernelLaunch]]:
-        """For a turn of `slot`: of each table the host address to copy from, 0 if nothing has changed, and the
-        launches.
-        """
+        """Return, for a step of `slot`, the host address to copy each table from (0: unchanged), and the launches."""
 
     @abstractmethod
     def forget(self) -> None:
-        """What was prepared last has not been enqueued."""
+        """Forget what was prepared last, which has not been enqueued."""
 
 
 class Uploads:
-    """Tables of one lane. Nothing orders the two lanes' uploads, so none is shared.
+    """Makes the tables of one lane; uploads of two lanes are not ordered, so no table is shared.
 
     Args:
-        device: where tables go.
-        pinned: makes a pinned block of that many bytes.
-        ring: turns that may be pending.
+        device: device of the tables.
+        pinned: allocates a pinned block of that many bytes.
+        ring: number of steps that may be pending.
     """
 
     def __init__(self, device: torch.device, pinned: Callable[[int], torch.Tensor], ring: int) -> None:
@@ -125,7 +125,7 @@ class Uploads:
         self._maps: dict[tuple[object, tuple[int, ...]], torch.Tensor] = {}
 
     def table(self, rows: npt.NDArray[Any], changing: Sequence[int]) -> Table:
-        """A new table of `rows`, of which the elements at `changing` get other values by `Table.stage`."""
+        """Return a new table of `rows`, whose elements at `changing` are set by `Table.stage`."""
         dtype = torch.from_numpy(rows).dtype
         spare = self._spare.setdefault((rows.shape, dtype), [])
         if spare:
@@ -135,7 +135,7 @@ class Uploads:
         return Table(data, hosts, spare, rows, changing)
 
     def kept(self, table: npt.NDArray[Any]) -> torch.Tensor:
-        """A long-lived array that nobody changes, on the device: found by identity."""
+        """Return the device copy of a long-lived, constant array, which is found by identity."""
         if id(table) not in self._kept:
             self._kept[id(table)] = (table, torch.from_numpy(table).to(self._device))
             if len(self._kept) > _KEPT_TABLES:
@@ -143,7 +143,7 @@ class Uploads:
         return self._kept[id(table)][1]
 
     def map(self, build: Callable[[Sequence[int]], npt.NDArray[Any]], lengths: tuple[int, ...]) -> torch.Tensor:
-        """`build(lengths)` on the device: which program of a kernel works on which piece."""
+        """Return `build(lengths)` on the device, which maps programs of a kernel to pieces."""
         key = (build, lengths)
         found = self._maps.pop(key, None)
         if found is None:

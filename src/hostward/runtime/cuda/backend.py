@@ -1,4 +1,4 @@
-"""The backend of a CUDA device: lanes are streams, waits happen on the GPU, host functions run in stream order."""
+"""Implement the backend on a CUDA device: lanes are streams, the GPU waits, host functions run in stream order."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from hostward.schedule.ops import Lane
 
 
 class CudaBackend(Backend):
-    """The verbs of one device: each binds an operation as a work over the device's `context`."""
+    """Implements the verbs for one device: each binds an operation as a work over the device's `context`."""
 
     def __init__(
         self, device: torch.device | None = None, *, threads: int | None = None, context: CudaContext | None = None
     ) -> None:
-        """`context`: instead of a new one of `device` and `threads`. Raises DeviceError without a CUDA device."""
+        """`context`: use this instead of a new one for `device`. Raises DeviceError without a CUDA device."""
         self.context = CudaContext(device, threads=threads) if context is None else context
         self.device, self.ledger, self.threads = self.context.device, self.context.ledger, self.context.threads
 
@@ -78,7 +78,7 @@ class CudaBackend(Backend):
 
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
         if any(b.tier is Tier.HOST for b in buffers):
-            self.synchronise()  # host pages may go only after every copy and host function over them
+            self.synchronise()  # host pages may be freed only after every copy and host function over them
         if after:
             self.mark("free", Lane.COMPUTE, waits=after).issue()
         for buffer in buffers:
@@ -86,7 +86,7 @@ class CudaBackend(Backend):
             buffer.data = buffer.data.new_empty(0)
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        # Not on a copy lane: gradients queue there, and what is fetched would wait for the backward that makes them.
+        # Not on a copy lane: gradients queue there, so the fetch would wait for the backward that produces them.
         fetch(self.context.lanes.fetches, pairs)
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
@@ -227,11 +227,11 @@ class CudaBackend(Backend):
     ) -> Work:
         return CommandWork(self.context, name, lane, waits, done or self.event())
 
-    def hold(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
+    def wait_on_stream(self, stream: torch.Stream, waits: Sequence[Event]) -> None:
         self._hold(stream, waits, UNTIMED)
 
     def _hold(self, stream: torch.Stream, waits: Sequence[Event], timed: Held) -> None:
-        """The stream waits between two events. Raises DeviceError."""
+        """Make the stream wait, between two timed events. Raises DeviceError."""
         context = self.context
         others = Streams(1, context.handle)
         others.set(0, stream.cuda_stream)  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ class CudaBackend(Backend):
         commands = [Command(Verb.WAIT, 0, context.handle_of(event)) for event in waits]
         CommandList([before, *commands, after], context.driver).issue(others)
 
-    def hold_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
+    def wait_on_stream_timed(self, stream: torch.Stream, waits: Sequence[Event]) -> Held | None:
         context = self.context
         timed = context.timings.take(context.turn) if context.is_timed() else UNTIMED
         self._hold(stream, waits, timed)
@@ -254,13 +254,13 @@ class CudaBackend(Backend):
         lane = INDEX[Lane.COMPUTE]
         before, after = (Command(Verb.RECORD, lane, each) for each in timed)
         wait = Command(Verb.WAIT, lane, event.cuda_event)  # type: ignore[attr-defined]
-        # In one call: of a lane that has nothing to do, the host's time between two calls would count.
+        # In one call: on an idle lane the host's time between two calls would be counted.
         CommandList([before, wait, after], context.driver).issue(context.streams)
-        # When this is over, so is the hold: what was waited for comes behind it.
+        # When this wait ends, the earlier one has ended: the event was recorded after it.
         context.timings.note(context.turn, name, Lane.COMPUTE, 0, timed, held=held)
 
     def batch(self, works: Sequence[Work]) -> Batch:
-        """Works in order; neighbours that are command lists are enqueued together."""
+        """Return a batch of works in order; adjacent command lists are enqueued together."""
         parts: list[list[ListedWork] | Work] = []
         for work in works:
             last = parts[-1] if parts else None
@@ -273,7 +273,7 @@ class CudaBackend(Backend):
         made = [Together(self.context, part) if isinstance(part, list) else part for part in parts]
         return made[0] if len(made) == 1 and isinstance(made[0], Together) else Batch(made)
 
-    # ---------------------------------------------------------------- turns
+    # ---------------------------------------------------------------- steps
 
     @property
     def meter(self) -> Meter | None:
@@ -283,11 +283,11 @@ class CudaBackend(Backend):
     def meter(self, meter: Meter | None) -> None:
         self.context.meter = meter
 
-    def begin_turn(self) -> None:
-        self.context.begin_turn()
+    def begin_step(self) -> None:
+        self.context.begin_step()
 
-    def end_turn(self) -> None:
-        self.context.end_turn()
+    def end_step(self) -> None:
+        self.context.end_step()
 
     def wait(self, event: Event) -> None:
         self.context.wait(event)

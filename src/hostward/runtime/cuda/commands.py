@@ -1,4 +1,4 @@
-"""Lists of driver commands, enqueued by one native call.
+"""Enqueue lists of driver commands by one native call.
 
     driver = driver_table()
     streams = Streams(2)
@@ -9,8 +9,8 @@
     )
     commands.issue(streams)
 
-A list is made once and issued in every step; what changes in between is written into it. Several lists are enqueued
-by one call as `CommandBatch`.
+A list is made once and issued in every step; changes in between are written into it. Several lists are enqueued by one
+call as `CommandBatch`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from hostward.runtime.cuda import driver
 
 
 class Verb(IntEnum):
-    """What a command does on its stream; the numbers are those of hostward_command_kind."""
+    """Names the action of a command on its stream; the numbers are those of hostward_command_kind."""
 
     WAIT = 0
-    """The stream waits for event `a`."""
+    """Stream waits for event `a`."""
     RECORD = 1
-    """Event `a` is recorded; nothing happens for event 0."""
+    """Event `a` is recorded; event 0 does nothing."""
     COPY = 2
     """`nbytes` bytes go to address `a` from address `b`; nothing happens for 0 bytes."""
     HOST = 3
-    """The C function at address `a` is called with argument `b`, in stream order, on a thread of the driver."""
+    """C function at address `a` is called with argument `b`, in stream order, on a thread of the driver."""
     KERNEL = 4
-    """The kernel of the `KernelLaunch` with address `a` is launched, with what that holds when it is issued."""
+    """Kernel of the `KernelLaunch` at address `a` is launched, with its contents at the time of issue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: handles and addresses as integers, `lane` the index of its stream in `Streams`."""
+    """Describes one command: handles and addresses as integers, `lane` the index of its stream in `Streams`."""
 
     verb: Verb
     lane: int
@@ -76,7 +76,7 @@ class _NativeFailure(ctypes.Structure):
 
 
 class NativeCall(ctypes.Structure):
-    """What the native call takes."""
+    """Holds the argument of the native call."""
 
     _fields_ = [
         ("driver", ctypes.c_void_p),
@@ -109,7 +109,7 @@ _FIELDS = {"a": 1, "b": 2, "nbytes": 3}
 
 
 class DriverTable:
-    """The driver functions that command lists call.
+    """Holds the driver functions that command lists call.
 
     Args:
         stream_wait_event: address of cuStreamWaitEvent(stream, event, flags) or of a function like it.
@@ -119,7 +119,7 @@ class DriverTable:
         launch_kernel: address of cuLaunchKernel.
         context_get_current: address of cuCtxGetCurrent(context).
         context_set_current: address of cuCtxSetCurrent(context).
-        error_name: the name of a result that is not 0.
+        error_name: returns the name of a result that is not 0.
 
     Raises:
         NativeError: the native library is missing.
@@ -153,7 +153,7 @@ class DriverTable:
 
 @functools.cache
 def driver_table() -> DriverTable:
-    """The functions of the CUDA driver. Raises DeviceError where the driver is missing."""
+    """Return the functions of the CUDA driver. Raises DeviceError if the driver is missing."""
     return DriverTable(
         stream_wait_event=driver.function_address("cuStreamWaitEvent"),
         event_record=driver.function_address("cuEventRecord"),
@@ -167,7 +167,7 @@ def driver_table() -> DriverTable:
 
 
 class Streams:
-    """The stream handles (CUstream) of `count` lanes, 0 (the legacy default stream) at first.
+    """Holds the stream handles (CUstream) of `count` lanes, 0 (the legacy default stream) at first.
 
     `context` (CUcontext) is current while commands are enqueued, on whatever thread that happens; 0: the thread's own.
     """
@@ -179,22 +179,20 @@ class Streams:
         self.address = ctypes.addressof(self._handles)
 
     def set(self, lane: int, handle: int) -> None:
-        """What is issued on `lane` from now on goes to the stream `handle`. Raises DeviceError for a lane that is
-        none.
-        """
+        """Send commands issued on `lane` from now on to stream `handle`. Raises DeviceError for an unknown lane."""
         if not 0 <= lane < self.count:
             raise DeviceError(f"there is no lane {lane}", why=f"the lanes are 0 to {self.count - 1}")
         self._handles[lane] = handle
 
 
 class CommandList:
-    """Commands in native memory, enqueued in order by one call.
+    """Holds commands in native memory, and enqueues them in order by one call.
 
-    What the commands point to (events, memory, launches, host functions and their arguments) belongs to the caller and
-    must outlive what has been enqueued; launches only the call.
+    Events, memory, launches, host functions and their arguments belong to the caller and must outlive the enqueued
+    commands; launches only the call.
 
-    `words` are the commands as unsigned 64-bit words; `word` says which word to write to change a command from the next
-    issue on.
+    `words` are the commands as unsigned 64-bit words; `word` returns the index of the word to write in order to change
+    a command from the next issue on.
 
     Raises:
         DeviceError: a command with a negative lane.
@@ -207,7 +205,7 @@ class CommandList:
         if min(lanes, default=0) < 0:
             raise DeviceError(f"a command for lane {min(lanes)}", why="lanes count from 0")
         self.lanes = max(lanes, default=-1) + 1
-        """At least as many streams are needed."""
+        """Streams that are needed at least."""
         self._verbs = tuple(command.verb for command in commands)
         self._native = (_NativeCommand * len(commands))(
             *(_NativeCommand(int(c.verb), c.lane, c.a, c.b, c.nbytes) for c in commands)
@@ -222,15 +220,17 @@ class CommandList:
         """Enqueue all commands, in order, each on the stream of its lane.
 
         Raises:
-            DeviceError: the driver refused a command, or a lane has no stream. The text names verb, lane and result;
-                the commands before it are enqueued, those behind it are not.
+            DeviceError: the driver returned an error, or a lane has no stream. The text names verb, lane and result;
+                the commands before it are enqueued, those after it are not.
         """
         if self._call.refused(streams):
             raise self._call.error((self,))
 
     def word(self, index: int, verb: Verb, field: str) -> int:
-        """Where field "a", "b" or "nbytes" of command `index` lies in `words`. Raises DeviceError if the command is no
-        `verb`.
+        """Return the index in `words` of field "a", "b" or "nbytes" of command `index`.
+
+        Raises:
+            DeviceError: the command is not a `verb`.
         """
         found = self._verbs[index].name if 0 <= index < len(self) else "missing"
         if found != verb.name:
@@ -238,17 +238,17 @@ class CommandList:
         return index * _WORDS + _FIELDS[field]
 
     def entry(self) -> tuple[int, int]:
-        """Address and number of the commands."""
+        """Return the address and number of the commands."""
         return ctypes.addressof(self._native), len(self)
 
     def describe(self, index: int) -> str:
-        """Command `index` in an error text."""
+        """Describe command `index` for an error text."""
         command = self._native[index]
         return f"command {index + 1} of {len(self)}, {self._verbs[index].name} on lane {command.lane},"
 
 
 class CommandBatch:
-    """Lists that are enqueued one behind the other by one call. What is written into them goes on to count."""
+    """Enqueues lists one after the other by one call; later changes of the lists take effect."""
 
     __slots__ = ("_call", "_lists")
 
@@ -263,11 +263,11 @@ class CommandBatch:
 
 
 class _Call:
-    """The native call for some lists, made ready: one pointer is all that goes over with each issue.
+    """Prepares the native call for some lists, so that each issue passes one pointer only.
 
     Args:
-        entries: address and number of the commands of each list; they are kept alive elsewhere.
-        lanes: that many streams are needed.
+        entries: address and number of the commands of each list; the caller keeps them alive.
+        lanes: number of streams that are needed.
     """
 
     __slots__ = ("_driver", "_entries", "_issue", "_lanes", "_native", "_pointer", "_streams")
@@ -283,7 +283,7 @@ class _Call:
         self._streams: Streams | None = None
 
     def refused(self, streams: Streams) -> bool:
-        """Enqueue; whether something was refused. Raises DeviceError for too few streams."""
+        """Enqueue, and return whether the driver returned an error. Raises DeviceError for too few streams."""
         if streams is not self._streams:
             if self._lanes > streams.count:
                 raise DeviceError(f"a command for lane {self._lanes - 1}", why=f"there are {streams.count} streams")
@@ -292,7 +292,7 @@ class _Call:
         return bool(self._issue(self._pointer))
 
     def error(self, lists: Sequence[CommandList]) -> DeviceError:
-        """Of what was refused last; `lists` are those of `entries`."""
+        """Return the error of the last call; `lists` are those of `entries`."""
         failure = self._native.failure
         return DeviceError(
             f"{lists[failure.list].describe(failure.command)} could not be enqueued"

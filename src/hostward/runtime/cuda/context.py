@@ -1,4 +1,4 @@
-"""What work on a CUDA device needs: streams, events, tables of arguments, times, and what pending turns keep."""
+"""Own the streams, events, argument tables and timings of a CUDA device, and the memory that pending steps use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UPLOAD_BYTES = 2 * 1024 * 1024
 
 
 class CudaEvent(Event):
-    """An event whose handle goes back for reuse: waits that are enqueued hold for what it stood for then."""
+    """Returns its handle for reuse when freed; enqueued waits keep the meaning of the event at that time."""
 
     __slots__ = ("_unused",)
 
@@ -41,10 +41,10 @@ class CudaEvent(Event):
 
 
 class CudaContext:
-    """Streams, events and pending turns of one device. Side streams are made once (H4, H15).
+    """Owns the streams, events and pending steps of one device; side streams are made once.
 
-    The compute lane is whatever stream is current when an operation is issued; when that changes, the new one waits
-    for the old one, so that the lane stays one queue (H2).
+    The compute lane is the stream that is current when an operation is issued; when that changes, the new stream waits
+    for the old one, so that the lane stays one queue.
     """
 
     _meter: Meter | None = None
@@ -61,10 +61,10 @@ class CudaContext:
         self.driver = driver_table()
         self.turn = 0
         self.errors = [np.zeros(1, dtype=np.int32) for _ in range(RING)]
-        """Error words of the host functions of each pending turn."""
+        """Error words of host functions, one for each pending step."""
         self.lanes = LaneStreams(self.device)
         self.streams, self.handle = self.lanes.table, self.lanes.context
-        """The streams as commands name them; the driver's CUcontext."""
+        """Stream table for commands, and the driver's CUcontext."""
         self._events = DriverEvents()
         self._unused: list[int] = []
         self._unused_in_captures: list[int] = []
@@ -72,41 +72,41 @@ class CudaContext:
         self._compute = ComputeLane(self.streams, INDEX[Lane.COMPUTE], now, turned, self.driver)
         self._fences = [[self._events.plain(self._unused) for _ in LANES] for _ in range(RING)]
         self._fence_lists: dict[int, CommandList] = {}
-        # Between the streams of copy lanes: recording one anew changes no wait that is enqueued.
+        # For waits between the two streams of a copy lane: recording an event again changes no enqueued wait.
         self.turned = {lane: self._events.plain(self._unused) for lane in LANES}
         self._kept: list[list[object]] = [[] for _ in range(RING)]
         self.timings = Timings(self._events.timed, event_elapsed_ms)
         numa_node = numa_node_of(pci_address(self.device.index))
         self.host_blocks = functools.partial(host_blocks, self.device, self.threads, numa_node)
-        """As `hostward.runtime.cuda.memory.host_blocks`, for this device."""
+        """Allocates as `hostward.runtime.cuda.memory.host_blocks`, for this device."""
         self.kernels = KernelTables(self.device, self.upload_arena, functools.partial(self.current, Lane.COMPUTE))
-        # Pending host functions write to memory of this process: they end before it, and before this object (H22).
+        # Pending host functions write to memory of this process, so they have to end before this object is freed.
         weakref.finalize(self, self._events.drain, self.lanes.all())
 
     # ---------------------------------------------------------------- events and memory
 
     def event(self) -> Event:
-        """A new event, of nothing."""
-        # Outside of its capture the driver refuses to wait for an event, until it is recorded anew.
+        """Return a new event, which is complete until a work records it."""
+        # The driver raises for waits on an event outside of its capture, until it is recorded again.
         unused = self._unused_in_captures if self.capturing() else self._unused
         return CudaEvent(self._events.plain(unused), unused)
 
     def handle_of(self, event: Event) -> int:
-        """The driver's handle. Raises PlacementError for an event of another backend."""
+        """Return the driver's handle. Raises PlacementError for an event of another backend."""
         if not isinstance(event.native, int):
             raise PlacementError("an event of another backend", fix="use events of the backend that is waited on")
         return event.native
 
     def wait(self, event: Event) -> None:
-        """The caller waits for an event."""
+        """Wait on the host for an event."""
         event_synchronize(self.handle_of(event))
 
     def keep(self, memory: object) -> None:
-        """Keep it alive until this turn is over: a host function uses it."""
+        """Keep memory alive until this step is complete, because a host function uses it."""
         self._kept[self.turn % RING].append(memory)
 
     def upload_arena(self, size_bytes: int) -> torch.Tensor:
-        """A pinned block of at least so many bytes, uint8, for tables of arguments. Raises MemoryLimitError."""
+        """Allocate a pinned block of at least so many bytes, uint8, for argument tables. Raises MemoryLimitError."""
         size_bytes = max(size_bytes, _UPLOAD_BYTES)
         (arena,) = self.host_blocks([size_bytes], torch.uint8, "upload tables", pinned=True)
         self.ledger.add(Buffer(Tier.HOST, arena, "upload tables", pinned=True))
@@ -116,7 +116,7 @@ class CudaContext:
 
     @property
     def meter(self) -> Meter | None:
-        """As `Backend.meter`."""
+        """Return the meter, see `Backend.meter`."""
         return self._meter
 
     @meter.setter
@@ -130,13 +130,13 @@ class CudaContext:
         CommandList([Command(Verb.RECORD, INDEX[Lane.COMPUTE], event)], self.driver).issue(self.streams)
         event_synchronize(event)
 
-    # ---------------------------------------------------------------- turns
+    # ---------------------------------------------------------------- steps
 
-    def begin_turn(self) -> None:
-        """As `Backend.begin_turn`."""
+    def begin_step(self) -> None:
+        """Begin a step, see `Backend.begin_step`."""
         self.turn += 1
         slot = self.turn % RING
-        # Timed events of arrivals are recorded in the forward of the next turn, whose fence is therefore waited for.
+        # Timed events of waits for weights are recorded in the forward of the next step, so its fence is waited for.
         for handle in self._fences[(slot + 1) % RING]:
             if not event_query(handle):
                 event_synchronize(handle)
@@ -148,8 +148,8 @@ class CudaContext:
             records = [Command(Verb.RECORD, INDEX[Lane.COMPUTE], event) for event in self.timings.begin(self.turn)]
             CommandList(records, self.driver).issue(self.streams)
 
-    def end_turn(self) -> None:
-        """As `Backend.end_turn`."""
+    def end_step(self) -> None:
+        """End a step, see `Backend.end_step`."""
         self.follow_compute()
         slot = self.turn % RING
         found = self._fence_lists.get(slot)
@@ -159,7 +159,7 @@ class CudaContext:
         found.issue(self.streams)
 
     def synchronise(self) -> None:
-        """As `Backend.synchronise`."""
+        """Wait for all lanes, see `Backend.synchronise`."""
         self.follow_compute()  # the lane may be on another stream than the caller
         for stream in (*self.lanes.all(), torch.cuda.current_stream(self.device)):
             stream.synchronize()
@@ -179,22 +179,22 @@ class CudaContext:
     # ---------------------------------------------------------------- the compute lane
 
     def compute_key(self) -> int:
-        """As `Backend.compute_key`."""
+        """Return the key of the current stream, see `Backend.compute_key`."""
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def at_compute(self) -> bool:
-        """As `Backend.at_compute`."""
+        """Return whether the current stream is the compute lane, see `Backend.at_compute`."""
         return self._compute.is_at(self.compute_key())
 
     @contextlib.contextmanager
     def on_compute(self) -> Iterator[None]:
-        """As `Backend.on_compute`."""
+        """Make the compute lane current inside the block, see `Backend.on_compute`."""
         stream: torch.cuda.Stream = torch.cuda.ExternalStream(self._compute.now, self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             yield
 
     def follow_compute(self) -> int:
-        """As `Backend.follow_compute`."""
+        """Make the current stream the compute lane, see `Backend.follow_compute`."""
         handle: int = torch._C._cuda_getCurrentRawStream(self._ordinal)
         if not self._compute.is_at(handle):
             self._compute.go_to(handle, capturing=self.capturing())
@@ -202,7 +202,7 @@ class CudaContext:
 
     @contextlib.contextmanager
     def current(self, lane: Lane) -> Iterator[None]:
-        """Torch's operations go to `lane` inside the block, on this device."""
+        """Run torch's operations on `lane` inside the block, on this device."""
         if lane is Lane.COMPUTE:
             if torch.cuda.current_device() == self.device.index:
                 yield
@@ -214,15 +214,13 @@ class CudaContext:
                 yield
 
     def capturing(self) -> bool:
-        """As `Backend.capturing`."""
+        """Return whether a CUDA graph is being captured, see `Backend.capturing`."""
         return torch.cuda.is_current_stream_capturing()
 
     def capture(self) -> int:
-        """As `Backend.capture`."""
+        """Return the number of the active capture, see `Backend.capture`."""
         return capture_number(self.compute_key()) if self.capturing() else 0
 
     def is_timed(self) -> bool:
-        """Return whether works that are issued now are timed: there is a meter, and no capture, whose events have no
-        times.
-        """
+        """Return whether works issued now are timed: a meter is set, and no capture, without times, is active."""
         return self.meter is not None and not self.capturing()

@@ -1,8 +1,7 @@
-"""The few CUDA driver calls that torch does not offer cheaply: events as plain handles, the current
-context, addresses of the driver's functions for native code, and locking pages of our own.
+"""Call CUDA driver functions that torch does not offer cheaply: events as handles, contexts, and pinning of pages.
 
-Through ctypes, because a failed driver call leaves no sticky error behind for torch's next runtime call to trip over.
-All but the page calls need a current context on the calling thread; torch makes one with its first use of a device.
+The calls go through ctypes, because a failed driver call leaves no sticky error for torch's next runtime call. All but
+the page calls need a current context on the calling thread; torch makes one with its first use of a device.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ def _elapsed_time() -> ctypes._NamedFuncPointer:
 
 
 def error_name(code: int) -> str:
-    """The driver's name of a CUresult, as "CUDA_ERROR_INVALID_VALUE"."""
+    """Return the driver's name of a CUresult, such as "CUDA_ERROR_INVALID_VALUE"."""
     name = ctypes.c_char_p()
     _library().cuGetErrorName(code, ctypes.byref(name))
     return name.value.decode() if name.value else f"code {code}"
 
 
 def current_context() -> int:
-    """The handle (CUcontext) of the context that is current on this thread. Raises DeviceError."""
+    """Return the handle (CUcontext) of the context that is current on this thread. Raises DeviceError."""
     context = ctypes.c_void_p()
     _require(_library().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent", "no context could be asked for")
     return int(context.value or 0)
 
 
 def function_address(name: str) -> int:
-    """The address of a driver function, for native code to call. Raises DeviceError where the driver lacks it."""
+    """Return the address of a driver function, for native code. Raises DeviceError if the driver lacks it."""
     try:
         function = _library()[name]
     except AttributeError as error:
@@ -82,7 +81,7 @@ def _require(code: int, call: str, what: str) -> None:
 
 
 def event_create(timing: bool) -> int:
-    """The handle of a new event of the current context; only one with `timing` has a time. Raises DeviceError."""
+    """Create an event of the current context, timed or not, and return its handle. Raises DeviceError."""
     handle = ctypes.c_void_p()
     code = _library().cuEventCreate(ctypes.byref(handle), _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING)
     _require(code, "cuEventCreate", "an event could not be made")
@@ -90,12 +89,12 @@ def event_create(timing: bool) -> int:
 
 
 def event_destroy(handle: int) -> None:
-    """Give the event up; waits for it that are enqueued still hold. Raises DeviceError."""
+    """Destroy an event; enqueued waits for it still hold. Raises DeviceError."""
     _require(_library().cuEventDestroy_v2(handle), "cuEventDestroy", "an event could not be destroyed")
 
 
 def event_query(handle: int) -> bool:
-    """Whether all work before the event's last record is done; True for one that was never recorded.
+    """Return whether all work before the event's last record is complete; True if it was never recorded.
 
     Raises DeviceError, also for an error that earlier work on the device has left.
     """
@@ -119,8 +118,10 @@ def stream_synchronize(handle: int) -> None:
 
 
 def capture_number(stream: int) -> int:
-    """The number of the capture that the stream is part of, above 0 and never given twice; 0: of none. Raises
-    DeviceError, also where that capture has failed.
+    """Return the unique number (above 0) of the capture that the stream is part of; 0: none.
+
+    Raises:
+        DeviceError: the call failed, or the capture has failed.
     """
     status, number = ctypes.c_int(), ctypes.c_uint64()
     code = _library().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -131,8 +132,10 @@ def capture_number(stream: int) -> int:
 
 
 def event_elapsed_ms(start: int, end: int) -> float:
-    """Milliseconds from `start` to `end`, two reached events with timing. Raises DeviceError, with
-    CUDA_ERROR_NOT_READY where one is not reached yet.
+    """Return the milliseconds from `start` to `end`, two completed timed events.
+
+    Raises:
+        DeviceError: the call failed, with CUDA_ERROR_NOT_READY if an event is not complete yet.
     """
     elapsed_ms = ctypes.c_float()
     code = _elapsed_time()(ctypes.byref(elapsed_ms), start, end)
@@ -141,7 +144,7 @@ def event_elapsed_ms(start: int, end: int) -> float:
 
 
 def pci_address(ordinal: int) -> str:
-    """The PCI address of a visible device, as in `0000:1b:00.0`. Raises DeviceError."""
+    """Return the PCI address of a visible device, such as `0000:1b:00.0`. Raises DeviceError."""
     device, text = ctypes.c_int(), ctypes.create_string_buffer(_PCI_ADDRESS_BYTES)
     _require(_library().cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet", "find the device")
     code = _library().cuDeviceGetPCIBusId(text, len(text), device)
@@ -150,8 +153,9 @@ def pci_address(ordinal: int) -> str:
 
 
 def lock_pages(address: int, size_bytes: int, *, owner: str) -> None:
-    """Page-lock [address, address + size_bytes) for all devices, as one registration: the driver refuses a copy that
-    spans two. Raises PageLockError; nothing is locked then.
+    """Pin [address, address + size_bytes) for all devices, as one registration.
+
+    The driver cannot copy across two registrations. Raises PageLockError; nothing is pinned then.
     """
     code = _library().cuMemHostRegister_v2(address, size_bytes, _PORTABLE)
     if code != _SUCCESS:

@@ -1,4 +1,4 @@
-"""The device kernels of a step, bound to tables of addresses that are refreshed when they change."""
+"""Bind the device kernels of a step to tables of addresses, which are updated when they change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _KERNEL_KINDS = {MasterKind.WEIGHT: 0, MasterKind.SPLIT: 1, MasterKind.PLAIN: 2}
 
 
 class KernelTables:
-    """Kernels of one device. `pinned` makes pinned blocks for the tables; inside `current()` the device is the current
-    one, its context too.
+    """Binds kernels of one device.
+
+    `pinned` allocates pinned blocks for the tables; inside `current()` the device and its context are current.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class KernelTables:
     def partials(
         self, gradients: Sequence[Buffer], lengths: Sequence[int], firsts: Sequence[int], out: Partials
     ) -> TableKernel:
-        """Partial sums of the norm, on the compute lane."""
+        """Bind partial sums of the norm, on the compute lane."""
         uploads = self._uploads[Lane.COMPUTE]
         rows = np.array([(0, *row) for row in zip(lengths, firsts, strict=True)], dtype=np.int64)
         table = uploads.table(rows, range(0, rows.size, 3))
         return PartialsKernel(table, gradients, tuple(lengths), out, uploads, self._current)
 
     def adamw(self, lane: Lane, operands: AdamWOperands, scalars: Scalars) -> TableKernel:
-        """The step of one bucket by the device."""
+        """Bind the GPU step of one bucket."""
         uploads, key = self._uploads[lane], (id(operands.constants), lane)
         if key not in self._hypers:  # one for all buckets of a parameter group on a lane
             hyper = HyperTable(uploads.table(np.zeros(5), range(5)))
@@ -57,7 +58,7 @@ class KernelTables:
 
 
 class Bound:
-    """Launches as the driver takes them, and what they need alive: their tensors, and what they are found by."""
+    """Holds launches as the driver takes them, and keeps their tensors and lookup keys alive."""
 
     __slots__ = ("_kept", "native")
 
@@ -67,14 +68,14 @@ class Bound:
 
 
 class HyperTable:
-    """Hyper-parameters of a parameter group on the device: float64 [5]."""
+    """Holds the hyper-parameters of a parameter group on the device: float64 [5]."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self._last: Hyper | None = None
 
     def stage(self, hyper: Hyper, slot: int) -> int:
-        """As `Table.stage`."""
+        """Write the hyper-parameters, see `Table.stage`."""
         if hyper is self._last:
             return 0
         self._last = hyper
@@ -86,7 +87,7 @@ class HyperTable:
 
 
 class PartialsKernel(TableKernel):
-    """Partial sums of gradients. The table has a row (address, length, first chunk) for each."""
+    """Takes partial sums of gradients; the table has a row (address, length, first chunk) for each."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class PartialsKernel(TableKernel):
 
 
 class AdamWKernel(TableKernel):
-    """The step of a bucket. The table has a row (offset, length, gradient, weight, count) for each range."""
+    """Runs AdamW of a bucket; the table has a row (offset, length, gradient, weight, count) for each range."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class AdamWKernel(TableKernel):
         self._hyper.forget()
 
     def _fit(self, dtype: torch.dtype, bc1: FloatTable, where: tuple[int, int, int]) -> None:
-        """Choose the launches; the state may be another slot than last time."""
+        """Choose the launches; the state may be in another GPU staging buffer than last time."""
         # The tables are found by their identity: a Bound keeps them.
         key = dtype, id(bc1), tuple(address % ALIGNMENT_BYTES for address in where)
         if key not in self._bound:

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device, and host memory that it copies from and to."""
+"""Allocate memory of a CUDA device, and host memory for copies to and from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostward.runtime.pinned_memory import host_slabs
 
 
 def device_slab(device: torch.device, elements: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
-    """One slab on the device, [elements]. Raises MemoryLimitError."""
+    """Allocate one slab on the device, [elements]. Raises MemoryLimitError."""
     make = torch.zeros if zero else torch.empty
     try:
         return make(elements, dtype=dtype, device=device)
@@ -35,8 +35,10 @@ def host_blocks(
     owner: str,
     pinned: bool,
 ) -> list[torch.Tensor]:
-    """One zero block of host memory per size (elements), page-locked for copies where `pinned`, on the device's own
-    NUMA node while that has memory; none of it is there in forked children. Raises MemoryLimitError.
+    """Allocate one zero block of host memory per size (elements), pinned for copies if `pinned`.
+
+    Blocks are on the device's NUMA node while that has memory; forked children do not inherit them. Raises
+    MemoryLimitError.
     """
 
     def lock(address: int, size_bytes: int) -> Callable[[], None]:
@@ -56,8 +58,9 @@ def _unlock(device: torch.device, address: int, size_bytes: int) -> None:
 
 
 def fetch(stream: torch.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy memory of the device, on `stream`, or of the host. From any thread; returns when all is there, and for
-    nothing at once: what is on the stream already may take long.
+    """Copy tensors of the device, on `stream`, or of the host, to the host, and wait; callable from any thread.
+
+    Without pairs it returns at once, since earlier work on the stream may take long.
     """
     if not pairs:
         return
@@ -80,6 +83,6 @@ def memory_of(device: torch.device, stream: torch.Stream | None) -> Iterator[Non
         with torch.cuda.stream(stream):
             yield
     finally:
-        # Behind: its operations may still use what the allocator has handed out, and with deterministic algorithms
-        # torch enqueues another there that fills it.
+        # Work on `stream` may still use the memory that the allocator has returned, and with deterministic algorithms
+        # torch enqueues a fill of it there.
         here.wait_stream(stream)

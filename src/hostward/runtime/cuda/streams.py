@@ -1,4 +1,4 @@
-"""The streams of a CUDA device's lanes, and copies that go to two of them in turn (decision 13)."""
+"""Make the streams of a CUDA device's lanes, and divide copies over two streams alternately (decision 13)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hostward.schedule.ops import Lane
 LANES = tuple(Lane)
 INDEX = {lane: i for i, lane in enumerate(LANES)}
 SECOND = {Lane.H2D: len(LANES), Lane.D2H: len(LANES) + 1}
-"""By copy lane: the index of its second stream. Long copies go to both in turn ."""
+"""Second stream of each copy lane, by index. Long copies are divided over both streams alternately."""
 STREAMS = len(LANES) + len(SECOND)
 PIECE_BYTES = 64 * MIB
-"""A copy of somebody else waits for at most one such piece: 1.2 ms of the link."""
+"""Copies of other code wait for at most one such piece: 1.2 ms of PCIe time."""
 
 
 class LaneStreams:
-    """Streams of all lanes but compute, which is wherever the caller is. Made once.
+    """Owns the streams of all lanes but compute, which is the caller's current stream; made once.
 
-    `side`: by lane. `seconds`: by copy lane, the other one. `table`: all of them, as commands name them. `fetches`: of
-    no lane, for what is read beside training. `context`: the driver's, that they belong to.
+    `side`: streams by lane. `seconds`: second streams by copy lane. `table`: all of them, for commands. `fetches`: a
+    stream of no lane, for reads concurrent with training. `context`: the driver's context to which they belong.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,14 +49,16 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def copy_commands(lane: Lane, sizes: Sequence[int], turned: int) -> tuple[list[Command], list[tuple[int, int, int]]]:
-    """Copies of so many bytes, in pieces that go to the lane's two streams in turn, each behind the one before. They
-    begin and end on the lane itself. Addresses are left to be written.
+    """Return commands that copy in pieces on the lane's two streams alternately, each after the piece before.
+
+    They begin and end on the lane itself. Addresses are left to be written.
 
     Args:
-        turned: an event for the waits between the two.
+        sizes: bytes of each copy.
+        turned: an event for the waits between the two streams.
 
     Returns:
-        The commands, and of each COPY among them: its index, the index of its copy, its first byte in that.
+        The commands, and for each COPY among them: its index, the index of its copy, its first byte in that copy.
     """
     home, second = INDEX[lane], SECOND.get(lane, INDEX[lane])
     commands: list[Command] = []
@@ -82,18 +84,18 @@ def copy_commands(lane: Lane, sizes: Sequence[int], turned: int) -> tuple[list[C
     return commands, copies
 
 
-# The stream that the compute lane is: whichever is current when something is issued.
+# The compute lane is the stream that is current when a work is issued.
 
 
 class ComputeLane:
-    """Follows the caller from stream to stream, so that the lane stays one queue: the new one waits for the old one.
+    """Follows the caller from stream to stream; the new stream waits for the old one, so that the lane stays one queue.
 
-    Not so into a capture: a graph waits for nothing outside of it, and whoever replays it says behind what. Once the
-    capture is over the lane goes on behind the last stream that was outside.
+    A capture is not followed: a graph waits for nothing outside of it, and its replay is ordered by the caller. After
+    the capture the lane continues after the last stream outside of it.
 
     Args:
-        streams: where the lane's stream is set. index: the lane's place there. handle: its first stream.
-        turned: an event for these waits alone.
+        streams: table in which the lane's stream is set. index: the lane's index there. handle: its first stream.
+        turned: an event for these waits only.
     """
 
     def __init__(self, streams: Streams, index: int, handle: int, turned: int, driver: DriverTable) -> None:
@@ -104,17 +106,15 @@ class ComputeLane:
         self._wait = CommandList([Command(Verb.WAIT, index, turned)], driver)
         self._outside = handle
         self.now = handle
-        """The lane's stream."""
+        """Handle of the lane's stream."""
         streams.set(index, handle)
 
     def is_at(self, handle: int) -> bool:
-        """Whether there is nothing to do for this stream. In the capture of a stream that was current before there is
-        not, either.
-        """
+        """Return whether the lane is at this stream already, which may since have begun a capture."""
         return handle == self.now == self._outside
 
     def go_to(self, handle: int, *, capturing: bool) -> None:
-        """`handle` is current now. Raises DeviceError."""
+        """Move the lane to the stream `handle`, which is current now. Raises DeviceError."""
         if not capturing and handle != self._outside:
             self._set(self._outside)
             self._record.issue(self._streams)

@@ -1,7 +1,7 @@
-"""When operations of a CUDA device ran: every issue has timed events of its own, read once its turn is over.
+"""Time operations on a CUDA device: every issue has separate timed events, read once its step is complete.
 
-Host functions are clocked by the thread that runs them. Timed events beside one keep the caller of cuLaunchHostFunc
-until the stream has come that far, so the step that is timed would wait for the device, and the next forward with it.
+Host functions are clocked by the thread that runs them. With timed events around it, cuLaunchHostFunc would block its
+caller until the stream gets there, so a timed step would wait for the device, and delay the next forward.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hostward.runtime.cuda.driver import event_create, event_destroy, stream_syn
 from hostward.schedule.ops import Lane
 
 UNTIMED = (0, 0)
-"""Recording event 0 does nothing."""
+"""Stands for no timed events: recording event 0 does nothing."""
 _ATTEMPTS = 5
 
 Timed = tuple[int, int] | ClockedCall
-"""What says when an issue ran: events before and after it, or the call."""
+"""Timed events before and after an issue, or its clocked call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """One issue, to be read later. `held`: only its last part counts, no longer than that took."""
+    """Records one issue, to be read later; with `held`, at most its last part that is as long as that wait counts."""
 
     name: str
     lane: Lane
@@ -38,11 +38,11 @@ class _Noted:
 
 
 class Timings:
-    """Pairs of timed events and clocked calls, taken for one issue each and used again when they have been read.
+    """Provides pairs of timed events and clocked calls for one issue each, and reuses them after they have been read.
 
     Args:
-        event: makes a timed event.
-        elapsed_ms: milliseconds from one event to another.
+        event: creates a timed event.
+        elapsed_ms: returns the milliseconds from one event to another.
     """
 
     def __init__(self, event: Callable[[], int], elapsed_ms: Callable[[int, int], float]) -> None:
@@ -52,19 +52,18 @@ class Timings:
         self._spare_calls: list[ClockedCall] = []
         self._noted: list[list[_Noted]] = [[] for _ in range(RING)]
         self._turns = [-1] * RING
-        """By slot: the last turn that has a base."""
+        """Last step that has a base, by slot."""
         self._bases = [event() for _ in range(RING)]
         self._origin, self._moment = event(), event()
         self._anchor_s, self._anchor_ns = 0.0, 0
 
     def anchor(self, recorded: Callable[[int], None]) -> None:
-        """Find out what the host's clock shows at a moment of the device's: called before the first turn that is timed,
-        while the device is idle.
+        """Relate the host's clock to the device's; call this before the first timed step, while the device is idle.
 
         Args:
             recorded: records an event and waits for it.
         """
-        recorded(self._origin)  # anew: floats hold the hours since an old one to a millisecond
+        recorded(self._origin)  # again: floats would hold the hours since an old event only to a millisecond
         shortest_ns = math.inf
         for _ in range(_ATTEMPTS):
             before_ns = time.monotonic_ns()
@@ -76,36 +75,39 @@ class Timings:
                 self._anchor_s = self._elapsed_ms(self._origin, self._moment) / 1e3
 
     def begin(self, turn: int) -> list[int]:
-        """Events to record where the turn begins. Times count from there, and the time of that from the last anchor:
-        floats hold short spans better.
+        """Return the events to record at the beginning of a step.
+
+        Times count from there, and the time of that event from the last anchor: floats hold short spans more exactly.
         """
         slot = turn % RING
         self._turns[slot] = turn
         return [self._bases[slot]]
 
     def take(self, turn: int) -> tuple[int, int]:
-        """Events to record before and after an operation that is issued in this turn. UNTIMED if `begin` was not called
-        for it. What is not noted afterwards is not used again.
+        """Return the events to record before and after an operation issued in this step; UNTIMED without `begin`.
+
+        Events that are not passed to `note` afterwards are not reused.
         """
         if self._turns[turn % RING] != turn:
             return UNTIMED
         return self._spare.pop() if self._spare else (self._event(), self._event())
 
     def take_call(self, turn: int) -> ClockedCall | None:
-        """The same for a host function; None instead of UNTIMED."""
+        """Return a clocked call for a host function issued in this step; None without `begin`."""
         if self._turns[turn % RING] != turn:
             return None
         return self._spare_calls.pop() if self._spare_calls else ClockedCall()
 
     def note(self, turn: int, name: str, lane: Lane, nbytes: int, timed: Timed, *, held: Held | None = None) -> None:
-        """An operation has been issued between these events, or by this call. `held`: as in `Backend.wait_behind`; its
-        events come before `timed` is over.
+        """Note that an operation has been issued between these events, or by this call.
+
+        `held`: as in `Backend.wait_behind`; its events complete before those of `timed`.
         """
         if timed is not UNTIMED:
             self._noted[turn % RING].append(_Noted(name, lane, nbytes, timed, held))
 
     def read(self, slot: int, meter: Meter | None) -> None:
-        """Report what was issued in the last turn of this slot, which is over."""
+        """Report the operations of the last step of this slot, which is complete."""
         noted, self._noted[slot] = self._noted[slot], []
         for one in noted:
             if not isinstance(one.timed, ClockedCall):
@@ -132,11 +134,11 @@ class Timings:
         return self._anchor_s + (clock_ns - self._anchor_ns) / 1e9
 
 
-# Events of the driver: made once, and destroyed with the backend that has made them.
+# Events of the driver are created once, and destroyed with their backend.
 
 
 class DriverEvents:
-    """Handles of all events of a backend."""
+    """Owns the handles of all events of a backend."""
 
     def __init__(self) -> None:
         self._all: list[int] = []
@@ -145,11 +147,12 @@ class DriverEvents:
         return self._made(timing=True)
 
     def plain(self, unused: list[int]) -> int:
-        """One of `unused`, or a new one."""
+        """Return one of `unused`, or a new event."""
         return unused.pop() if unused else self._made(timing=False)
 
     def drain(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Wait for the streams, which use them, and destroy them."""
+        """Wait for the streams that use the events, and destroy the events."""
+
         for stream in streams:
             stream_synchronize(stream.cuda_stream)
         for event in self._all:

@@ -1,4 +1,4 @@
-"""Operations bound for a CUDA device: what is known beforehand is a list of driver commands, enqueued in one call."""
+"""Bind operations for a CUDA device as lists of driver commands, which are prepared once and enqueued in one call."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from hostward.runtime.host_tasks import host_task
 from hostward.schedule.ops import Lane
 
 TOGETHER = 32
-"""Works in one native call, at most: the device need not wait for the last of hundreds to be written."""
+"""Works in one native call at most, so that the device does not wait until hundreds have been prepared."""
 
 
 class CudaWork(Work):
-    """Waits, then the operation proper, then the record of `done`, all on one lane.
+    """Issues waits, then the operation, then the record of `done`, all on one lane.
 
-    With a meter, two timed events of this issue stand before and after the operation; without, these two commands
-    record nothing. On the host lane there are none (`hostward.runtime.cuda.timing`).
+    With a meter, two timed events are recorded before and after the operation; without one, these two commands record
+    nothing. On the host lane there are none (`hostward.runtime.cuda.timing`).
     """
 
     __slots__ = ("_timed", "_waits", "context", "nbytes")
@@ -49,11 +49,11 @@ class CudaWork(Work):
         self.context = context
         self._waits = [Command(Verb.WAIT, INDEX[lane], context.handle_of(event)) for event in waits]
         self._timed: list[tuple[memoryview, int]] = []
-        """Where the two timed events stand."""
+        """Positions of the two timed events."""
         self.nbytes = 0
 
     def time(self) -> Timed:
-        """Write the timed events of an issue into the commands. Done if `is_timed`; `untime` comes afterwards."""
+        """Write the timed events of an issue into the commands; called if `is_timed`, and followed by `untime`."""
         if not self._timed:
             return UNTIMED
         events = self.context.timings.take(self.context.turn)
@@ -62,20 +62,20 @@ class CudaWork(Work):
         return events
 
     def untime(self) -> None:
-        """Take them out: the next issue may be without a meter."""
+        """Remove the timed events, since the next issue may be without a meter."""
         for words, at in self._timed:
             words[at] = 0
 
     def prepare(self) -> None:
-        """Write what this issue needs into the commands. The first part of every issue."""
+        """Write the addresses and arguments of this issue into the commands, at the beginning of every issue."""
 
     def forget(self) -> None:
-        """The issue that `prepare` began has failed."""
+        """Undo `prepare` after its issue has failed."""
 
     def commands(
         self, before: Sequence[Command], operation: Sequence[Command], after: Sequence[Command]
     ) -> CommandList:
-        """The list of all of these, the operation between timed events."""
+        """Return the list of all these commands, with the operation between timed events."""
         if self.lane is Lane.HOST:
             return CommandList([*before, *operation, *after], self.context.driver)
         timed = Command(Verb.RECORD, INDEX[self.lane], 0)
@@ -89,14 +89,14 @@ class CudaWork(Work):
 
 
 class ListedWork(CudaWork):
-    """A work that is one command list. Several that follow one another are enqueued by one call."""
+    """Issues one command list; several consecutive works are enqueued by one call."""
 
     __slots__ = ("listed",)
     listed: CommandList
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to prepare."""
+        """Return whether there is anything to prepare."""
         return True
 
     def issue(self) -> Event:
@@ -110,8 +110,9 @@ def enqueue(
     prepares: Sequence[Callable[[], None]],
     commands: CommandList | CommandBatch,
 ) -> None:
-    """Issue works whose lists, in the same order, are `commands`; `prepares` are those of them that have anything to
-    prepare. Raises DeviceError.
+    """Issue works whose lists, in the same order, are `commands`. Raises DeviceError.
+
+    `prepares`: the `prepare` methods of those works that have anything to prepare.
     """
     context.follow_compute()
     timed: list[Timed] = []
@@ -135,7 +136,7 @@ def enqueue(
 
 
 class Together(Batch):
-    """Works that one call enqueues."""
+    """Enqueues works by one call."""
 
     def __init__(self, context: CudaContext, works: Sequence[ListedWork]) -> None:
         super().__init__(works)
@@ -149,7 +150,7 @@ class Together(Batch):
 
 
 class CommandWork(ListedWork):
-    """Copies, or nothing but waits."""
+    """Issues copies, or only waits."""
 
     __slots__ = ("_addresses", "_resized")
 
@@ -166,7 +167,7 @@ class CommandWork(ListedWork):
         sizes = [source.nbytes for _, source in pairs]
         self.nbytes = sum(sizes)
         moves, copies = copy_commands(lane, sizes, context.turned[lane]) if pairs else ([], [])
-        # What a pure wait costs is the wait itself.
+        # The time of a pure wait is that of the wait itself.
         before, operation = (self._waits, moves) if moves else ([], self._waits)
         self.listed = made = self.commands(before, operation, self.recording())
         self._addresses: list[tuple[int, Buffer, int]] = []
@@ -177,7 +178,7 @@ class CommandWork(ListedWork):
                 made.words[at] = buffer.address + first
                 if buffer.resized:
                     self._resized.append((at, buffer.data, first))
-                elif buffer.tier is Tier.DEVICE:  # host memory stays where it is
+                elif buffer.tier is Tier.DEVICE:  # host memory keeps its address
                     self._addresses.append((at, buffer, first))
 
     @property
@@ -195,7 +196,7 @@ class CommandWork(ListedWork):
 
 
 class TableWork(ListedWork):
-    """A kernel over tables of addresses: what has changed in them is copied first, on the kernel's own lane."""
+    """Launches a kernel over tables of addresses; changed tables are copied first, on the kernel's lane."""
 
     __slots__ = ("_copies", "_kernel", "_launches", "_starts")
 
@@ -238,7 +239,7 @@ class TableWork(ListedWork):
 
 
 class KernelWork(CudaWork):
-    """Kernels that torch or Triton launch, between two command lists."""
+    """Runs kernels that torch or Triton launch, between two command lists."""
 
     __slots__ = ("_after", "_before", "_kernel")
 
@@ -282,7 +283,7 @@ class KernelWork(CudaWork):
 
 
 class HostCall(ListedWork):
-    """A host function; which one, and over what, is written at every issue."""
+    """Calls a host function; the function and its argument are written at every issue."""
 
     __slots__ = ("_clocked", "_function_at", "_task_at")
 
@@ -301,7 +302,7 @@ class HostCall(ListedWork):
         self._clocked = None
 
     def call(self, task: object, function: int, argument: int) -> None:
-        """This issue calls `function(argument)`, which needs `task` until then."""
+        """Make this issue call `function(argument)`, and keep `task` alive until then."""
         self.context.keep(task)
         if self._clocked is not None:
             self._clocked.function, self._clocked.argument = function, argument
@@ -312,8 +313,9 @@ class HostCall(ListedWork):
 
 
 class HostWork(HostCall):
-    """AdamW of a bucket as a host function. Tasks are immutable once enqueued: a ring of them, one for each turn that
-    may be pending, each with hyper-parameters of its own.
+    """Runs AdamW of a bucket as a host function.
+
+    Tasks are immutable once enqueued, so there is one for each step that may be pending, with its own hyper-parameters.
     """
 
     __slots__ = ("_hypers", "_operands", "_scalars", "_tables", "_tasks")
@@ -353,8 +355,9 @@ class HostWork(HostCall):
 
 
 class TaskWork(HostCall):
-    """A host function over operands that stay where they are: one immutable task for each turn that may be pending,
-    which differ in where they report errors.
+    """Calls a host function over operands with fixed addresses.
+
+    There is one immutable task for each step that may be pending; they differ in where they report errors.
     """
 
     __slots__ = ("_tasks",)
@@ -376,8 +379,9 @@ class TaskWork(HostCall):
 
 
 class UnlockedCopy(Work):
-    """A copy to the device from memory that is not page-locked. The driver may read that when the copy is enqueued,
-    whatever the stream still waits for: so the caller waits for it first.
+    """Copies to the device from memory that is not pinned.
+
+    The driver may read such memory when the copy is enqueued, before the stream's waits, so the caller waits first.
     """
 
     __slots__ = ("_copy", "_waits", "context")

@@ -1,1 +1,1 @@
-"""The backend that plays a GPU on the CPU, with the latest legal order and a race detector."""
+"""The simulated backend runs operations on the CPU, in the latest legal order and with a race detector."""

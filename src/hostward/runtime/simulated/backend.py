@@ -1,10 +1,9 @@
-"""The backend of a machine without a GPU: lanes are queues, and any legal order of them may be asked for.
+"""Implement the backend without a GPU: lanes are queues, run in any legal order.
 
-The caller's own torch code runs at once; every operation of hostward, those of the compute lane included, is queued
-and carried out when somebody waits. Memory that is given back or retired is overwritten with 0xFF, which is NaN in
-every float format. Each operation declares what it reads and writes, and a vector clock per lane tells whether a
-conflicting pair is ordered: a missing event raises OrderingError when the operation is issued, whatever the order of
-execution.
+The caller's own torch code runs at once; every operation of hostward, also on the compute lane, is queued and run when
+the caller waits. Memory that is freed or retired is overwritten with 0xFF, which is NaN in every float format. Each
+operation declares the buffers that it reads and writes, and a vector clock per lane decides whether a conflicting pair
+is ordered: a missing event raises OrderingError when the operation is issued, whatever the order of execution.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ POISON = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which of the lanes that could go on goes on: lanes in `late` only when no other can, else by `seed` (None: as
-    issued). `eager`: operations run as they are issued, one of the legal orders.
+    """Chooses which of the ready lanes runs next: lanes in `late` last, others by `seed` (None: in order of issue).
+
+    `eager`: operations run as they are issued, which is one of the legal orders.
     """
 
     seed: int | None = None
@@ -63,13 +63,12 @@ class Order:
 
 
 LATEST = Order(late=frozenset(set(Lane) - {Lane.COMPUTE}))
-"""Everything but the compute lane is as late as it may be: what a program reads too early on a GPU it reads too early
-here as well.
+"""Runs everything but the compute lane as late as possible, so that code that reads too early on a GPU does so here.
 """
 
 
 class _SimulatedWork(Work):
-    """What is issued is made anew each time from the buffers' present data."""
+    """Makes a new operation at each issue, from the buffers' present data."""
 
     __slots__ = ("_enqueue",)
 
@@ -83,7 +82,7 @@ class _SimulatedWork(Work):
 
 
 class SimulatedBackend(Backend):
-    """Lanes as queues over plain CPU memory. `order`: by default `LATEST`."""
+    """Runs lanes as queues over plain CPU memory. `order`: by default `LATEST`."""
 
     def __init__(self, *, order: Order | None = None, threads: int | None = None, poison: bool = True) -> None:
         self.device = torch.device("cpu")
@@ -127,7 +126,7 @@ class SimulatedBackend(Backend):
         if after:
             self.mark("free", Lane.COMPUTE, waits=after).issue()
         for buffer in buffers:
-            # The next owner of the memory may be anybody on the compute lane.
+            # Any code on the compute lane may be the next owner of the memory.
             poison = functools.partial(self._overwrite, buffer.data)
             self._issue(Lane.COMPUTE, f"free {buffer.owner}", poison, (), (buffer,), ())
             self.ledger.add(buffer, -1)
@@ -250,7 +249,7 @@ class SimulatedBackend(Backend):
         require_tier((*partials.all(), *out.all()), Tier.DEVICE, "norm")
 
         def enqueue() -> Operation:
-            taken = replace(clipping)  # the caller's goes on to the next step
+            taken = replace(clipping)  # the caller changes its own for the next step
             run = functools.partial(finish_norm, partials, out, taken, across)
             reads = [*partials.all(), *([] if across is None else across.kept())]
             return self._issue(Lane.COMPUTE, "norm", run, reads, out.all(), waits)
@@ -303,23 +302,23 @@ class SimulatedBackend(Backend):
     ) -> Work:
         def enqueue() -> Operation:
             operation = self._issue(lane, name, None, reads, writes, waits)
-            # The caller's own code runs now, and everything of the compute lane comes before it.
+            # The caller's own code runs now, after everything on the compute lane.
             while lane is Lane.COMPUTE and not operation.done:
                 self._advance()
             return operation
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
 
-    def hold(self, stream: object, waits: Sequence[Event]) -> None:
-        # There is one caller, whatever stream it means.
+    def wait_on_stream(self, stream: object, waits: Sequence[Event]) -> None:
+        # There are no streams, so the only caller waits.
         self.mark("offload/hold", Lane.COMPUTE, waits=waits).issue()
 
-    def begin_turn(self) -> None:
+    def begin_step(self) -> None:
         self._turn += 1
         if self._order.eager:
             self.synchronise()
 
-    def end_turn(self) -> None:
+    def end_step(self) -> None:
         pass
 
     def wait(self, event: Event) -> None:
@@ -337,7 +336,7 @@ class SimulatedBackend(Backend):
         return {"backend": "simulated", "device": "cpu", "host_threads": self.threads, "isa": isa_name()}
 
     def _made(self, buffer: Buffer) -> None:
-        """Whoever made the tensor did so on the compute lane before now."""
+        """Record that the tensor was produced on the compute lane before now."""
         self._issue(Lane.COMPUTE, f"made {buffer.owner}", None, (), (buffer,), ())
 
     def _issue(
@@ -362,7 +361,7 @@ class SimulatedBackend(Backend):
         return operation
 
     def _advance(self) -> None:
-        """Carry out the first operation of one lane whose waits are over."""
+        """Run the first operation of one lane whose waits are complete."""
         ready = [q[0] for q in self._queues.values() if q and all(w.done for w in q[0].waits)]
         if not ready:
             names = [q[0].name for q in self._queues.values() if q]
@@ -375,7 +374,7 @@ class SimulatedBackend(Backend):
             if chosen.run is not None:
                 chosen.run()
         finally:
-            # Even if it failed: what waits for it goes on, as on a stream, and the error is on its way to the caller.
+            # Also if it failed: operations that wait for it go on, as on a stream, and the error reaches the caller.
             chosen.run = None
             chosen.waits = ()
             chosen.done = True
@@ -383,7 +382,7 @@ class SimulatedBackend(Backend):
             end_s = time.perf_counter()
             times_s = start_s - self._started_s, end_s - self._started_s
             self.meter(chosen.name, chosen.lane, *times_s, chosen.nbytes, chosen.turn)
-            # Operations run on the caller's own thread, which stands still meanwhile.
+            # Operations run on the caller's own thread, which waits meanwhile.
             self.meter(f"offload/wait/{chosen.lane.value}", Lane.COMPUTE, *times_s, 0, chosen.turn)
 
     def _overwrite(self, data: torch.Tensor) -> None:
@@ -397,7 +396,7 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             destination.copy_(source)
 
 
-# The norm as the simulated backend takes it: by the definition in numpy.
+# The simulated backend computes the norm by its definition in numpy.
 
 
 def finish_norm(partials: Partials, out: Scalars, clipping: Clipping, across: Across | None) -> None:

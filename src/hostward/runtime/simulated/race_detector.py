@@ -1,4 +1,4 @@
-"""The ordering rule on bytes, for operations as they are issued: what a schedule cannot name, a buffer can."""
+"""Check the ordering rule on the bytes of buffers, as operations are issued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostward.schedule.race_check import Accesses, Stamp, unordered
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One issue of an operation of the simulated backend."""
+    """Records one issue of an operation of the simulated backend."""
 
     lane: Lane
     name: str
@@ -30,9 +30,9 @@ class Operation:
 
 @dataclass(slots=True)
 class _Span:
-    """Who has used the bytes [start, stop).
+    """Records the accesses to the bytes [start, stop).
 
-    `memory` keeps the address from being given out again while the accesses are remembered.
+    `memory` prevents that the address is reused while the accesses are remembered.
     """
 
     start: int
@@ -42,17 +42,17 @@ class _Span:
 
 
 class ByteRule:
-    """Remembers who used which bytes, and raises OrderingError for a conflicting pair that nothing orders."""
+    """Records all accesses to bytes, and raises OrderingError for a conflicting pair that nothing orders."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[_Span]] = {}  # by address of the storage that the buffers view
 
     def clear(self) -> None:
-        """Everything so far comes before everything that follows."""
+        """Forget all accesses: everything so far is ordered before everything that follows."""
         self._spans.clear()
 
     def check(self, operation: Operation, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
-        """The ordering rule, on bytes."""
+        """Check the ordering rule for the bytes that an operation reads and writes."""
         for buffers, writing in ((reads, False), (writes, True)):
             for buffer in buffers:
                 own, overlapping = self._overlapping(buffer)
@@ -63,7 +63,7 @@ class ByteRule:
                 own.accesses.add(operation, operation.stamp, writes=writing)
 
     def _overlapping(self, buffer: Buffer) -> tuple[_Span, list[_Span]]:
-        """Accesses of exactly these bytes, and of every buffer that shares one: ranges of a bucket are views of it."""
+        """Return the accesses to exactly these bytes, and to every overlapping buffer, such as ranges of a bucket."""
         start = buffer.data.data_ptr()
         stop = start + buffer.nbytes
         spans = self._spans.setdefault(buffer.data.untyped_storage().data_ptr(), [])
@@ -75,7 +75,8 @@ class ByteRule:
 
 
 def operation_of(event: Event) -> Operation | None:
-    """None: nothing has been issued yet, and there is nothing to wait for."""
+    """Return the operation that an event stands for; None if nothing has been issued yet."""
+
     if event.native is not None and not isinstance(event.native, Operation):
         raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
     return event.native
