@@ -333,7 +333,7 @@ def pending_steps(counts: Sequence[int]) -> Iterator[dict[str, Any]]:
             start = time.perf_counter()
             optimizer.step()
             issued_s = time.perf_counter() - start
-            optimizer.arrive()
+            optimizer.wait_for_weights()
             torch.cuda.synchronize()
             return issued_s, time.perf_counter() - start
 
@@ -357,7 +357,7 @@ class Layer(torch.nn.Module):
 
 
 def whole_steps(layers: int, turns: int, backend: CudaBackend) -> Iterator[dict[str, Any]]:
-    """step() and arrive() of an optimizer over `layers` layers, per bucket."""
+    """step() and wait_for_weights() of an optimizer over `layers` layers, per bucket."""
     import hostward
 
     on_device = backend.device.type == "cuda"
@@ -374,7 +374,7 @@ def whole_steps(layers: int, turns: int, backend: CudaBackend) -> Iterator[dict[
                 torch.cuda.synchronize()
             start = time.perf_counter()
             optimizer.step()
-            optimizer.arrive()
+            optimizer.wait_for_weights()
             times.append(time.perf_counter() - start)
             optimizer.zero_grad()
         buckets = len(optimizer.plan.buckets)
@@ -406,7 +406,8 @@ def main() -> None:
         print(f"{'launch by Triton':24}{result['triton_launch_us']:9.2f}")
     result["steps"] = list(whole_steps(a.buckets, a.turns, backend))
     for row in result["steps"]:
-        print(f"step() and arrive(), {row['mix']}: {row['us_per_bucket']:.1f} us for each of {row['buckets']} buckets")
+        took = f"{row['us_per_bucket']:.1f} us for each of {row['buckets']} buckets"
+        print(f"step() and wait_for_weights(), {row['mix']}: {took}")
     if not a.off_device:
         result["pending"] = list(pending_steps(PENDING))
         for row in result["pending"]:

@@ -6,7 +6,8 @@
 in one process, in blocks of iterations that follow one another without any synchronisation. `thread`: 250 Linears with
 biases, tiny, so that the calling thread is what takes the time; with and without by turns in one process, processor
 time of the calling thread in forward, backward, `step()` and `zero_grad()` together; and what it costs a program that
-takes an average of the weights after each step, beside `optimizer.arrive()` and the same average without the fence.
+takes an average of the weights after each step, beside `optimizer.wait_for_weights()` and the same average without the
+fence.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Small:
             self.model(self.x).sum().backward()
         self.optimizer.step()
         if self.arrive:
-            self.optimizer.arrive()
+            self.optimizer.wait_for_weights()
         with torch.no_grad():
             for shadow, p in zip(self.shadow, self.model.parameters(), strict=False):
                 shadow.lerp_(p, 0.1)
@@ -118,7 +119,7 @@ def thread_seconds(device: torch.device) -> dict[str, dict[str, float]]:
     contenders = {
         "without": Small(fence=False, device=device),
         "with": Small(fence=True, device=device),
-        "average, arrive() by hand": Small(fence=False, device=device, average=True, arrive=True),
+        "average, wait_for_weights() by hand": Small(fence=False, device=device, average=True, arrive=True),
         "average, with": Small(fence=True, device=device, average=True),
     }
     found: dict[str, list[float]] = {name: [] for name in contenders}

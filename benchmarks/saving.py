@@ -47,7 +47,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hostward
 from hostward.checkpoint import api
-from hostward.checkpoint.writer import BEHIND_BYTES
+from hostward.checkpoint.writer import WRITE_BACK_BYTES
 from hostward.plan import memory_model
 from hostward.plan.memory_model import PIECE_BYTES, writer_count
 from hostward.runtime.backend import Tier
@@ -84,7 +84,7 @@ def disk_bytes_per_s(folder: Path, size_bytes: int, ranks: Ranks) -> float:
             total = left = size_bytes // ranks.size // count
             while left > 0:
                 written = file.write(data[: min(left, len(data))])
-                behind = max(0, total - left - BEHIND_BYTES)
+                behind = max(0, total - left - WRITE_BACK_BYTES)
                 os.posix_fadvise(file.fileno(), behind, total - left + written - behind, os.POSIX_FADV_DONTNEED)
                 left -= written
             os.fsync(file.fileno())

@@ -224,7 +224,7 @@ def train(
             with torch.no_grad():  # FSDP2 leaves the root's parameters whole after it
                 told.append(loss_of(model, 8).item().hex())
         if write:
-            optimizer.arrive()
+            optimizer.wait_for_weights()
             with torch.no_grad():
                 model.blocks[0].up.weight.to_local().mul_(1.5)  # type: ignore[union-attr, operator]
         optimizer.step()

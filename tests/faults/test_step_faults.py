@@ -129,7 +129,7 @@ READERS: dict[str, Callable[[Training], object]] = {
     "forward": lambda t: t.model(torch.ones(2, 8)),
     "state_dict": lambda t: t.optimizer.state_dict(),
     "state_dict of the module": lambda t: t.model.state_dict(),
-    "arrive": lambda t: t.optimizer.arrive(),
+    "arrive": lambda t: t.optimizer.wait_for_weights(),
     "backward": lambda t: t.backward(),
 }
 

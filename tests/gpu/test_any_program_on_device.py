@@ -228,7 +228,7 @@ def test_a_capture_that_reads_what_is_on_its_way_is_refused_and_one_after_arrive
 
     with pytest.raises(ModelError, match="still to arrive, and a CUDA graph is captured"):
         captured()
-    optimizer.arrive()
+    optimizer.wait_for_weights()
     graph = torch.cuda.CUDAGraph()
     captured()
     for _ in range(3):

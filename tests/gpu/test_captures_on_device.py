@@ -244,7 +244,7 @@ def test_t44_steps_between_replays(mix: tuple[float, float]) -> None:
             backward(model, x)
             optimizer.step()
             optimizer.zero_grad()
-        optimizer.arrive()
+        optimizer.wait_for_weights()
         graph = torch.cuda.CUDAGraph()
         if offloaded:
             with torch.cuda.graph(graph):

@@ -179,7 +179,7 @@ def test_h65_a_step_of_many_buckets_is_issued_while_the_device_is_busy(mix: str,
         began_s = time.perf_counter()
         optimizer.step()
         issued_s = time.perf_counter() - began_s
-        optimizer.arrive()
+        optimizer.wait_for_weights()
         torch.cuda.synchronize()
         return issued_s, time.perf_counter() - began_s
 

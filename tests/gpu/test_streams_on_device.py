@@ -160,9 +160,9 @@ def test_arrive_is_of_each_stream_that_calls_it(mix: str, monkeypatch: pytest.Mo
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    optimizer.arrive()
+    optimizer.wait_for_weights()
     with torch.cuda.stream(stream):  # it has waited for nothing of this
-        optimizer.arrive()
+        optimizer.wait_for_weights()
         found = [p.detach().clone() for p in model.parameters()]
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(found, model.parameters(), strict=True))

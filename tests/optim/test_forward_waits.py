@@ -110,10 +110,10 @@ def test_t42_evaluation_right_after_the_step_sees_the_new_weights(mix: str, eval
 
 READERS: dict[str, Callable[[Net, hostward.AdamW], object]] = {
     "wait": lambda model, optimizer: optimizer.wait(),
-    "arrive": lambda model, optimizer: optimizer.arrive(),
+    "arrive": lambda model, optimizer: optimizer.wait_for_weights(),
     "state_dict of the module": lambda model, optimizer: model.state_dict(),
     "state_dict of the optimizer": lambda model, optimizer: optimizer.state_dict(),
-    "deepcopy after arrive": lambda model, optimizer: (optimizer.arrive(), copy.deepcopy(model)),
+    "deepcopy after arrive": lambda model, optimizer: (optimizer.wait_for_weights(), copy.deepcopy(model)),
     "reseed": lambda model, optimizer: optimizer.reseed(["scale"]),
     "load of other weights": lambda model, optimizer: model.load_state_dict(Net().state_dict()),
 }
@@ -171,7 +171,7 @@ def test_a_second_step_without_a_forward_in_between(mix: str) -> None:
 @offloaded
 def test_a_copy_of_the_module_makes_nobody_wait(mix: str) -> None:
     model, optimizer, _ = stepped(mix)
-    optimizer.arrive()
+    optimizer.wait_for_weights()
     average = copy.deepcopy(model)
     loss_of(model, 1).backward()
     heard = Heard(optimizer.backend)  # type: ignore[arg-type]
@@ -398,3 +398,10 @@ def test_a_layer_that_only_the_second_microbatch_uses_has_arrived() -> None:
             loss_of(model, i, without=without).backward()
     optimizer.step()
     optimizer.wait()
+
+
+def test_the_old_name_of_wait_for_weights_warns() -> None:
+    _, optimizer, _ = stepped("host")
+    with pytest.warns(DeprecationWarning, match=r"arrive\(\) is wait_for_weights\(\) now"):
+        optimizer.arrive()
+    assert optimizer._executor.pending == set()

@@ -127,7 +127,7 @@ def test_points_that_come_together_are_put_together_in_order() -> None:
     assert asked[1] == done_of(optimizer, [release_grad_trigger(b) for b in host])
     lanes.works.clear()
     layers = sorted(optimizer._executor.pending, key=list(optimizer._executor._layers).index)
-    optimizer.arrive()
+    optimizer.wait_for_weights()
     assert len(layers) > 1
     assert [work.done for work in lanes.works[-1]] == done_of(
         optimizer, [pre_forward_trigger(layer) for layer in layers]

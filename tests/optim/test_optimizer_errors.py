@@ -284,7 +284,7 @@ def test_t44_weights_that_are_on_their_way_are_not_captured() -> None:
     with pytest.raises(ModelError, match="are still to arrive, and a CUDA graph is captured"):
         optimizer._executor.wait_on_stream(min(optimizer._executor.pending), SimpleNamespace())  # type: ignore[arg-type]
     backend.captures = False
-    optimizer.arrive()
+    optimizer.wait_for_weights()
     backend.captures = True
     mlp_loss(model, 1)
 

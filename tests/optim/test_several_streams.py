@@ -206,7 +206,7 @@ def test_h12_gradients_that_are_taken_at_the_step_are_waited_for_where_they_were
     if mix == "streamed":
         backend.held.clear()  # they are dropped where forward uses the layers
         with backend.on(3):
-            optimizer.arrive()
+            optimizer.wait_for_weights()
     assert {stream for stream, _ in backend.held} == ({0, 1, 2} if mix == "streamed" else {1, 2})
 
 
@@ -233,10 +233,10 @@ def test_arrive_is_of_the_current_stream_also_where_nothing_is_pending() -> None
     backward(model, optimizer, backend)
     optimizer.step()
     with backend.on(1):
-        optimizer.arrive()
+        optimizer.wait_for_weights()
     assert backend.lane == 1
     with backend.on(3):
-        optimizer.arrive()
+        optimizer.wait_for_weights()
     assert backend.lane == 3
 
 

@@ -36,8 +36,8 @@ def test_unfenced_reads_are_found(mix: str, use: str) -> None:
     with optimizer.find_unfenced_reads():
         with pytest.raises(OrderingError, match="before it has arrived") as caught:
             UNFENCED[use](model)
-        assert "optimizer.arrive()" in caught.value.fix
-        optimizer.arrive()
+        assert "optimizer.wait_for_weights()" in caught.value.fix
+        optimizer.wait_for_weights()
         UNFENCED[use](model)
     assert len(optimizer.param_groups) == 1
 
@@ -48,7 +48,7 @@ def test_a_view_alone_reads_nothing() -> None:
         flat = model.head.weight.detach().view(-1)[3:]
         with pytest.raises(OrderingError):
             flat.sum()
-        optimizer.arrive()
+        optimizer.wait_for_weights()
         assert flat.sum().isfinite()
     assert heard.arrived()
 

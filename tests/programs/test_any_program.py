@@ -1,7 +1,8 @@
 """What a program reads and writes around the step is what it would be without offloading.
 
-Every program runs as its users write it: no `arrive()`, no `wait()`. With everything on the device, and with state on
-the host, streamed, mixed, and with weights away, under orders in which nothing runs before somebody waits for it.
+Every program runs as its users write it: no `wait_for_weights()`, no `wait()`. With everything on the device, and with
+state on the host, streamed, mixed, and with weights away, under orders in which nothing runs before somebody waits for
+it.
 
 Seen red: the fence left out (a test of its own, for each program); weights of device buckets not waited for; the fence
 not lowered in forward; `.data` without its witness; kept views without their count, or without a comparison of bits.
@@ -503,7 +504,7 @@ def test_all_offloaded_weights_are_here_where_asked_for() -> None:
     report = attached.report().weights
     assert report is not None
     assert report.freed_bytes > 0
-    optimizer.arrive()
+    optimizer.wait_for_weights()
     report = attached.report().weights
     assert report is not None
     assert report.freed_bytes == 0

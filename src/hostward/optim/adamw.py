@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
@@ -199,8 +200,9 @@ class AdamW(torch.optim.Optimizer):
         tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
             `add_up_tied` before `step`.
         fence: let whatever reads or writes a weight after `step()` wait for its new value by itself, and notice writes
-            through `.data`. False: only the module's own forward and state dicts wait; other readers call `arrive()`
-            first, and writes through `.data` need `reseed()`. `find_unfenced_reads` then says what is missed.
+            through `.data`. False: only the module's own forward and state dicts wait; other readers call
+            `wait_for_weights()` first, and writes through `.data` need `reseed()`. `find_unfenced_reads` then says what
+            is missed.
         backend: where operations run; by default the CUDA device of the parameters, or a simulated one for CPU
             parameters.
 
@@ -852,9 +854,10 @@ class AdamW(torch.optim.Optimizer):
         self._executor.wait_for_all()
         self._executor.synchronise()
 
-    def arrive(self) -> None:
-        """Make the current stream wait for every new weight, without waiting on the host, and bring offloaded weights
-        to the device until their layers have run.
+    def wait_for_weights(self) -> None:
+        """Make the current stream wait for every new weight, and reload offloaded ones until their layers have run.
+
+        The host does not wait.
 
         Hooks do this by layer, and the fence for whatever else reads a weight. Call it before the replay of a CUDA
         graph on another stream, before weights are read by their addresses, and with `fence=False` before any read.
@@ -862,6 +865,11 @@ class AdamW(torch.optim.Optimizer):
         self._executor.wait_for_weights()
         if not self.backend.capturing():
             self.backend.follow_compute()  # what has arrived before was waited for on another stream, maybe
+
+    def arrive(self) -> None:
+        """Do the same as `wait_for_weights`, whose old name this is."""
+        warnings.warn("AdamW.arrive() is wait_for_weights() now", DeprecationWarning, stacklevel=2)
+        self.wait_for_weights()
 
     @property
     def grad_norm(self) -> float:

@@ -214,7 +214,7 @@ def pending_in_capture(what: str) -> ModelError:
     return ModelError(
         f"{what} still to arrive, and a CUDA graph is captured",
         why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
-        fix="call optimizer.arrive() before the capture",
+        fix="call optimizer.wait_for_weights() before the capture",
     )
 
 

@@ -96,8 +96,8 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While this mode is on, an operation on a weight that has not been waited for since the last step raises.
 
     Forward of the module waits by itself. What reads weights in another way (an average kept by hand, a functional use
-    outside the module, a copy) must call `AdamW.arrive` or `AdamW.wait` first; this finds where that is missing. It
-    looks at the storages of all operands of every operation, in backward as well, and is slow.
+    outside the module, a copy) must call `AdamW.wait_for_weights` or `AdamW.wait` first; this finds where that is
+    missing. It looks at the storages of all operands of every operation, in backward as well, and is slow.
     """
 
     def __init__(self, executor: StepExecutor, tracked: Sequence[Tracked], layers: Mapping[str, str]) -> None:
@@ -129,7 +129,7 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise OrderingError(
                     f"{func} uses the weight {name!r} before it has arrived",
                     why="the last step is still on its way, and no forward hook stands before this use",
-                    fix="call optimizer.arrive() before it (or optimizer.wait() for use on the host)",
+                    fix="call optimizer.wait_for_weights() before it (or optimizer.wait() for use on the host)",
                 )
 
 

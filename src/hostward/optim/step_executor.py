@@ -234,7 +234,7 @@ class StepExecutor:
                     f"parameter {name!r} of layer {layer.name!r} was used before its new value had arrived",
                     why="its forward ran without the hooks that wait for it: the module was not called, or by compiled "
                     "code that knows nothing of them",
-                    fix="call the module, call optimizer.arrive() before reading weights in another way, or "
+                    fix="call the module, call optimizer.wait_for_weights() before reading weights in another way, or "
                     "torch.compiler.reset() after making the optimizer",
                 )
 

@@ -139,7 +139,7 @@ class Captured:
             new_inputs, new_labels = samples(run, microbatch)
             inputs.copy_(new_inputs)
             labels.copy_(new_labels)
-        run.optimizer.arrive()
+        run.optimizer.wait_for_weights()
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # zero_grad() has removed it
@@ -161,7 +161,7 @@ class Captured:
     def _record(self, run: Run) -> tuple[Graph, torch.Tensor]:
         checkpointing.finish(run)  # copies that a save makes in another thread would end the capture
         run.optimizer.zero_grad(set_to_none=True)
-        run.optimizer.arrive()
+        run.optimizer.wait_for_weights()
         self._batches = [samples(run, microbatch) for microbatch in range(run.microbatches)]
         graph = self._new_graph()
         try:
