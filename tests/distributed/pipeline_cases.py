@@ -14,7 +14,7 @@ from hostward.distributed import fsdp2
 from hostward.distributed.pipeline_parallel import Part
 from hostward.errors import HostwardError, MemoryLimitError
 from hostward.optim.adamw import AdamW
-from hostward.optim.offloaded_grad import MovedGradient
+from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.trainer import checkpointing, loop, setup
 from hostward.trainer.parallel import Held
 from hostward.trainer.run import Run
@@ -32,7 +32,7 @@ def leaving(words: list[str], recipe: str = QWEN3) -> dict[str, bool]:
     early = list(layers[-1].mlp.parameters())
     found: list[bool] = []
     late.register_post_accumulate_grad_hook(
-        lambda _: found.append(all(isinstance(p.grad, MovedGradient) for p in early))
+        lambda _: found.append(all(isinstance(p.grad, OffloadedGrad) for p in early))
     )
     loop.backward(run)
     return {"last": found[-1], "before": any(found[:-1]), "microbatches": len(found) == run.microbatches}

@@ -23,7 +23,7 @@ import hostward
 from hostward.checkpoint import api
 from hostward.errors import MemoryLimitError, PageLockError
 from hostward.optim.bucket_state import same_bits
-from hostward.optim.placement import Mix
+from hostward.optim.placement import PlacementPolicy
 from hostward.runtime.backend import Buffer, Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.trainer.memory_check import lock_limit
@@ -256,7 +256,7 @@ def test_t10_rates_that_cannot_be_measured_name_a_mix_that_needs_none() -> None:
     model = network(torch.bfloat16)
     whole = make(model, SimulatedBackend(threads=1), **HOST)
     with pytest.raises(PageLockError, match="rate measurement") as caught:
-        Mix(1.0, "auto").place(backend, whole._tracked)
+        PlacementPolicy(1.0, "auto").place(backend, whole._tracked)
     assert "streamed_fraction=0.0" in caught.value.fix
     assert not any(backend.ledger.held_bytes.values())
 

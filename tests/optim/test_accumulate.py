@@ -20,7 +20,7 @@ from networks import LATE, MIXES, OFFLOADED, Net, loss_of, make, microbatch, tok
 from optimizer_cases import DTYPES, adamw, assert_equal, snapshot
 from torch.utils.checkpoint import checkpoint
 
-from hostward.optim.offloaded_grad import MovedGradient
+from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.runtime.simulated.backend import Order
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
@@ -151,7 +151,7 @@ def test_parameters_that_only_an_earlier_microbatch_uses(mix: str) -> None:
     for i in range(2):
         with optimizer.accumulate(last=i == 1):
             loss_of(model, i, without=1 if i else None).backward()
-    assert all(isinstance(p.grad, MovedGradient) for p in model.parameters())
+    assert all(isinstance(p.grad, OffloadedGrad) for p in model.parameters())
 
 
 @every_mix

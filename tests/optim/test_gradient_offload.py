@@ -20,7 +20,7 @@ from optimizer_cases import Model, adamw, assert_equal, set_gradients, snapshot
 
 import hostward
 from hostward.errors import ModelError
-from hostward.optim.offloaded_grad import MovedGradient
+from hostward.optim.offloaded_grad import OffloadedGrad
 from hostward.runtime.simulated.backend import Order
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
@@ -91,9 +91,9 @@ def test_a_placeholder_tells_what_it_stands_for_and_prints() -> None:
     model, optimizer = taken()
     gradient = model.head.weight.grad
     assert (gradient.shape, gradient.dtype, gradient.device) == ((10, 32), torch.float32, torch.device("cpu"))
-    assert repr(gradient) == f"{gradient}" == "MovedGradient('head.weight', taken, (10, 32), torch.float32)"
+    assert repr(gradient) == f"{gradient}" == "OffloadedGrad('head.weight', taken, (10, 32), torch.float32)"
     optimizer.step()
-    assert repr(gradient) == "MovedGradient('head.weight', used, (10, 32), torch.float32)"
+    assert repr(gradient) == "OffloadedGrad('head.weight', used, (10, 32), torch.float32)"
     model16, _ = taken(dtype=torch.bfloat16)
     assert model16.head.weight.grad.dtype is torch.bfloat16
 
@@ -369,7 +369,7 @@ def test_another_optimizer_may_take_over_a_model_with_placeholders() -> None:
     loss_of(model, 1).backward()
     fresh.step()
     ours = hostward.AdamW(model)
-    assert not isinstance(model.head.weight.grad, MovedGradient)
+    assert not isinstance(model.head.weight.grad, OffloadedGrad)
     ours.step()
     loss_of(model, 2).backward()
     ours.step()

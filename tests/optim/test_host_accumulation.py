@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hostward
 from hostward.errors import ConfigError, ModelError
-from hostward.optim.offloaded_grad import MovedGradient, Where
+from hostward.optim.offloaded_grad import OffloadedGrad, Where
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.optimizer import LANDING_BUFFERS
@@ -203,7 +203,7 @@ def test_gradients_leave_in_every_microbatch() -> None:
         with optimizer.accumulate(last=i == 2):
             loss_of(model, i).backward()
         for name, p in model.named_parameters():
-            assert isinstance(p.grad, MovedGradient), name
+            assert isinstance(p.grad, OffloadedGrad), name
             assert p.grad.became is Where.TAKEN
             assert p.grad.dtype is torch.bfloat16
     held = {t.untyped_storage().data_ptr() for t in optimizer._executor._held.values()}
@@ -251,7 +251,7 @@ def test_what_stays_on_the_device_is_added_up_in_float32() -> None:
     """A parameter that lies on both sides is not added up in two places; nor are those of its bucket."""
     model, optimizer = make("mixed", torch.bfloat16, gradients="host", **SPLIT)
     loss_of(model, 0).backward()
-    moved = {name for name, p in model.named_parameters() if isinstance(p.grad, MovedGradient)}
+    moved = {name for name, p in model.named_parameters() if isinstance(p.grad, OffloadedGrad)}
     placed = zip(optimizer.inventory.buckets, optimizer.plan.buckets, strict=True)
     sides: dict[str, set[str]] = {}
     for bucket, where in placed:

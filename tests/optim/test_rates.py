@@ -11,8 +11,8 @@ import torch
 from hostward.core.host_limits import Rates
 from hostward.core.inventory import cut_buckets
 from hostward.errors import ConfigError
-from hostward.model.parameters import Tracked
-from hostward.optim.placement import Mix
+from hostward.model.parameters import ParamRecord
+from hostward.optim.placement import PlacementPolicy
 from hostward.runtime import calibrate
 from hostward.runtime.backend import Backend, Work
 from hostward.runtime.simulated.backend import SimulatedBackend
@@ -88,8 +88,8 @@ class OfADevice(SimulatedBackend):
 RATES = Rates(4.226e9, 72.46e9, 2.915e9, 44.2e9, 49.5e9)
 
 
-def tracked_weights() -> list[Tracked]:
-    return [Tracked(f"w{i}", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0) for i in range(2)]
+def tracked_weights() -> list[ParamRecord]:
+    return [ParamRecord(f"w{i}", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0) for i in range(2)]
 
 
 def test_who_knows_more_of_the_step_tells_the_share_by_the_rates() -> None:
@@ -99,7 +99,7 @@ def test_who_knows_more_of_the_step_tells_the_share_by_the_rates() -> None:
         asked.append(rates)
         return 0.75
 
-    mix, buckets = Mix(1.0, told), cut_buckets(tuple(t.facts for t in tracked_weights()))
+    mix, buckets = PlacementPolicy(1.0, told), cut_buckets(tuple(t.facts for t in tracked_weights()))
     mix.rates = RATES
     assert [mix.streamed_share(OfADevice(), buckets, fraction) for fraction in (1.0, 0.5, 0.0)] == [0.75, 0.75, 0.0]
     assert asked == [RATES]  # once: groups that come later are placed alike
@@ -116,7 +116,7 @@ def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: p
 
     monkeypatch.setattr("hostward.optim.placement._most", most)
     for buckets in (cut_buckets(tuple(t.facts for t in tracked_weights())), ()):
-        mix = Mix(1.0, lambda _: 0.25)
+        mix = PlacementPolicy(1.0, lambda _: 0.25)
         mix.rates = RATES
         assert mix.streamed_share(OfADevice(), buckets, 1.0, Others()) == 0.6
     assert told == [0.25, 0.25]
@@ -124,7 +124,7 @@ def test_ranks_that_were_told_different_shares_stream_the_largest(monkeypatch: p
 
 @pytest.mark.parametrize("wrong", [1.5, -0.1, "half", float("nan")])
 def test_a_share_that_is_told_is_a_share(wrong: object) -> None:
-    mix, buckets = Mix(1.0, lambda _: wrong), cut_buckets(tuple(t.facts for t in tracked_weights()))  # type: ignore[arg-type, return-value]
+    mix, buckets = PlacementPolicy(1.0, lambda _: wrong), cut_buckets(tuple(t.facts for t in tracked_weights()))  # type: ignore[arg-type, return-value]
     mix.rates = RATES
     with pytest.raises(ConfigError, match=r"streamed_fraction must be a number in \[0.0, 1.0\]"):
         mix.streamed_share(OfADevice(), buckets, 1.0)
@@ -132,12 +132,12 @@ def test_a_share_that_is_told_is_a_share(wrong: object) -> None:
 
 def test_nobody_tells_a_share_beside_a_plan() -> None:
     with pytest.raises(ConfigError, match=r"plan=\.\.\. and streamed_fraction="):
-        Mix(1.0, lambda _: 0.5, "plan.json")
+        PlacementPolicy(1.0, lambda _: 0.5, "plan.json")
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [(0.75, 0.75), (0.0, 0.0)])
 def test_the_rank_that_has_least_room_decides_for_all(theirs: float, expected: float) -> None:
-    tracked = [Tracked("weight", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0)]
-    mix = Mix("auto", 0.0, device_memory="1GiB")
+    tracked = [ParamRecord("weight", torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)), 0)]
+    mix = PlacementPolicy("auto", 0.0, device_memory="1GiB")
     _, plan = mix.place(SimulatedBackend(threads=1), tracked, ranks=Others(fraction=theirs))
     assert plan.asked_fraction == mix.offload_fraction == expected

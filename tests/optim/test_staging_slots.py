@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from hostward.core.placement import Placement
 from hostward.errors import MemoryLimitError
-from hostward.optim.staging_slots import Slots
+from hostward.optim.staging_slots import StagingBuffers
 from hostward.runtime.backend import Buffer, Tier
 from hostward.runtime.simulated.backend import SimulatedBackend
 from hostward.schedule.ops import Lane
@@ -51,16 +51,16 @@ def state(layer: str) -> Any:
 
 def made(
     forward: list[int], backward: list[int], backend: SimulatedBackend | None = None, *, at_s: Sequence[float] = ()
-) -> Slots:
+) -> StagingBuffers:
     """One bucket a layer; peaks of their spans."""
     layers = [f"layers.{i}" for i in range(len(forward))]
     gauge = Peaks([*forward, *backward], at_s)
-    return Slots(backend or SimulatedBackend(threads=1), [state(layer) for layer in layers], gauge=gauge)
+    return StagingBuffers(backend or SimulatedBackend(threads=1), [state(layer) for layer in layers], gauge=gauge)
 
 
 def profiled(
     forward: list[int], backward: list[int], *, order: Sequence[int] = (), others: Sequence[int] = ()
-) -> Slots:
+) -> StagingBuffers:
     """After its third step. `order`: of gradient points, from last to first without; `others`: bytes that somebody else
     reads before each of them.
     """
@@ -78,7 +78,7 @@ def profiled(
     return slots
 
 
-def staged_at(slots: Slots, order: Sequence[int]) -> int:
+def staged_at(slots: StagingBuffers, order: Sequence[int]) -> int:
     """The bucket at whose point the last slot is taken."""
     return next(b for b in order if slots.ready(b) == slots.count)
 

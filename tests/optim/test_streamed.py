@@ -34,7 +34,7 @@ from hostward.core.inventory import state_bytes_per_element
 from hostward.core.placement import Placement
 from hostward.errors import ConfigError
 from hostward.optim import adamw as building, op_binding, step_executor as issuing
-from hostward.optim.staging_slots import Slots
+from hostward.optim.staging_slots import StagingBuffers
 from hostward.runtime.backend import Tier
 from hostward.runtime.simulated.backend import Order, SimulatedBackend
 from hostward.schedule.ops import Lane
@@ -93,7 +93,7 @@ def test_h6_every_subset_of_late_lanes_gives_the_same_bits(late: frozenset[Lane]
 class Profile:
     """A gauge that sees so much memory freed by the middle of backward that `slots` slots fit there."""
 
-    def __init__(self, watched: Slots, slots: int) -> None:
+    def __init__(self, watched: StagingBuffers, slots: int) -> None:
         self._watched = watched
         self._freed_bytes = max(0, slots - 2) * watched.slot_bytes
         self.restarted = 0
@@ -111,8 +111,8 @@ def with_profile(monkeypatch: pytest.MonkeyPatch, slots: int) -> list[Profile]:
     """Optimizers made from here on choose `slots` slots after their third step."""
     made: list[Profile] = []
 
-    def build(*arguments: Any, **options: Any) -> Slots:
-        found = Slots(*arguments, **options)
+    def build(*arguments: Any, **options: Any) -> StagingBuffers:
+        found = StagingBuffers(*arguments, **options)
         made.append(Profile(found, slots))
         found._gauge, found._profiled = made[-1], not found.count
         return found

@@ -76,7 +76,7 @@ def test_the_module_that_is_found_is_used_as_one_that_is_given() -> None:
     """Its layers wait for their own weights, and a load of equal bits is known for one."""
     model = mlp(torch.bfloat16)
     optimizer = adamw(model.parameters(), offload_fraction=1.0)
-    assert optimizer._arrivals is not None
+    assert optimizer._forward_hooks is not None
     before = train(model, optimizer)
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
     assert_equal(before, snapshot(model, optimizer))

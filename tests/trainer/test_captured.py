@@ -304,7 +304,7 @@ def test_t44_gradients_stay_where_they_are_and_leave_in_the_step(text: Path) -> 
     (graphs, seen) = capture(run), []
     for _ in range(WARM_UP_ITERATIONS + 2):
         loss = loop.backward(run)
-        seen.append(len(run.optimizer._handover.taken))
+        seen.append(len(run.optimizer._grad_hooks.taken))
         if graphs:
             assert all(p.grad is g for p, g in graphs[0].gradients)
         loop.step(run, loss)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tracked:
+class ParamRecord:
     """Record a parameter of the optimizer and the module attributes that hold it (several if it is tied)."""
 
     name: str
@@ -117,7 +117,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return fsdp2.is_sharded(tensor)
 
 
-class Places:
+class ParamRegistry:
     """Look up the modules that own each parameter, and its paths in the plain module.
 
     Args:
@@ -153,7 +153,7 @@ class Places:
         paths = self._paths.get(id(parameter))
         return paths[0] if paths else None
 
-    def by_use(self, tracked: Sequence[Tracked]) -> list[Tracked]:
+    def by_use(self, tracked: Sequence[ParamRecord]) -> list[ParamRecord]:
         """Sort parameters, given in order of their modules, by their first use in forward.
 
         FSDP2 gathers a group when its module is entered, so parameters of the root, such as the last layer norm, are
@@ -168,7 +168,7 @@ class Places:
             first |= {index[id(p)]: entered for p in group if id(p) in index}
         return [t for _, t in sorted(enumerate(tracked), key=lambda at: first.get(at[0], at[0]))]
 
-    def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> Tracked:
+    def tracked(self, name: str, parameter: torch.nn.Parameter, group: int) -> ParamRecord:
         """Return the record of a parameter of param_groups[group]."""
         homes, paths = self._homes.get(id(parameter), ()), self._paths.get(id(parameter), [""])
         first = 0
@@ -176,7 +176,7 @@ class Places:
             from hostward.distributed import fsdp2
 
             first = fsdp2.layout_of(name, parameter).first
-        return Tracked(name, parameter, group, tuple(homes), paths[0], first)
+        return ParamRecord(name, parameter, group, tuple(homes), paths[0], first)
 
 
 def groups_of(root: torch.nn.Module | None) -> fsdp2.Groups | None:
@@ -283,7 +283,7 @@ def _outermost(parameters: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
     return list(found.values())
 
 
-def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
+def named_groups(params: object, places: ParamRegistry) -> list[dict[str, Any]]:
     """Return parameter groups of (plain name, Parameter) pairs, as torch.optim.Optimizer takes them.
 
     `params` is a module (its trainable parameters), an iterable of (name, Parameter) or of parameters of the module of
@@ -312,7 +312,7 @@ def named_groups(params: object, places: Places) -> list[dict[str, Any]]:
     return groups
 
 
-def _pairs(params: Iterable[Any], places: Places) -> list[tuple[str, torch.nn.Parameter]]:
+def _pairs(params: Iterable[Any], places: ParamRegistry) -> list[tuple[str, torch.nn.Parameter]]:
     pairs = []
     for item in params:
         if isinstance(item, torch.Tensor):
@@ -378,7 +378,7 @@ def _may_overlap_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_no_overlap(tracked: Sequence[Tracked]) -> None:
+def check_no_overlap(tracked: Sequence[ParamRecord]) -> None:
     """Raise ModelError if two parameters share bytes: each would be updated from the other's result."""
 
     spans = []

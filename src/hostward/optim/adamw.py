@@ -20,7 +20,14 @@ from hostward.errors import HostwardError, ModelError
 from hostward.model.deferred_weights import is_away, waits
 from hostward.model.fence import unfenced, without_functions
 from hostward.model.parameter_names import matched
-from hostward.model.parameters import Places, Tracked, check_no_overlap, check_trackable, named_groups, with_module
+from hostward.model.parameters import (
+    ParamRecord,
+    ParamRegistry,
+    check_no_overlap,
+    check_trackable,
+    named_groups,
+    with_module,
+)
 from hostward.optim.bucket_state import (
     AllocationRequest,
     BucketState,
@@ -32,9 +39,9 @@ from hostward.optim.bucket_state import (
     take_states,
 )
 from hostward.optim.diagnostics import Tracing, UnfencedReads
-from hostward.optim.forward_hooks import Arrivals
-from hostward.optim.gradient_hooks import GradientsClearedError, Handover, gradient_of
-from hostward.optim.host_accumulation import Totals
+from hostward.optim.forward_hooks import ForwardHooks
+from hostward.optim.gradient_hooks import GradientHooks, GradientsClearedError, gradient_of
+from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.offloaded_grad import Where
 from hostward.optim.op_binding import Memory
@@ -57,7 +64,7 @@ from hostward.optim.param_groups import (
     shown,
     sums_on_host,
 )
-from hostward.optim.placement import Mix, ShareOf
+from hostward.optim.placement import PlacementPolicy, ShareOf
 from hostward.optim.sharded import (
     EmptyParts,
     Sharded,
@@ -68,7 +75,7 @@ from hostward.optim.sharded import (
     require_one_scale,
     require_sharding,
 )
-from hostward.optim.staging_slots import CudaGauge, Slots
+from hostward.optim.staging_slots import CudaGauge, StagingBuffers
 from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped
 from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepExecutor
@@ -84,8 +91,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hostward.distributed.fsdp2 import Groups
-    from hostward.model.parameters import Places, Tracked
-    from hostward.optim.gradient_hooks import Handover
+    from hostward.model.parameters import ParamRecord, ParamRegistry
+    from hostward.optim.gradient_hooks import GradientHooks
     from hostward.optim.master_sync import WeightWatch
     from hostward.optim.op_binding import Memory
     from hostward.optim.state_dict import StateAccess
@@ -118,8 +125,10 @@ class Accumulation:
     host in every microbatch.
     """
 
-    def __init__(self, handover: Handover, executor: StepExecutor, abandon: Callable[[], None], *, last: bool) -> None:
-        self._handover = handover
+    def __init__(
+        self, grad_hooks: GradientHooks, executor: StepExecutor, abandon: Callable[[], None], *, last: bool
+    ) -> None:
+        self._grad_hooks = grad_hooks
         self._executor = executor
         self._abandon = abandon
         self._last = last
@@ -127,29 +136,29 @@ class Accumulation:
     @_disable_dynamo
     @unfenced
     def __enter__(self) -> None:
-        if self._handover.inside:
+        if self._grad_hooks.inside:
             raise ModelError(
                 "accumulate() inside accumulate()", why="a microbatch is the last one or not", fix="use one block each"
             )
-        self._handover.drop_cleared()
-        self._handover.armed, self._handover.inside = self._last, True
-        self._handover.reduced_later = False
+        self._grad_hooks.drop_cleared()
+        self._grad_hooks.armed, self._grad_hooks.inside = self._last, True
+        self._grad_hooks.reduced_later = False
 
     @_disable_dynamo
     @unfenced
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        handover = self._handover
-        handover.armed = handover.inside = False
+        grad_hooks = self._grad_hooks
+        grad_hooks.armed = grad_hooks.inside = False
         if kind is not None:
-            if self._last or handover.summed & handover.taken:
+            if self._last or grad_hooks.summed & grad_hooks.taken:
                 self._abandon()
             return
         try:
             if self._last:
                 # Gradients that the last microbatch did not touch are final all the same.
-                for t in handover.waiting():
-                    if t.name not in handover.tied:
-                        handover.hand_over(t)
+                for t in grad_hooks.waiting():
+                    if t.name not in grad_hooks.tied:
+                        grad_hooks.hand_over(t)
             self._executor.flush(last=self._last)
         except HostwardError:
             self._abandon()
@@ -257,7 +266,7 @@ class AdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.max_grad_norm = checked_norm(max_grad_norm)
         streamed = checked_streamed(streamed_fraction, use_torch_optimizer)
-        self._mix = Mix(offload_fraction, streamed, plan, gradients, device_memory)
+        self._mix = PlacementPolicy(offload_fraction, streamed, plan, gradients, device_memory)
         self._pin_gradients = pin_gradients and self._mix.pin_gradients
         self._pin_weights = pin_weights and self._mix.pin_weights
         self._overlap = overlap and not use_torch_optimizer
@@ -271,26 +280,26 @@ class AdamW(torch.optim.Optimizer):
         self._staging_bytes = self._mix.staging_bytes if staging_bytes is None else staging_bytes
         check_count("staging_bytes", self._staging_bytes)
         self._host_threads = host_threads
-        self._tracked: list[Tracked] = []
+        self._tracked: list[ParamRecord] = []
         self._states: list[BucketState] = []
         self._placements: list[PlacedBucket] = []
-        self._pending: list[Tracked] = []
-        self._waiting: list[Tracked] = []
+        self._pending: list[ParamRecord] = []
+        self._waiting: list[ParamRecord] = []
         """Those whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch = WeightWatch([])
         self._readers = Readers()
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
         self._memory: Memory
-        self._arrivals: Arrivals | None = None
+        self._forward_hooks: ForwardHooks | None = None
         self._fenced = fence
         self._fence: WeightFence | None = None
-        self._handover: Handover
+        self._grad_hooks: GradientHooks
         self._sharded: Sharded | None = None
         self._empty_parts: EmptyParts | None = None
         self._executor: StepExecutor
         self._building = True
         params, module = with_module(params, module)
-        self._places = Places(module)
+        self._places = ParamRegistry(module)
         super().__init__(named_groups(params, self._places), defaults)
         self._building = False
         self._build()
@@ -300,13 +309,13 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters; its state is placed by the same `offload_fraction`."""
         if not self._building:
-            if self._handover.taken:
+            if self._grad_hooks.taken:
                 raise ModelError(
                     "a parameter group added between backward and step()",
                     why="the optimizer has taken the gradients of the parameters that it has",
                     fix="add it after step() or after zero_grad()",
                 )
-            self._places = Places(self._places.module)
+            self._places = ParamRegistry(self._places.module)
             (param_group,) = named_groups([param_group], self._places)
             self._executor.require_weights_here()
             self._readers.wait()
@@ -398,8 +407,8 @@ class AdamW(torch.optim.Optimizer):
             self._by_name,
             memory,
             layers=[layers[s.bucket.ranges[0].name] for s in self._states],
-            slots=Slots(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
-            totals=Totals(backend, self._states, self._summed, pinned=self._pin_gradients),
+            slots=StagingBuffers(backend, self._states, gauge=gauge, staging_bytes=self._staging_bytes),
+            totals=HostGradAccumulator(backend, self._states, self._summed, pinned=self._pin_gradients),
             together=made_together(groups, self._tracked),
             holders=functools.partial(_holders, groups) if self._fenced else None,
             overlap=self._overlap,
@@ -407,31 +416,33 @@ class AdamW(torch.optim.Optimizer):
         )
         self._memory = memory
         self._watch.close()
-        if hasattr(self, "_handover"):
-            self._handover.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        if hasattr(self, "_grad_hooks"):
+            self._grad_hooks.close()
+        if self._forward_hooks is not None:
+            self._forward_hooks.close()
         if self._fence is not None:
             self._fence.close()
         self._watch = WeightWatch(self._tracked, self._executor.wait_for_all, self._places.root)
         self._fence = WeightFence(self._executor, self._watch, self._tracked, layers) if self._fenced else None
         summed = {r.name for b in self._summed for r in self._states[b].bucket.ranges}
         leave = None if self._fence is None else self._fence.leave
-        self._handover = Handover(self._tracked, self._executor, summed, self.tied, leave)
+        self._grad_hooks = GradientHooks(self._tracked, self._executor, summed, self.tied, leave)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
         self._empty_parts = EmptyParts(backend, self._tracked, self._empty_parts)
         self._access.empty_counts = self._empty_parts.counts()
         if groups is not None:
-            self._sharded = Sharded(groups, self._tracked, layers, self._executor, self._handover)
-        self._arrivals = None
+            self._sharded = Sharded(groups, self._tracked, layers, self._executor, self._grad_hooks)
+        self._forward_hooks = None
         root, fence = self._places.root, self._fence
         if root is not None and (self._overlap or fence is not None):
             use = self._executor.wait_for_params if fence is None else fence.enter
             leave_root = None if fence is None else fence.raise_all
-            in_ddp = self._handover.in_ddp
-            self._arrivals = Arrivals(root, layers, self._tracked, use, self._executor.wait_for_all, leave_root, in_ddp)
+            in_ddp = self._grad_hooks.in_ddp
+            self._forward_hooks = ForwardHooks(
+                root, layers, self._tracked, use, self._executor.wait_for_all, leave_root, in_ddp
+            )
 
     # ---------------------------------------------------------------- facts
 
@@ -491,16 +502,16 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check_group(group)
         try:
-            waiting = self._handover.waiting()
+            waiting = self._grad_hooks.waiting()
         except GradientsClearedError:
             self.discard_gradients()
-            waiting = self._handover.waiting()
+            waiting = self._grad_hooks.waiting()
         self.tied.require_added_up(self._by_name)
         gradients = {t.name: gradient_of(t) for t in waiting}
         self._executor.check(gradients)
-        if gradients or self._handover.taken:
+        if gradients or self._grad_hooks.taken:
             self._issue(waiting, gradients)
-        elif self._handover.used_only():
+        elif self._grad_hooks.used_only():
             raise ModelError(
                 "step() without a new gradient",
                 why="the last step used up what was in .grad",
@@ -511,22 +522,22 @@ class AdamW(torch.optim.Optimizer):
             self._memory.device_scalars.norm.data.zero_()
             self._memory.device_scalars.skip.data.zero_()
 
-    def _issue(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
+    def _issue(self, waiting: Sequence[ParamRecord], gradients: Mapping[str, torch.Tensor]) -> None:
         """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
-        stays = not self._overlap or self._handover.captured
+        stays = not self._overlap or self._grad_hooks.captured
         self._unchanged = False
         try:
             if stays:
                 self._executor.offload_gradients(gradients)
             else:
-                self._handover.hand_over_all(waiting, gradients)
-            stepped = list(gradients) if stays else list(self._handover.taken)
-            self._executor.step(self.param_groups, self._handover.clipping(self.max_grad_norm, *self._scaling()))
+                self._grad_hooks.hand_over_all(waiting, gradients)
+            stepped = list(gradients) if stays else list(self._grad_hooks.taken)
+            self._executor.step(self.param_groups, self._grad_hooks.clipping(self.max_grad_norm, *self._scaling()))
             if self._sharded is not None and self._empty_parts is not None:
                 self._empty_parts.step(stepped, self._memory.device_scalars.skip)
             torch.autograd.graph.increment_version([self._by_name[name].parameter for name in stepped])
-            self._handover.mark(Where.USED)
-            if stays or self._arrivals is None:
+            self._grad_hooks.mark(Where.USED)
+            if stays or self._forward_hooks is None:
                 self._executor.wait_for_all()
         except BaseException:
             self.backend.drain()
@@ -575,7 +586,7 @@ class AdamW(torch.optim.Optimizer):
             self._tell_changed(changed)
             self.reseed([t.name for t in changed])
 
-    def _tell_changed(self, changed: Sequence[Tracked]) -> None:
+    def _tell_changed(self, changed: Sequence[ParamRecord]) -> None:
         """Loads, and whatever comes before the first step (DDP's broadcast, initialisation), are in order. Another
         write may be a mistake, and is warned of once.
         """
@@ -723,7 +734,7 @@ class AdamW(torch.optim.Optimizer):
         if self._executor.torn:
             # What was taken for the step that was cut short must not be stepped with.
             self._executor.abort()
-            self._handover.forget()
+            self._grad_hooks.forget()
         self._executor.torn = True  # until all of it is written
         set_from_master = [t.name for t in self._tracked if self._access.write(t.name, state[t.name])]
         self._set_groups(settings)
@@ -800,7 +811,7 @@ class AdamW(torch.optim.Optimizer):
         Args:
             last: whether no further microbatch will add to the gradients of this step.
         """
-        return Accumulation(self._handover, self._executor, self._abandon, last=last and self._overlap)
+        return Accumulation(self._grad_hooks, self._executor, self._abandon, last=last and self._overlap)
 
     @_disable_dynamo
     @unfenced
@@ -810,19 +821,19 @@ class AdamW(torch.optim.Optimizer):
         backward passes of a step are over, before `step()`, and before a gradient scaler or a loop of one's own looks
         at gradients. Until then these gradients stay in `.grad`. No wait of the host on a GPU.
         """
-        self._handover.add_up_tied()
+        self._grad_hooks.add_up_tied()
 
     @unfenced
     def _abandon(self) -> None:
         """Backward was cut short: what was taken is lost."""
         self._executor.discard()
-        self._handover.mark(Where.LOST)
+        self._grad_hooks.mark(Where.LOST)
 
     @unfenced
     def discard_gradients(self) -> None:
         """Forget what has been taken of gradients; `zero_grad` does this as well."""
         self._executor.discard()
-        self._handover.forget()
+        self._grad_hooks.forget()
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -836,7 +847,7 @@ class AdamW(torch.optim.Optimizer):
 
         A loop that does nothing but replay and step need not call this: the capture says it.
         """
-        self._handover.captured = True
+        self._grad_hooks.captured = True
 
     def trace(self) -> Tracing:
         """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
@@ -914,7 +925,7 @@ OPTIONS = frozenset(inspect.signature(AdamW).parameters)
 """Names of what the optimizer takes as a whole."""
 
 
-def _holders(groups: Groups | None, t: Tracked) -> int:
+def _holders(groups: Groups | None, t: ParamRecord) -> int:
     """Tensors that always lie in the memory of a parameter's part here: itself, and what FSDP2 has."""
     return groups.holders(t.parameter) if t.sharded and groups is not None else 1
 

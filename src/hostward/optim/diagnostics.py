@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostward.errors import OrderingError
 from hostward.model.fence import plain_type, unfenced
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.step_executor import StepExecutor
 from hostward.runtime.backend import Backend
 from hostward.runtime.step_trace import Span, SpanKind, Trace
@@ -100,7 +100,7 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     missing. It looks at the storages of all operands of every operation, in backward as well, and is slow.
     """
 
-    def __init__(self, executor: StepExecutor, tracked: Sequence[Tracked], layers: Mapping[str, str]) -> None:
+    def __init__(self, executor: StepExecutor, tracked: Sequence[ParamRecord], layers: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._executor = weakref.ref(executor)
         self._tracked = tracked

@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from hostward.distributed import ddp
 from hostward.model.layer_hooks import forget_compiled
 from hostward.model.parameter_names import plain_name
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 
 Use = Callable[[str], None]
 
 
-class Arrivals:
+class ForwardHooks:
     """Hooks of one module that report use points.
 
     Args:
@@ -41,7 +41,7 @@ class Arrivals:
         self,
         module: torch.nn.Module,
         layers: Mapping[str, str],
-        tracked: Sequence[Tracked],
+        tracked: Sequence[ParamRecord],
         use: Use,
         use_all: Callable[[], None],
         leave: Callable[[], None] | None = None,
@@ -112,12 +112,12 @@ def _numbered(layer: str) -> bool:
 class _UseHook:
     """Forward pre-hook. A module that is copied or pickled takes its hooks along; the copy's weights are not ours."""
 
-    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None, layers: tuple[str, ...] = ()) -> None:
-        self._arrivals = arrivals
+    def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None, layers: tuple[str, ...] = ()) -> None:
+        self._forward_hooks = arrivals
         self._layers = layers
 
     def __call__(self, *_: object) -> None:
-        _report(self._arrivals, self._layers)
+        _report(self._forward_hooks, self._layers)
 
     def __reduce__(self) -> tuple[type[_UseHook], tuple[()]]:
         return _UseHook, ()
@@ -126,12 +126,12 @@ class _UseHook:
 class _LeaveHook:
     """Forward hook."""
 
-    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None) -> None:
-        self._arrivals = arrivals
+    def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None) -> None:
+        self._forward_hooks = arrivals
 
     @_disable_dynamo
     def __call__(self, *_: object) -> None:
-        arrivals = None if self._arrivals is None else self._arrivals()
+        arrivals = None if self._forward_hooks is None else self._forward_hooks()
         if arrivals is not None:
             arrivals.leave()
 
@@ -142,11 +142,11 @@ class _LeaveHook:
 class _StateHook:
     """Before `state_dict()` of a module: it hands out weights."""
 
-    def __init__(self, arrivals: weakref.ref[Arrivals] | None = None) -> None:
-        self._arrivals = arrivals
+    def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None) -> None:
+        self._forward_hooks = arrivals
 
     def __call__(self, *_: object) -> None:
-        arrivals = None if self._arrivals is None else self._arrivals()
+        arrivals = None if self._forward_hooks is None else self._forward_hooks()
         if arrivals is not None:
             arrivals.use_all()
 

@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
 from hostward.model.fence import without_functions
-from hostward.model.parameters import Tracked, is_plain, local_of, placed_alike
-from hostward.optim.offloaded_grad import Fate, MovedGradient, Where, raise_lost
+from hostward.model.parameters import ParamRecord, is_plain, local_of, placed_alike
+from hostward.optim.offloaded_grad import Fate, OffloadedGrad, Where, raise_lost
 from hostward.optim.tied_weights import Tied
 from hostward.runtime.backend import DTYPES, Clipping
 
 
-def gradient_of(t: Tracked) -> torch.Tensor:
+def gradient_of(t: ParamRecord) -> torch.Tensor:
     """The gradient of a parameter, or this process's part of it, contiguous, in the shape and dtype in which autograd
     left it.
 
@@ -49,7 +49,7 @@ def gradient_of(t: Tracked) -> torch.Tensor:
     return grad if grad.is_contiguous() else grad.contiguous()
 
 
-def _unfit(t: Tracked) -> ModelError:
+def _unfit(t: ParamRecord) -> ModelError:
     grad = t.parameter.grad
     if grad is None:
         problem = "has no gradient"
@@ -93,7 +93,7 @@ class Taker(Protocol):
         """Return a gradient that was taken, in a tensor of its own if need be: more is to be added to it."""
 
 
-class Handover:
+class GradientHooks:
     """Takes gradients from parameters and gives them to `take`, and knows which ones are in `.grad` and which are not.
 
     Args:
@@ -106,7 +106,7 @@ class Handover:
 
     def __init__(
         self,
-        tracked: Sequence[Tracked],
+        tracked: Sequence[ParamRecord],
         taker: Taker,
         summed: Set[str] = frozenset(),
         tied: Tied | None = None,
@@ -118,7 +118,7 @@ class Handover:
         self.summed = summed
         self.tied = Tied({}) if tied is None else tied
         self._leave = leave
-        self._placeholders: dict[str, MovedGradient] = {}
+        self._placeholders: dict[str, OffloadedGrad] = {}
         self._fate = Fate()
         """Of what is taken now."""
         self.taken: set[str] = set()
@@ -139,7 +139,7 @@ class Handover:
         for t in tracked:
             self._hook(t)
 
-    def _hook(self, t: Tracked) -> None:
+    def _hook(self, t: ParamRecord) -> None:
         """Parameters that are frozen now cannot have hooks; they get them with their first gradient."""
         p, this = t.parameter, self._this
         if t.name not in self._hooked and p.requires_grad and p.is_leaf:
@@ -159,7 +159,7 @@ class Handover:
         if name in self.tied:
             self.tied.before(t)
         moved = t.parameter.grad
-        if not isinstance(moved, MovedGradient):
+        if not isinstance(moved, OffloadedGrad):
             if name in self.taken:
                 self.drop_cleared()
             if name in self.taken:
@@ -183,7 +183,7 @@ class Handover:
 
     def drop_cleared(self) -> None:
         """If all that was taken has been cleared through the module, forget it: as what is in `.grad` would be."""
-        if self.taken and not any(isinstance(self._by_name[n].parameter.grad, MovedGradient) for n in self.taken):
+        if self.taken and not any(isinstance(self._by_name[n].parameter.grad, OffloadedGrad) for n in self.taken):
             self._taker.discard()
             self.forget()
 
@@ -222,25 +222,25 @@ class Handover:
             if self.taken and t.parameter.grad is not None and t.parameter.numel():
                 self.hand_over(t)
 
-    def hand_over(self, t: Tracked, *, last: bool = True) -> None:
+    def hand_over(self, t: ParamRecord, *, last: bool = True) -> None:
         """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
         gradient = gradient_of(t)
         self._put_placeholder(t, gradient.dtype)
         self._taker.offload_gradient(t.name, gradient, last=last)
 
-    def hand_over_all(self, waiting: Sequence[Tracked], gradients: Mapping[str, torch.Tensor]) -> None:
+    def hand_over_all(self, waiting: Sequence[ParamRecord], gradients: Mapping[str, torch.Tensor]) -> None:
         """Take what is in `.grad` of all these, which are `gradients` by name. They are final."""
         for t in waiting:
             self._put_placeholder(t, gradients[t.name].dtype)
         self._taker.offload_gradients(gradients)
 
-    def _put_placeholder(self, t: Tracked, dtype: torch.dtype) -> None:
+    def _put_placeholder(self, t: ParamRecord, dtype: torch.dtype) -> None:
         name, parameter = t.name, t.parameter
         if name not in self._hooked:
             self._hook(t)
         placeholder = self._placeholders.get(name)
         if placeholder is None or placeholder.made_for is not dtype:
-            placeholder = MovedGradient(name, parameter, dtype, self._fate, self._unscaled)
+            placeholder = OffloadedGrad(name, parameter, dtype, self._fate, self._unscaled)
             self._placeholders[name] = placeholder
         placeholder.fate = self._fate
         parameter.grad = placeholder
@@ -249,7 +249,7 @@ class Handover:
     def note_unscaled(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         self.unscaled.append((found_inf, inv_scale))
 
-    def waiting(self) -> list[Tracked]:
+    def waiting(self) -> list[ParamRecord]:
         """Parameters whose gradient is still in `.grad`.
 
         Raises:
@@ -258,7 +258,7 @@ class Handover:
         found, cleared, taken = [], [], self.taken
         for t in self._tracked:
             grad = t.parameter.grad
-            if type(grad) is MovedGradient:  # as isinstance, which is slow for tensors
+            if type(grad) is OffloadedGrad:  # as isinstance, which is slow for tensors
                 if grad.became is Where.LOST:
                     raise_lost(t.name)
             elif grad is None:
@@ -315,7 +315,7 @@ class Handover:
     def used_only(self) -> bool:
         """Whether some gradients are there, and a step has used all of them."""
         grads = [t.parameter.grad for t in self._tracked if t.parameter.grad is not None]
-        return bool(grads) and all(isinstance(g, MovedGradient) and g.became is Where.USED for g in grads)
+        return bool(grads) and all(isinstance(g, OffloadedGrad) and g.became is Where.USED for g in grads)
 
 
 class GradientsClearedError(ModelError):
@@ -330,43 +330,43 @@ def _capturing(parameter: torch.Tensor) -> bool:
 class _Unscaled:
     """Called in place of a gradient scaler's look at gradients that were taken."""
 
-    def __init__(self, handover: weakref.ref[Handover]) -> None:
+    def __init__(self, grad_hooks: weakref.ref[GradientHooks]) -> None:
         # Not the optimizer: placeholders in `.grad` hold this, and the model outlives the optimizer.
-        self._handover = handover
+        self._grad_hooks = grad_hooks
 
     def __call__(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        handover = self._handover()
-        if handover is not None:
-            handover.note_unscaled(found_inf, inv_scale)
+        grad_hooks = self._grad_hooks()
+        if grad_hooks is not None:
+            grad_hooks.note_unscaled(found_inf, inv_scale)
 
 
 class _Before:
     """Tensor hook: runs before autograd accumulates into the parameter."""
 
-    def __init__(self, handover: weakref.ref[Handover], name: str) -> None:
+    def __init__(self, grad_hooks: weakref.ref[GradientHooks], name: str) -> None:
         # Not the parameter: it holds this hook.
-        self._handover = handover
+        self._grad_hooks = grad_hooks
         self._name = name
 
     @_disable_dynamo
     def __call__(self, _: torch.Tensor) -> None:
-        handover = self._handover()
-        if handover is not None:
+        grad_hooks = self._grad_hooks()
+        if grad_hooks is not None:
             with without_functions():
-                handover.before(self._name)
+                grad_hooks.before(self._name)
 
 
 class _After:
     """Post-accumulate hook."""
 
-    def __init__(self, handover: weakref.ref[Handover], name: str) -> None:
+    def __init__(self, grad_hooks: weakref.ref[GradientHooks], name: str) -> None:
         # Not the parameter: it holds this hook.
-        self._handover = handover
+        self._grad_hooks = grad_hooks
         self._name = name
 
     @_disable_dynamo
     def __call__(self, _: torch.Tensor) -> None:
-        handover = self._handover()
-        if handover is not None:
+        grad_hooks = self._grad_hooks()
+        if grad_hooks is not None:
             with without_functions():
-                handover.after(self._name)
+                grad_hooks.after(self._name)

@@ -11,7 +11,7 @@ from hostward.runtime.backend import Backend, Buffer, Tier
 from hostward.schedule.optimizer import landing_buffer_by_bucket, landing_buffer_bytes
 
 
-class Totals:
+class HostGradAccumulator:
     """The totals of the buckets `summed`, float32 at `state.gradient`. Each microbatch's gradients land in an inbox and
     are added from there.
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hostward.errors import ModelError
 from hostward.model.fence import unfenced
-from hostward.model.parameters import Tracked, local_of, paths_of
+from hostward.model.parameters import ParamRecord, local_of, paths_of
 
 
 class WeightWatch:
@@ -27,7 +27,7 @@ class WeightWatch:
 
     def __init__(
         self,
-        tracked: Sequence[Tracked],
+        tracked: Sequence[ParamRecord],
         arrive: Callable[[], None] | None = None,
         root: torch.nn.Module | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class WeightWatch:
         self._of_now: tuple[dict[str, Any], ...] = self._before_load, self._sums, self._handed
         """What is forgotten of a weight once its present contents are the optimizer's own."""
         self.remember(self._tracked)
-        by_owner: dict[torch.nn.Module, list[Tracked]] = {}
+        by_owner: dict[torch.nn.Module, list[ParamRecord]] = {}
         for t in self._tracked:
             for owner, _ in t.homes:
                 by_owner.setdefault(owner, []).append(t)
@@ -71,11 +71,11 @@ class WeightWatch:
         for t in known:
             self._known[t.name] = self._seen(t)
 
-    def knows(self, t: Tracked) -> bool:
+    def knows(self, t: ParamRecord) -> bool:
         """Whether the contents of a weight are still the optimizer's own."""
         return self._known[t.name] == self._seen(t) and not self._written_unseen(t)
 
-    def _written_unseen(self, t: Tracked) -> bool:
+    def _written_unseen(self, t: ParamRecord) -> bool:
         """Whether it was written through `.data` or an address."""
         if any(each._version != version for each, version in self._handed.get(t.name, ())):
             return True
@@ -85,7 +85,7 @@ class WeightWatch:
         with self._present(t.name):
             return not before.equal(bit_sum(t.local.data))
 
-    def _seen(self, t: Tracked) -> tuple[int, ...]:
+    def _seen(self, t: ParamRecord) -> tuple[int, ...]:
         parameter = t.parameter
         moving = t.name in self._moving
         if t.name in self._sharded:
@@ -96,7 +96,7 @@ class WeightWatch:
             return parameter._version, parameter.untyped_storage()._cdata
         return parameter._version, parameter.data_ptr()
 
-    def remember(self, tracked: Sequence[Tracked]) -> None:
+    def remember(self, tracked: Sequence[ParamRecord]) -> None:
         """The present contents of these weights are the optimizer's own."""
         known, unlike = self._known, self._unlike_others
         for t in tracked:
@@ -108,7 +108,7 @@ class WeightWatch:
             if self._loaded:
                 self._loaded.discard(t.name)
 
-    def before_load(self, t: Tracked) -> None:
+    def before_load(self, t: ParamRecord) -> None:
         """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
         if self._arrive is not None:
             self._arrive()
@@ -117,7 +117,7 @@ class WeightWatch:
                 self._before_load[t.name] = bit_sum(t.local.data)
         self._loaded.add(t.name)
 
-    def was_loaded(self, t: Tracked) -> bool:
+    def was_loaded(self, t: ParamRecord) -> bool:
         """Whether a module's `load_state_dict` has written it since it was last remembered."""
         return t.name in self._loaded
 
@@ -132,7 +132,7 @@ class WeightWatch:
     @unfenced
     @torch.inference_mode(False)
     @torch.no_grad()
-    def exposed(self, t: Tracked, alias: torch.Tensor | None) -> None:
+    def exposed(self, t: ParamRecord, alias: torch.Tensor | None) -> None:
         """Somebody can write the weight now without its version counter: through `alias`, which has one of its own, or
         (None) by its address. Its present contents are complete.
         """
@@ -141,14 +141,14 @@ class WeightWatch:
         else:
             self._handed.setdefault(t.name, []).append((witness_of(local_of(alias)), local_of(alias)._version))
 
-    def compare(self, tracked: Iterable[Tracked]) -> None:
+    def compare(self, tracked: Iterable[ParamRecord]) -> None:
         """Whether these weights have been written is to be told by their bits from now on."""
         for t in tracked:
             if t.name not in self._sums and self.knows(t):
                 with self._present(t.name):
                     self._sums[t.name] = bit_sum(t.local.data)
 
-    def changed(self) -> list[Tracked]:
+    def changed(self) -> list[ParamRecord]:
         """Weights written by others since they were last remembered.
 
         Raises:
@@ -174,7 +174,7 @@ class WeightWatch:
                 found.append(t)
         return found
 
-    def _changed_kind(self, t: Tracked) -> ModelError:
+    def _changed_kind(self, t: ParamRecord) -> ModelError:
         return ModelError(
             f"parameter {t.name!r} is {_told(_kind(t.parameter))} now",
             why=f"it was {_told(self._kinds[t.name])} when the optimizer was made, and its state still is",
@@ -204,7 +204,7 @@ class _LoadHook:
 
     __slots__ = ("_held", "_watch")
 
-    def __init__(self, watch: weakref.ref[WeightWatch] | None = None, held: Sequence[Tracked] = ()) -> None:
+    def __init__(self, watch: weakref.ref[WeightWatch] | None = None, held: Sequence[ParamRecord] = ()) -> None:
         self._watch = watch
         self._held = held
 
@@ -218,7 +218,7 @@ class _LoadHook:
         return _LoadHook, ()
 
 
-def _require_at_home(t: Tracked) -> None:
+def _require_at_home(t: ParamRecord) -> None:
     for owner, attribute in t.homes:
         if owner._parameters.get(attribute) is not t.parameter:
             raise ModelError(
@@ -276,7 +276,7 @@ class Structure:
         tracked: the parameters that the optimizer steps.
     """
 
-    def __init__(self, root: torch.nn.Module | None, tracked: Sequence[Tracked]) -> None:
+    def __init__(self, root: torch.nn.Module | None, tracked: Sequence[ParamRecord]) -> None:
         self._root = root
         self._tracked = {id(t.parameter): t for t in tracked}
         paths = paths_of(root)

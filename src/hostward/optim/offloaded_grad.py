@@ -44,7 +44,7 @@ class Fate:
         self.now = Where.TAKEN
 
 
-class MovedGradient(torch.Tensor):
+class OffloadedGrad(torch.Tensor):
     """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
 
     parameter_name: str
@@ -61,8 +61,8 @@ class MovedGradient(torch.Tensor):
         dtype: torch.dtype,
         fate: Fate,
         unscaled: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> MovedGradient:
-        made: MovedGradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
+    ) -> OffloadedGrad:
+        made: OffloadedGrad = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         made.parameter_name, made.made_for, made.fate, made.unscaled = name, dtype, fate, unscaled
         return made
 
@@ -76,7 +76,7 @@ class MovedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        moved = [a for a in _flat(args) if isinstance(a, MovedGradient)]
+        moved = [a for a in _flat(args) if isinstance(a, OffloadedGrad)]
         name = func.overloadpacket.__name__
         if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.became is Where.TAKEN for m in moved):
             # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
@@ -88,9 +88,9 @@ class MovedGradient(torch.Tensor):
             return moved[0]._like(kwargs or {})
         raise moved[0]._error(name)
 
-    def _like(self, options: Mapping[str, Any]) -> MovedGradient:
+    def _like(self, options: Mapping[str, Any]) -> OffloadedGrad:
         """For `module.to(...)`, which casts gradients along with weights: there is none to cast, and no harm in it."""
-        made: MovedGradient = torch.Tensor._make_wrapper_subclass(
+        made: OffloadedGrad = torch.Tensor._make_wrapper_subclass(
             type(self),
             self.shape,
             dtype=options.get("dtype") or self.dtype,
@@ -125,7 +125,7 @@ class MovedGradient(torch.Tensor):
         raise self._error("pickle")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"MovedGradient({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
+        return f"OffloadedGrad({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:

@@ -14,10 +14,10 @@ from hostward.errors import ModelError
 from hostward.kernels.cpu.adamw import FloatTable, bias_tables
 from hostward.optim.bucket_lifecycle import BucketStep
 from hostward.optim.bucket_state import BucketState, rounded
-from hostward.optim.host_accumulation import Totals
+from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.range_selection import Addition, Choice, PointWorks, Which, which
-from hostward.optim.staging_slots import Slots
-from hostward.optim.weight_views import Targets
+from hostward.optim.staging_slots import StagingBuffers
+from hostward.optim.weight_views import ParamViews
 from hostward.runtime.backend import (
     ALL_ZERO,
     AdamWOperands,
@@ -71,9 +71,9 @@ class Bindings:
         backend: Backend,
         states: Sequence[BucketState],
         memory: Memory,
-        slots: Slots,
-        totals: Totals,
-        targets: Targets,
+        slots: StagingBuffers,
+        totals: HostGradAccumulator,
+        targets: ParamViews,
         *,
         buckets: Sequence[BucketStep],
         by_torch: bool,

@@ -13,7 +13,7 @@ import torch
 from hostward.config.schema import alike
 from hostward.core.placement import checked_fraction
 from hostward.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.placement import AUTO, ShareOf
 from hostward.runtime.backend import DTYPES, Backend
 
@@ -104,7 +104,7 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
             )
 
 
-def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> None:
+def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRecord]) -> None:
     """Raises ModelError unless `param_groups` hold what was added to them: by hand nothing may be put in, taken out,
     moved or renamed, because state and hyper-parameters are found by group and by name.
     """
@@ -128,7 +128,7 @@ def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked
     )
 
 
-def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[Tracked]) -> bool:
+def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRecord]) -> bool:
     """Whether the groups hold these, one behind the other. Asked at every step, so all of them are compared at once."""
     params = [list(group.get("params", ())) for group in groups]
     names = [name for group in groups for name in group.get("param_names", ())]

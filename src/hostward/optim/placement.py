@@ -16,7 +16,7 @@ from hostward.core.inventory import Bucket, cut_buckets, state_bytes_per_element
 from hostward.core.placement import Plan, checked_fraction, place_fraction, placed, streamed_share
 from hostward.core.units import size_bytes
 from hostward.errors import ConfigError, MemoryLimitError, PageLockError, RankError
-from hostward.model.parameters import Tracked, local_of
+from hostward.model.parameters import ParamRecord, local_of
 from hostward.plan.plan_file import PlanFile, load
 from hostward.plan.rank_partition import cut_alike, first_parts
 from hostward.runtime.backend import Backend
@@ -31,7 +31,7 @@ ShareOf = Callable[[Rates], float]
 """Tells the share of offloaded state to stream, from rates measured on this machine."""
 
 
-class Mix:
+class PlacementPolicy:
     """Chooses placements.
 
     Args:
@@ -97,7 +97,7 @@ class Mix:
     def place(
         self,
         backend: Backend,
-        tracked: Sequence[Tracked],
+        tracked: Sequence[ParamRecord],
         grad_dtype: torch.dtype | None = None,
         first_index: int = 0,
         *,
@@ -241,7 +241,7 @@ def planned(plan: object) -> PlanFile | None:
 
 
 def placed_by_plan(
-    plan: PlanFile, tracked: Sequence[Tracked], *, first_index: int, split_master: bool
+    plan: PlanFile, tracked: Sequence[ParamRecord], *, first_index: int, split_master: bool
 ) -> tuple[tuple[Bucket, ...], Plan]:
     """Buckets of parameters in order of use in forward, and where the plan places them.
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hostward.errors import ModelError
-from hostward.model.parameters import Places, Tracked, local_of
+from hostward.model.parameters import ParamRecord, ParamRegistry, local_of
 from hostward.optim.bucket_state import BucketState
-from hostward.optim.gradient_hooks import Handover
+from hostward.optim.gradient_hooks import GradientHooks
 from hostward.optim.step_executor import StepExecutor
 from hostward.runtime.backend import CHUNK_ELEMENTS, Backend, Buffer, Tier, chunks_of
 from hostward.runtime.global_norm import Across, Fragment, GroupRanks
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hostward.distributed import fsdp2
 
 
-def require_sharding(places: Places, tracked: Sequence[Tracked]) -> None:
+def require_sharding(places: ParamRegistry, tracked: Sequence[ParamRecord]) -> None:
     """Raises ModelError or ConfigError unless all parameters are sharded by FSDP2 in a way that steps are defined for,
     or none is.
     """
@@ -37,7 +37,11 @@ def require_sharding(places: Places, tracked: Sequence[Tracked]) -> None:
 
 
 def accumulate_in(
-    dtype: torch.dtype, places: Places, tracked: Sequence[Tracked], states: Sequence[BucketState], summed: Set[int]
+    dtype: torch.dtype,
+    places: ParamRegistry,
+    tracked: Sequence[ParamRecord],
+    states: Sequence[BucketState],
+    summed: Set[int],
 ) -> None:
     """Let gradients add up in `dtype` in `.grad`, but those of the buckets `summed`, which the host adds up in float32
     as they come: in the dtype of their parameters, which is fewer bytes and the same values.
@@ -72,14 +76,14 @@ def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Se
         groups = kept
 
 
-def made_together(groups: fsdp2.Groups | None, tracked: Sequence[Tracked]) -> list[list[str]]:
+def made_together(groups: fsdp2.Groups | None, tracked: Sequence[ParamRecord]) -> list[list[str]]:
     """Names of the parameters of each group: what is reduced of their gradients lies in one memory."""
     names = {id(t.parameter): t.name for t in tracked}
     own = [] if groups is None else [parameters for parameters, _ in groups.gathered_together()]
     return [[names[id(p)] for p in parameters if id(p) in names] for parameters in own]
 
 
-def ranks_of(tracked: Sequence[Tracked]) -> GroupRanks | None:
+def ranks_of(tracked: Sequence[ParamRecord]) -> GroupRanks | None:
     """Those that have parts of these parameters; None where this process has all."""
     if not tracked[0].sharded:
         return None
@@ -90,7 +94,7 @@ def ranks_of(tracked: Sequence[Tracked]) -> GroupRanks | None:
 
 def across_ranks(
     backend: Backend,
-    tracked: Sequence[Tracked],
+    tracked: Sequence[ParamRecord],
     states: Sequence[BucketState],
     first_chunks: Sequence[Sequence[int]],
     stages: dist.ProcessGroup | None,
@@ -144,7 +148,7 @@ class EmptyParts:
     Other ranks count them beside their state. Here nothing steps, and yet a saved state has one count for all ranks.
     """
 
-    def __init__(self, backend: Backend, tracked: Sequence[Tracked], before: EmptyParts | None) -> None:
+    def __init__(self, backend: Backend, tracked: Sequence[ParamRecord], before: EmptyParts | None) -> None:
         """`before`: those that there were before parameters were added."""
         self._backend = backend
         self._counts: dict[str, Buffer] = {} if before is None else dict(before._counts)
@@ -178,15 +182,15 @@ class Sharded:
     def __init__(
         self,
         groups: fsdp2.Groups,
-        tracked: Sequence[Tracked],
+        tracked: Sequence[ParamRecord],
         layers: Mapping[str, str],
         executor: StepExecutor,
-        handover: Handover,
+        grad_hooks: GradientHooks,
     ) -> None:
         self._names = {id(t.parameter): t.name for t in tracked}
         self._layers = layers
         self._executor = executor
-        self._handover = handover
+        self._grad_hooks = grad_hooks
         self._groups = groups
         groups.listen(self)
 
@@ -211,7 +215,7 @@ class Sharded:
         self._executor.grads_made_on(made_on)
         for p in parameters:
             if id(p) in self._names:
-                self._handover.before(self._names[id(p)])
+                self._grad_hooks.before(self._names[id(p)])
 
     def close(self) -> None:
         self._groups.close()

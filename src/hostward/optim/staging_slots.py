@@ -133,7 +133,7 @@ class CudaGauge:
         return first.elapsed_time(last) / 1e3 if there else None
 
 
-class Slots:
+class StagingBuffers:
     """Slots for the streamed buckets among `states`; `count` is 0 without any, and `ahead` of them are filled in
     backward.
 

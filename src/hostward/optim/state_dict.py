@@ -14,7 +14,7 @@ from hostward.core.inventory import MasterKind, Range
 from hostward.core.placement import Placement
 from hostward.errors import CheckpointError, ModelError
 from hostward.model.deferred_weights import drop_value, is_away, value_of, waits
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, join_master, rounded, same_bits, slab_views, split_master
 
 _ROLES = ("exp_avg", "exp_avg_sq")
@@ -26,7 +26,7 @@ class StateAccess:
     def __init__(
         self,
         pieces: Mapping[str, Sequence[tuple[BucketState, int, Range]]],
-        tracked: Mapping[str, Tracked],
+        tracked: Mapping[str, ParamRecord],
     ) -> None:
         self._pieces = pieces
         self._tracked = tracked

@@ -16,7 +16,7 @@ import torch
 from hostward.core.inventory import MasterKind, Range
 from hostward.core.placement import Placement
 from hostward.kernels.cpu.memory_copy import Copy, copy
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState, slab_views
 from hostward.runtime.backend import Backend
 
@@ -193,7 +193,7 @@ class Describer:
         self._backend = backend
         self._readers = readers
 
-    def state(self, tracked: Tracked, found: Sequence[tuple[BucketState, int, Range]]) -> dict[str, Source]:
+    def state(self, tracked: ParamRecord, found: Sequence[tuple[BucketState, int, Range]]) -> dict[str, Source]:
         """Moments, and the masters of 16-bit weights, by role."""
         views = [(state, index, r, dict(slab_views(state, index))) for state, index, r in found]
         made = {}
@@ -206,19 +206,19 @@ class Describer:
             made["master"] = self._source(tracked, torch.float32, masters)
         return made
 
-    def weight(self, tracked: Tracked, found: Sequence[tuple[BucketState, int, Range]]) -> Source:
+    def weight(self, tracked: ParamRecord, found: Sequence[tuple[BucketState, int, Range]]) -> Source:
         """The weight: from the host where the host steps it."""
         weight = _flat(tracked)
         stretches = tuple(Stretch(r.start, r.stop, _weight(state, index, r, weight)) for state, index, r in found)
         return self._source(tracked, tracked.local.dtype, stretches)
 
-    def _source(self, tracked: Tracked, dtype: torch.dtype, stretches: tuple[Stretch, ...]) -> Source:
+    def _source(self, tracked: ParamRecord, dtype: torch.dtype, stretches: tuple[Stretch, ...]) -> Source:
         shape = tracked.local.shape
         whole = tracked.like(torch.empty(shape, dtype=dtype, device="meta"))
         return Source(shape, dtype, stretches, whole, self._backend, self._readers)
 
 
-def _flat(tracked: Tracked) -> torch.Tensor:
+def _flat(tracked: ParamRecord) -> torch.Tensor:
     return tracked.local.detach().reshape(-1)
 
 

@@ -20,15 +20,15 @@ import torch
 from hostward.core.placement import Placement
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.model.fence import unfenced
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_lifecycle import BucketPhase, BucketStep, LayerPhase, LayerStep
 from hostward.optim.bucket_state import BucketState, allocate_gradients, pending_in_capture, require_no_capture
-from hostward.optim.host_accumulation import Totals
+from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
 from hostward.optim.range_selection import Part, bucket_map
-from hostward.optim.staging_slots import Slots
+from hostward.optim.staging_slots import StagingBuffers
 from hostward.optim.stream_sync import StreamSync
-from hostward.optim.weight_views import Targets
+from hostward.optim.weight_views import ParamViews
 from hostward.runtime.backend import Backend, Clipping, Event
 from hostward.schedule.ops import Lane, Op, Schedule
 from hostward.schedule.optimizer import (
@@ -103,14 +103,14 @@ class StepExecutor:
         self,
         backend: Backend,
         states: Sequence[BucketState],
-        tracked: Mapping[str, Tracked],
+        tracked: Mapping[str, ParamRecord],
         memory: Memory,
         *,
         layers: Sequence[str],
-        slots: Slots,
-        totals: Totals,
+        slots: StagingBuffers,
+        totals: HostGradAccumulator,
         together: Iterable[Sequence[str]],
-        holders: Callable[[Tracked], int] | None,
+        holders: Callable[[ParamRecord], int] | None,
         overlap: bool,
         use_torch_optimizer: bool,
     ) -> None:
@@ -139,7 +139,7 @@ class StepExecutor:
         self._waits_of = {name: self._layers_with(name, elsewhere) for name in tracked}
         """By parameter: of these the layers whose new values come from elsewhere."""
         self._watches_holders = holders is not None
-        self._targets = Targets(backend, states, tracked, holders or (lambda _: 1))
+        self._targets = ParamViews(backend, states, tracked, holders or (lambda _: 1))
         self._bindings = Bindings(
             backend, states, memory, slots, totals, self._targets,
             buckets=self._buckets, by_torch=use_torch_optimizer,

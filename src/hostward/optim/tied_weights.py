@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from hostward.errors import ConfigError, ModelError
-from hostward.model.parameters import Tracked, local_of
-from hostward.optim.offloaded_grad import MovedGradient, Where
+from hostward.model.parameters import ParamRecord, local_of
+from hostward.optim.offloaded_grad import OffloadedGrad, Where
 
 
 class Tied:
@@ -40,7 +40,7 @@ class Tied:
         """Those that count elsewhere, in a norm or a number of parameters: with the first of their processes."""
         return frozenset(name for name, group in self._groups.items() if group.rank())
 
-    def require_known(self, tracked: Sequence[Tracked]) -> None:
+    def require_known(self, tracked: Sequence[ParamRecord]) -> None:
         """Raises ModelError for a name that no parameter has."""
         unknown = sorted(self.names - {t.name for t in tracked})
         if unknown:
@@ -49,10 +49,10 @@ class Tied:
                 fix="give the names that named_parameters() of the module has",
             )
 
-    def before(self, t: Tracked) -> None:
+    def before(self, t: ParamRecord) -> None:
         """Backward is about to add to a gradient. Raises ModelError for one that has been added up and not used."""
         grad = t.parameter.grad
-        if grad is None or (isinstance(grad, MovedGradient) and grad.became is not Where.TAKEN):
+        if grad is None or (isinstance(grad, OffloadedGrad) and grad.became is not Where.TAKEN):
             self._added_up.discard(t.name)
         if t.name in self._added_up:
             raise ModelError(
@@ -62,7 +62,7 @@ class Tied:
             )
         self._made.add(t.name)
 
-    def add_up(self, tracked: Mapping[str, Tracked]) -> list[Tracked]:
+    def add_up(self, tracked: Mapping[str, ParamRecord]) -> list[ParamRecord]:
         """Sum in place, over the processes that have a weight, what backward has left in `.grad`. Those that were."""
         found = [tracked[name] for name in self._groups if name in self._made]
         for t in found:
@@ -72,7 +72,7 @@ class Tied:
         self._made.clear()
         return found
 
-    def require_added_up(self, tracked: Mapping[str, Tracked]) -> None:
+    def require_added_up(self, tracked: Mapping[str, ParamRecord]) -> None:
         """Raises ModelError before a step with a part of a gradient."""
         left = [name for name in sorted(self._made) if tracked[name].parameter.grad is not None]
         if left:

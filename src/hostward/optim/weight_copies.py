@@ -10,7 +10,7 @@ import torch
 
 from hostward.core.inventory import Range
 from hostward.core.placement import Placement
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.state_dict import StateAccess
@@ -30,7 +30,7 @@ class WeightCopies:
 
     def __init__(
         self,
-        tracked: Sequence[Tracked],
+        tracked: Sequence[ParamRecord],
         states: Sequence[BucketState],
         steps: StepExecutor,
         watch: WeightWatch,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hostward.model.fence import Fence, down, up
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.step_executor import StepExecutor
 
@@ -25,7 +25,7 @@ class WeightFence:
     """
 
     def __init__(
-        self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[Tracked], layers: Mapping[str, str]
+        self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord], layers: Mapping[str, str]
     ) -> None:
         self._executor = executor
         parameters = [t.parameter for t in tracked]
@@ -66,7 +66,7 @@ class WeightFence:
 class _Reads:
     """The reader of `Fence`. Records of fences outlive optimizers that are dropped, so it holds none."""
 
-    def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[Tracked]) -> None:
+    def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord]) -> None:
         self._executor, self._watch = weakref.ref(executor), weakref.ref(watch)
         self._tracked = {id(t.parameter): t for t in tracked}
 

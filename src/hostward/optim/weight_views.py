@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from hostward.model.deferred_weights import is_away
-from hostward.model.parameters import Tracked
+from hostward.model.parameters import ParamRecord
 from hostward.optim.bucket_state import BucketState
 from hostward.runtime.backend import Backend, Buffer, empty_buffer
 from hostward.schedule.ops import Lane
 
 
-class Targets:
+class ParamViews:
     """Weights as steps write them: `weights[bucket][range]`. A parameter that is not contiguous is written to a flat
     copy, and scattered back once that has arrived.
     """
@@ -22,8 +22,8 @@ class Targets:
         self,
         backend: Backend,
         states: Sequence[BucketState],
-        tracked: Mapping[str, Tracked],
-        holders: Callable[[Tracked], int],
+        tracked: Mapping[str, ParamRecord],
+        holders: Callable[[ParamRecord], int],
     ) -> None:
         """`holders`: how many tensors always lie in the memory of a parameter's part here, itself among them."""
         self._backend = backend

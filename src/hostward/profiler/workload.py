@@ -14,7 +14,7 @@ from hostward.activations.recompute import Region, Regions, elementwise_in
 from hostward.core.inventory import Dtype, Inventory, cut_buckets, layer_of
 from hostward.errors import ConfigError, ModelError
 from hostward.model.layers import find_layers
-from hostward.model.parameters import Places, groups_of
+from hostward.model.parameters import ParamRegistry, groups_of
 from hostward.plan.workload import Curve, Layer, Moment, PerToken, Saved, Way, Workload
 from hostward.profiler.layer_profiler import Layers, Loss, PartRun, run
 from hostward.runtime.backend import DTYPES
@@ -74,7 +74,7 @@ def workload_of(
 
 def inventory_of(model: torch.nn.Module, *, split_master: bool = True) -> Inventory:
     """Return the trainable parameters and the buckets that hostward.AdamW cuts them into."""
-    places = Places(model)
+    places = ParamRegistry(model)
     facts = tuple(places.tracked(name, p, 0).facts for name, p in places.trainable())
     return Inventory(facts, cut_buckets(facts, split_master=split_master))
 

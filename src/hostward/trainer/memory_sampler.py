@@ -14,7 +14,7 @@ import torch
 from hostward.core.host_limits import host_memory, resident_bytes
 from hostward.core.units import gib
 from hostward.model.parameters import local_of
-from hostward.optim.offloaded_grad import MovedGradient, Where
+from hostward.optim.offloaded_grad import OffloadedGrad, Where
 from hostward.report.schema import OwnerSamples, StepBytes, StepMemory
 from hostward.runtime.backend import Ledger, Tier
 
@@ -102,7 +102,7 @@ class MemorySampler:
         gradient = parameter.grad
         if gradient is None:
             return 0
-        if isinstance(gradient, MovedGradient):
+        if isinstance(gradient, OffloadedGrad):
             here = gradient.became is Where.TAKEN and gradient.parameter_name in self._staying
             return local_of(parameter).numel() * gradient.itemsize if here else 0
         return local_of(gradient).nbytes

@@ -14,7 +14,7 @@ from hostward.core.placement import Placement
 from hostward.errors import ConfigError, HostwardError, ModelError
 from hostward.model.deferred_weights import drop_value, is_away, taken, value_of
 from hostward.model.fence import plain_type
-from hostward.model.parameters import Tracked, local_of
+from hostward.model.parameters import ParamRecord, local_of
 from hostward.optim.weight_copies import WeightCopies
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 from hostward.schedule.ops import Lane
@@ -121,7 +121,7 @@ def choose(
 def _bound(
     names: Sequence[str],
     found: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
-    owned: Mapping[torch.nn.Parameter, Tracked],
+    owned: Mapping[torch.nn.Parameter, ParamRecord],
     copies: WeightCopies | None,
     backend: Backend,
     kept: Mapping[Stays, int],
@@ -188,7 +188,7 @@ def _own(name: str, parameter: torch.nn.Parameter, copy: Buffer) -> Weight:
     return weight
 
 
-def _stepped(parameter: torch.nn.Parameter, tracked: Tracked, copies: WeightCopies) -> tuple[Weight, list[Event]]:
+def _stepped(parameter: torch.nn.Parameter, tracked: ParamRecord, copies: WeightCopies) -> tuple[Weight, list[Event]]:
     """Return a weight whose host copy the CPU optimizer step writes, and the events of that step."""
     storage, name = tracked.local.untyped_storage(), tracked.name
     parts, here, events = [], [], []
@@ -273,7 +273,7 @@ def why_stays(
     return None if parameter.is_contiguous() and filled else Stays.LAYOUT
 
 
-def _not_stepped_here(copies: WeightCopies | None, tracked: Tracked | None) -> str | None:
+def _not_stepped_here(copies: WeightCopies | None, tracked: ParamRecord | None) -> str | None:
     """Return the reason for which a trained weight cannot be offloaded; None: it can."""
     if copies is None:
         return "no optimizer was given, and another optimizer does not know when the weight is offloaded"
