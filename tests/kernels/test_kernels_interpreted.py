@@ -88,17 +88,17 @@ def cpu_step(**changed: object) -> None:
 
 
 def test_h54_host_memory_is_refused_by_the_step() -> None:
-    with pytest.raises(PlacementError, match=r"(?s)table lies on cpu.*never on host memory.*take the host kernel"):
+    with pytest.raises(PlacementError, match=r"(?s)table is on cpu.*never on host memory.*use the host kernel"):
         cpu_step()
 
 
 def test_h54_host_memory_is_refused_by_the_norm() -> None:
     sums, exponents = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(PlacementError, match="items lies on cpu"):
+    with pytest.raises(PlacementError, match="items is on cpu"):
         norm.norm_partials(
             torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32), 0, sums, exponents
         )
-    with pytest.raises(PlacementError, match="sums lies on cpu"):
+    with pytest.raises(PlacementError, match="sums is on cpu"):
         norm.finish(
             sums, exponents, max_norm=1.0, inv_scale=None, found_inf=None,
             scale_out=torch.zeros(1), skip_out=exponents, norm_out=torch.zeros(1),
@@ -106,7 +106,7 @@ def test_h54_host_memory_is_refused_by_the_norm() -> None:
 
 
 def test_meta_tensors_are_refused() -> None:
-    with pytest.raises(PlacementError, match="x lies on meta"):
+    with pytest.raises(PlacementError, match="x is on meta"):
         require_device_operand(torch.zeros(1, device="meta"), "x", torch.float32, 1)
 
 

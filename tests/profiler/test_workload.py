@@ -140,7 +140,7 @@ def test_a_configuration_file_is_a_workload(tmp_path: Path) -> None:
 def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
-    with pytest.raises(ModelError, match="describes no"):
+    with pytest.raises(ModelError, match="does not describe a"):
         config_workload(file, sequence_tokens=8)
 
 

@@ -321,7 +321,7 @@ def test_t44_too_few_iterations_are_told(text: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "hostward"):
         loop.train(run)
     assert made == []
-    assert "does nothing in 3 iterations" in caplog.text
+    assert "has no effect in 3 iterations" in caplog.text
 
 
 def test_t44_what_a_captured_run_is_weighed_with(text: Path) -> None:
@@ -387,7 +387,7 @@ def test_plans_and_graphs_exclude_each_other(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"attention_dropout": 0.1}, "drops out at random"),
+        ({"attention_dropout": 0.1}, "it uses dropout"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "attend within windows"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary embedding"),
     ],

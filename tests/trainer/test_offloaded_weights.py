@@ -321,7 +321,7 @@ def test_copies_of_a_model_are_weighed_with_their_own_microbatches(monkeypatch: 
     assert wider is not None
     assert wider.device_peak_bytes > found.device_peak_bytes
     free_bytes(monkeypatch, found.device_peak_bytes - 1)
-    with pytest.raises(MemoryLimitError, match=r"ddp\.use_distributed_optimizer=true divides"):
+    with pytest.raises(MemoryLimitError, match=r"ddp\.use_distributed_optimizer=true shards"):
         require_fit(TINY, config, torch.device("cuda"), 257, None, Ranks(0, 2, 0, 2))
 
 

@@ -82,7 +82,7 @@ def test_a_run_that_is_not_there_is_refused() -> None:
                 run.in_runs(lengths)
         run.in_runs([1, 3])
         for place in (-1, 2):
-            with pytest.raises(ConfigError, match="and there are 2"):
+            with pytest.raises(ConfigError, match="there are 2 runs"):
                 run.expect(place, backward=False)
 
 

@@ -274,7 +274,7 @@ def _memory_table(memory: MemoryReport, reserved_bytes: tuple[int, ...] | None, 
 
     table = Table(title="memory in steady state")
     if simulated:
-        table.caption = "The device is simulated: its bytes are host memory too, and nothing is pinned."
+        table.caption = "The device is simulated: its bytes are ordinary host memory too."
     for column in ("owner", "simulated device bytes" if simulated else "device bytes", "host bytes"):
         table.add_column(column, justify="left" if column == "owner" else "right")
     owners = [*memory.device_by_owner_bytes]
