@@ -1,13 +1,14 @@
-"""The optimizer state of buckets: where its bytes lie, and how it is read and written by parameter name.
+"""This module allocates the optimizer state of buckets, and reads and writes it by parameter name.
 
 Tensors of one bucket, all flat and padded to `bucket.offsets[-1]` elements:
     exp_avg, exp_avg_sq   float32, the moments
-    remainder             int16, low half of the master (split masters)
-    master                float32 (plain masters)
-    counts                int64 [ranges], finished steps of each range; on the side that steps
+    remainder             int16, low 16 bits of the fp32 main weight (split main weights)
+    master                float32, the fp32 main weight (plain main weights)
+    counts                int64 [ranges], finished steps of each range; where the step runs
 Host buckets also hold
-    weight                the weight's dtype: the step's output and the source of the upload; the master itself for fp32
-    gradient              where this step's gradient lands, or float32, its total over the microbatches
+    weight                the weight's dtype: output of the CPU optimizer step and source of the upload; for fp32 the
+                          main weight itself
+    gradient              landing buffer of this step's gradient, or float32, its sum over the microbatches
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _MASTER_NAN = 0x7FC00000
 
 @dataclass(slots=True, eq=False)
 class BucketState:
-    """One bucket's buffers. `weights` and `gradients` hold one buffer per range, for host buckets only."""
+    """BucketState holds one bucket's buffers.
+
+    `weights` and `gradients` have one buffer per range, for host buckets only.
+    """
 
     bucket: Bucket
     placement: Placement
@@ -39,7 +43,7 @@ class BucketState:
     exp_avg_sq: Buffer
     counts: Buffer
     low: Buffer | None = None
-    """The remainder (int16) or the plain master (float32), by `bucket.kind`."""
+    """Low 16 bits of the fp32 main weight (int16), or the plain main weight (float32), by `bucket.kind`."""
     weight: Buffer | None = None
     gradient: Buffer | None = None
     weights: list[Buffer] = field(default_factory=list)
@@ -50,11 +54,11 @@ class BucketState:
         return Tier.HOST if self.placement.offloaded else Tier.DEVICE
 
     def streamed(self) -> list[Buffer]:
-        """What travels when the bucket is streamed."""
+        """Return the buffers that are copied when the state is offloaded and stepped on the GPU."""
         return [self.exp_avg, self.exp_avg_sq, *([] if self.low is None else [self.low])]
 
     def count_of(self, index: int) -> Buffer:
-        """The step count of one range, int64 [1], where the step runs."""
+        """Return the step count of one range, int64 [1], where the step runs."""
         counts = self.counts
         return Buffer(counts.tier, counts.data[index : index + 1], counts.owner, counts.pinned)
 
@@ -74,13 +78,13 @@ class BucketState:
 def landing_dtypes(
     buckets: Sequence[Bucket], parameters: Mapping[str, torch.nn.Parameter], grad_dtype: torch.dtype | None
 ) -> list[torch.dtype]:
-    """By bucket, the dtype of its gradients on the host. `grad_dtype` goes before what parameters say."""
+    """Return, by bucket, the dtype of its gradients on the host. `grad_dtype` overrides what the parameters say."""
     firsts = [parameters[bucket.ranges[0].name] for bucket in buckets]
     return [grad_dtype or p.grad_dtype or p.dtype for p in firsts]
 
 
 def host_bytes(buckets: Sequence[Bucket], placements: Sequence[Placement], gradients: Sequence[torch.dtype]) -> int:
-    """All host bytes of these buckets, padding and landing places included; `gradients` holds their dtypes."""
+    """Return all host bytes of these buckets, padding and landing buffers included; `gradients` holds their dtypes."""
     total = 0
     for b, placement, dtype in zip(buckets, placements, gradients, strict=True):
         if placement is Placement.HOST:
@@ -99,11 +103,12 @@ def allocate_states(
     *,
     pin_weights: bool = True,
 ) -> list[BucketState]:
-    """Zero state for every bucket: exact-size slabs per placement and role, also put into `taken`. Raises
-    MemoryLimitError; what has been taken until then stays so.
+    """Allocate zero state for every bucket: exact-size slabs per placement and role, also appended to `taken`.
 
-    Page-locked is what copies reach: streamed state, and with `pin_weights` the weights that host buckets upload. The
-    state of host buckets is read and written by cores alone, and lies in plain memory.
+    Pinned is what copies reach: state stepped on the GPU while offloaded (streamed), and with `pin_weights` the weights
+    that host buckets upload. Other state of host buckets is read and written by CPU cores only, and is not pinned.
+
+    Raises MemoryLimitError; what was allocated until then stays allocated.
     """
 
     def take(tier: Tier, sizes: Sequence[int], dtype: torch.dtype, owner: str, pinned: bool = False) -> list[Buffer]:
@@ -145,8 +150,9 @@ def allocate_states(
 def allocate_partials(
     backend: Backend, states: Sequence[BucketState], *, on_host: bool
 ) -> tuple[Partials, Partials | None, list[list[int]]]:
-    """Room for the partial sums of the norm of every range, on the device and, if asked for, on the host; and by bucket
-    and range its first chunk in both.
+    """Allocate memory for the partial sums of every range's norm, on the device and, if asked for, on the host.
+
+    Also returns, by bucket and range, the index of its first chunk in both.
     """
     firsts: list[list[int]] = []
     total = 0
@@ -166,7 +172,7 @@ def allocate_partials(
 
 
 def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:
-    """The scalars of a step, on one tier."""
+    """Allocate the scalars of a step on one tier."""
     pinned = tier is Tier.HOST
     scale, norm = backend.allocate(tier, [1, 1], torch.float32, "step scalars", pinned=pinned)
     (skip,) = backend.allocate(tier, [1], torch.int32, "step scalars", pinned=pinned)
@@ -176,8 +182,9 @@ def allocate_scalars(backend: Backend, tier: Tier) -> Scalars:
 def allocate_gradients(
     backend: Backend, states: Sequence[BucketState], dtypes: Sequence[torch.dtype], *, pinned: bool = True
 ) -> None:
-    """Give each host bucket a landing place for gradients of the dtype wanted; one slab per dtype. Keeps what fits
-    already.
+    """Give each host bucket a landing buffer for gradients of its dtype.
+
+    One slab is allocated per dtype; buffers that fit already are kept.
     """
     wanted = [
         (s, d) for s, d in zip(states, dtypes, strict=True) if s.gradient is None or s.gradient.data.dtype is not d
@@ -194,7 +201,7 @@ def allocate_gradients(
 
 
 def require_no_capture(backend: Backend) -> None:
-    """Raises ModelError while a CUDA graph is captured."""
+    """Raise ModelError while a CUDA graph is captured."""
     if backend.capturing():
         raise ModelError(
             "step() while a CUDA graph is captured",
@@ -204,13 +211,16 @@ def require_no_capture(backend: Backend) -> None:
 
 
 def require_arrived(backend: Backend, layer: str) -> None:
-    """Raises ModelError while a CUDA graph is captured: `layer` has weights on their way."""
+    """Raise ModelError while a CUDA graph is captured: copies of the weights of `layer` are still pending."""
     if backend.capturing():
         raise pending_in_capture(f"weights of layer {layer!r} are")
 
 
 def pending_in_capture(what: str) -> ModelError:
-    """The error for a use of weights ("weights of layer 'x' are") that nothing in a capture can wait for."""
+    """Return the error for a use of weights that nothing in a capture can wait for.
+
+    `what` is the subject of its message, such as "weights of layer 'x' are".
+    """
     return ModelError(
         f"{what} still to arrive, and a CUDA graph is captured",
         why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
@@ -219,7 +229,7 @@ def pending_in_capture(what: str) -> ModelError:
 
 
 def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:
-    """One buffer per range over a bucket's buffer: what copies and kernels name as operands."""
+    """Return one buffer per range over a bucket's buffer; copies and kernels take these as operands."""
     return [
         Buffer(buffer.tier, buffer.data[o : o + r.numel], buffer.owner, buffer.pinned)
         for r, o in zip(bucket.ranges, bucket.offsets, strict=False)
@@ -227,7 +237,7 @@ def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:
 
 
 def pieces(states: Sequence[BucketState]) -> dict[str, list[tuple[BucketState, int, Range]]]:
-    """By parameter name: its (bucket state, index within the bucket, range), in order of start."""
+    """Return, by parameter name, its (bucket state, index within the bucket, range) tuples in order of start."""
     found: dict[str, list[tuple[BucketState, int, Range]]] = {}
     for state in states:
         for i, r in enumerate(state.bucket.ranges):
@@ -236,7 +246,7 @@ def pieces(states: Sequence[BucketState]) -> dict[str, list[tuple[BucketState, i
 
 
 def slab_views(state: BucketState, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(role, flat view) of one range's moments, and of its master's own bytes where it has any."""
+    """Yield (role, flat view) of one range's moments, and of its fp32 main weight's own bytes where it has any."""
     start, stop = list(pairwise(state.bucket.offsets))[index]
     stop = start + state.bucket.ranges[index].numel
     yield "exp_avg", state.exp_avg.data[start:stop]
@@ -246,14 +256,15 @@ def slab_views(state: BucketState, index: int) -> Iterator[tuple[str, torch.Tens
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a bf16 weight and an int16 remainder, equal shapes, bit for bit."""
+    """Return the fp32 main weight of a bf16 weight and its int16 low bits, equal shapes, bit for bit."""
     high = weight.view(torch.int16).to(torch.int32) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 weight (rounded to nearest, ties away from zero) and int16 remainder of an fp32 master; NaN becomes
-    0x7fc0.
+    """Split fp32 main weights into bf16 weights and their int16 low 16 bits.
+
+    Weights are rounded to nearest, ties away from zero; NaN becomes 0x7fc0.
     """
     bits = torch.where(master.isnan(), _MASTER_NAN, master.view(torch.int32))
     weight = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -261,19 +272,25 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight that the step would write for `master`: bf16 ties away from zero, fp16 ties to even, fp32 itself."""
+    """Return the weight that the step would write for `master`.
+
+    bf16 rounds ties away from zero, fp16 ties to even; fp32 is returned as it is.
+    """
     if dtype is torch.bfloat16:
         return split_master(master)[0]
     return master.to(dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits: NaN equals itself, 0.0 differs from -0.0."""
+    """Return whether two tensors of one dtype and shape are bitwise identical.
+
+    NaN equals itself, 0.0 differs from -0.0.
+    """
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
-# Memory for the state of new buckets: all of it or none, and where pages could not be locked, what to do without.
+# Memory for the state of new buckets: all of it or none; where pinning failed, the options that need less of it.
 
 
 _CHANGES = ("streamed_fraction=0.0", "pin_gradients=False", "pin_weights=False")
@@ -285,8 +302,10 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """Buckets that want memory, where they are placed, the dtypes in which their gradients land on the host, whether
-    the host adds gradients up, and what of its memory is page-locked besides streamed state.
+    """AllocationRequest describes the memory that new buckets need, and what of it is pinned.
+
+    It holds the buckets, their placements, the dtypes in which their gradients land on the host, whether gradients are
+    accumulated on the host, and whether gradients and weights there are pinned besides streamed state.
     """
 
     buckets: Sequence[Bucket]
@@ -298,15 +317,15 @@ class AllocationRequest:
 
     @property
     def summed(self) -> frozenset[int]:
-        """Buckets whose gradients the host adds up."""
+        """Return the buckets whose gradients are accumulated on the host."""
         return summed_on_host(self.buckets, self.placements) if self.sums else frozenset()
 
     def host_bytes(self) -> int:
-        """On the host, padding and landing places included."""
+        """Return the bytes needed on the host, padding and landing buffers included."""
         return host_bytes(self.buckets, self.placements, self.gradients) + self._inbox_bytes()
 
     def locked_bytes(self) -> int:
-        """Those of them that are page-locked."""
+        """Return how many of the host bytes are pinned."""
         found = self._inbox_bytes() if self.pin_gradients else 0
         for bucket, placement, gradient in zip(self.buckets, self.placements, self.gradients, strict=True):
             per_element = 0
@@ -332,7 +351,10 @@ class AllocationRequest:
         )
 
     def smaller(self) -> dict[str, int]:
-        """Changes of options, fewest first, that leave fewer bytes page-locked than those before them, and how many."""
+        """Return changes of options that pin fewer bytes, fewest changes first, with the bytes they leave.
+
+        Each one pins fewer bytes than those before it.
+        """
         found: dict[str, int] = {}
         least = self.locked_bytes()
         for count in range(1, len(_CHANGES) + 1):
@@ -344,17 +366,18 @@ class AllocationRequest:
 
 
 def take_states(backend: Backend, asked: AllocationRequest) -> list[BucketState]:
-    """Zero state for these buckets, with the landing places of their gradients. Raises MemoryLimitError; nothing stays
-    allocated then.
+    """Allocate zero state for these buckets, with the landing buffers of their gradients.
+
+    Raises MemoryLimitError; nothing stays allocated then.
     """
-    # All of it, before the first byte is taken: slab by slab the last one would fail.
+    # Check the total before the first allocation: slab by slab, only the last one would fail.
     require_host_memory(asked.host_bytes(), owner="optimizer state")
     taken: list[Buffer] = []
     states: list[BucketState] = []
     try:
         with explained(backend, asked):
             states = allocate_states(backend, asked.buckets, asked.placements, taken, pin_weights=asked.pin_weights)
-            # Landing places are made now rather than in the first step, where locking pages would stall it.
+            # Landing buffers are allocated now rather than in the first step, where pinning would stall it.
             pairs = zip(states, asked.gradients, strict=True)
             landing = [(s, dtype) for s, dtype in pairs if s.placement is Placement.HOST]
             allocate_gradients(backend, [s for s, _ in landing], [d for _, d in landing], pinned=asked.pin_gradients)
@@ -366,7 +389,7 @@ def take_states(backend: Backend, asked: AllocationRequest) -> list[BucketState]
 
 @contextmanager
 def explained(backend: Backend, asked: AllocationRequest) -> Iterator[None]:
-    """A refusal to lock pages inside says how many were locked, and which options need fewer."""
+    """Extend a PageLockError raised inside by the bytes pinned so far and the options that pin fewer."""
     try:
         yield
     except PageLockError as error:

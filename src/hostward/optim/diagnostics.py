@@ -1,4 +1,4 @@
-"""From what a backend's meter reports to a trace: kinds of spans, and the caller's own passes between them."""
+"""This module turns what a backend's meter reports into a trace with kinds of spans and the caller's own passes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from hostward.schedule.weights import GATHERED, ROOM
 
 _WAIT = "offload/wait/"
 _NO_LAYER = ("offload/wait/weights/", "offload/wait/activation/")
-"""Waits for one thing of a layer, in forward or backward."""
+"""Waits for a single tensor of a layer, in forward or backward."""
 _WITHIN = (GATHERED, ROOM)
-"""Where FSDP2 gathers these come behind the hook of their layer, and end no pass."""
+"""Operations that end no pass: where FSDP2 gathers, they follow the hook of their layer."""
 _NORM = "offload/norm/"
 _NOTHING_DONE = ("offload/retire", "offload/slots", "offload/gradient/", "offload/written")
 
 
 class Tracing:
-    """A context in which every operation is timed; `trace` is whole after it. Timing costs two events per operation.
+    """Tracing is a context that times every operation; `trace` is complete after it.
 
-    Between two operations of the compute lane the caller's own code ran: a span that begins where a layer has arrived
-    is that layer's forward, one that ends where the norm of a bucket's gradients begins is backward.
+    Timing costs two events per operation. Between two operations of the compute stream the caller's own code ran: a
+    span that begins where the weights of a layer have been reloaded is that layer's forward, one that ends where the
+    norm of a bucket's gradients begins is backward.
     """
 
     def __init__(self, backend: Backend, executor: StepExecutor) -> None:
@@ -89,15 +90,18 @@ class Tracing:
             self._trace.add(Span(name, Lane.COMPUTE, before.end_s, after.start_s, 0, after.step, kind=SpanKind.MARK))
 
 
-# Finding code that reads weights before they have arrived.
+# Finding code that reads weights before their H2D copies are complete.
 
 
 class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While this mode is on, an operation on a weight that has not been waited for since the last step raises.
+    """UnfencedReads makes an operation on a weight raise if nothing waited for it since the last step.
 
     Forward of the module waits by itself. What reads weights in another way (an average kept by hand, a functional use
-    outside the module, a copy) must call `AdamW.wait_for_weights` or `AdamW.wait` first; this finds where that is
+    outside the module, a copy) must call `AdamW.wait_for_weights` or `AdamW.wait` first; this mode finds where that is
     missing. It looks at the storages of all operands of every operation, in backward as well, and is slow.
+
+    Raises:
+        OrderingError: an operation uses a weight before its H2D copy is complete.
     """
 
     def __init__(self, executor: StepExecutor, tracked: Sequence[ParamRecord], layers: Mapping[str, str]) -> None:
@@ -134,7 +138,7 @@ class UnfencedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(func: Any) -> bool:
-    """Whether the operation only makes another view: what reads through that will be looked at."""
+    """Return whether the operation only makes another view: reads through that view are checked themselves."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

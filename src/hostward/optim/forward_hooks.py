@@ -1,9 +1,9 @@
-"""Arrival by layer: forward of a layer waits, on the device, for that layer's own weights.
+"""Pre-forward hooks make each layer wait, on the device, for its own weights.
 
-A layer is what `hostward.core.inventory.layer_of` calls so: `model.layers.3`, `lm_head`. Its use point comes when its
+A layer is what `hostward.core.inventory.layer_of` calls so: `model.layers.3`, `lm_head`. Its hook fires when its
 module, or any module inside that owns one of its parameters, is about to run. Parameters outside numbered layers may
-also be read without their module being called (fused losses take `lm_head.weight`): they arrive no later than the
-numbered layer registered before them, or than the root, if there is none.
+also be read without their module being called (fused losses take `lm_head.weight`): they are waited for no later than
+the numbered layer registered before them, or than the root, if there is none.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Use = Callable[[str], None]
 
 
 class ForwardHooks:
-    """Hooks of one module that report use points.
+    """ForwardHooks reports when forward of a module is about to use the weights of its layers.
 
     Args:
         module: the module whose forward uses the parameters, without wrappers around it.
-        layers: of each tracked parameter, by name; in order of use in forward.
+        layers: the layer of each tracked parameter, by name; in order of use in forward.
         tracked: the parameters.
-        use: is told the layer.
-        use_all: is told that all weights are about to be read.
-        leave: is told that forward of the module is over.
-        in_ddp: is told that it runs within DistributedDataParallel.
+        use: called with the layer whose weights are about to be used.
+        use_all: called when all weights are about to be read.
+        leave: called when forward of the module is over.
+        in_ddp: called when the module runs within DistributedDataParallel.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ForwardHooks:
         by_module: dict[torch.nn.Module, list[str]] = {}
         modules: dict[str, torch.nn.Module] = {}
         for path, part in module.named_modules():
-            modules.setdefault(plain_name(path), part)  # of a wrapper and what it wraps, the wrapper
+            modules.setdefault(plain_name(path), part)  # the wrapper wins over what it wraps
         before: str | None = None
         for t in tracked:
             layer = layers[t.name]
@@ -110,7 +110,11 @@ def _numbered(layer: str) -> bool:
 
 
 class _UseHook:
-    """Forward pre-hook. A module that is copied or pickled takes its hooks along; the copy's weights are not ours."""
+    """_UseHook is the forward pre-hook that reports layers.
+
+    A module that is copied or pickled takes its hooks along; the copy's weights are not the optimizer's, so there the
+    hook does nothing.
+    """
 
     def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None, layers: tuple[str, ...] = ()) -> None:
         self._forward_hooks = arrivals
@@ -124,7 +128,7 @@ class _UseHook:
 
 
 class _LeaveHook:
-    """Forward hook."""
+    """_LeaveHook is the forward hook that reports the end of the module's forward."""
 
     def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None) -> None:
         self._forward_hooks = arrivals
@@ -140,7 +144,7 @@ class _LeaveHook:
 
 
 class _StateHook:
-    """Before `state_dict()` of a module: it hands out weights."""
+    """_StateHook runs before `state_dict()` of a module, which reads all its weights."""
 
     def __init__(self, arrivals: weakref.ref[ForwardHooks] | None = None) -> None:
         self._forward_hooks = arrivals
@@ -154,7 +158,7 @@ class _StateHook:
         return _StateHook, ()
 
 
-# A compiled caller breaks its graph here and goes on behind the wait; nothing inside is compiled. As
+# A compiled caller breaks its graph here and goes on after the wait; nothing inside is compiled. Does the same as
 # torch.compiler.disable, which would import the compiler for those who do not compile.
 @_disable_dynamo
 def _report(arrivals: Any, layers: tuple[str, ...]) -> None:

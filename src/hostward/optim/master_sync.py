@@ -1,9 +1,10 @@
-"""Weights changed behind the optimizer: noticing it, and the rule for what happens then (docs/how-it-works.md).
+"""WeightWatch notices weights that other code has changed; docs/how-it-works.md has the rule for what happens then.
 
-Seen are `load_state_dict` of a known module (equal bits afterwards: nothing has changed), writes in place (the version
-counter moved), assignments to `.data` (the address moved), and writes through `.data` (the fence hands it out, and the
-counter that it has moved). Where an address was handed out, or others hold the memory of a weight when a step ends,
-its bits are compared. A replaced Parameter object or layer, or one of another shape, dtype or device, is a typed error.
+It sees `load_state_dict` of a known module (equal bits afterwards: nothing has changed), writes in place (the version
+counter moved), assignments to `.data` (the address moved), and writes through `.data` (the fence hands out `.data`, and
+its version counter has moved). Where an address was handed out, or others hold the memory of a weight when a step ends,
+its bits are compared. A replaced Parameter object or layer, or one of another shape, dtype or device, raises a typed
+error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hostward.model.parameters import ParamRecord, local_of, paths_of
 
 
 class WeightWatch:
-    """Remembers version and address of every tracked weight, and says which weights somebody else has written since."""
+    """WeightWatch remembers version and address of every tracked weight, and reports those that others have written."""
 
     def __init__(
         self,
@@ -39,18 +40,18 @@ class WeightWatch:
         self._before_load: dict[str, torch.Tensor] = {}
         """Bit sums before a load."""
         self._sums: dict[str, torch.Tensor] = {}
-        """Bit sums of weights that may be written without torch's noticing."""
+        """Bit sums of weights that may be written without torch noticing."""
         self._handed: dict[str, list[tuple[torch.Tensor, int]]] = {}
-        """By weight, for each `.data` that was handed out: a tensor with its version counter, and that counter then."""
+        """Handed-out `.data`, by weight: a tensor with its version counter, and that counter at the time."""
         self._loaded: set[str] = set()
         self._moving: Collection[str] = ()
         self._sharded = frozenset(t.name for t in self._tracked if t.sharded)
         self._unlike_others: Collection[str] = self._sharded
-        """Weights of which another thing than version and address is remembered: these, and those that come and go."""
+        """Weights tracked by more than version and address: sharded ones, and those that are offloaded and reloaded."""
         self._present: Callable[[str], AbstractContextManager[None]] = _as_it_is
         self._handles: list[RemovableHandle] = []
         self._of_now: tuple[dict[str, Any], ...] = self._before_load, self._sums, self._handed
-        """What is forgotten of a weight once its present contents are the optimizer's own."""
+        """Records that are dropped once a weight's present contents are the optimizer's own."""
         self.remember(self._tracked)
         by_owner: dict[torch.nn.Module, list[ParamRecord]] = {}
         for t in self._tracked:
@@ -64,7 +65,10 @@ class WeightWatch:
     def follow(
         self, names: Collection[str], present: Callable[[str], AbstractContextManager[None]] | None = None
     ) -> None:
-        """These weights come and go, with their storage objects in place; within `present(name)` one is there."""
+        """Treat these weights as offloaded and reloaded; their storage objects stay the same.
+
+        Within `present(name)` the weight of that name is on the device.
+        """
         known = [t for t in self._tracked if self.knows(t)]
         self._moving, self._present = names, present or _as_it_is
         self._unlike_others = self._sharded.union(names)
@@ -72,11 +76,11 @@ class WeightWatch:
             self._known[t.name] = self._seen(t)
 
     def knows(self, t: ParamRecord) -> bool:
-        """Whether the contents of a weight are still the optimizer's own."""
+        """Return whether the contents of a weight are still the optimizer's own."""
         return self._known[t.name] == self._seen(t) and not self._written_unseen(t)
 
     def _written_unseen(self, t: ParamRecord) -> bool:
-        """Whether it was written through `.data` or an address."""
+        """Return whether the weight was written through `.data` or an address."""
         if any(each._version != version for each, version in self._handed.get(t.name, ())):
             return True
         before = self._sums.get(t.name)
@@ -97,7 +101,7 @@ class WeightWatch:
         return parameter._version, parameter.data_ptr()
 
     def remember(self, tracked: Sequence[ParamRecord]) -> None:
-        """The present contents of these weights are the optimizer's own."""
+        """Record the present contents of these weights as the optimizer's own."""
         known, unlike = self._known, self._unlike_others
         for t in tracked:
             parameter = t.parameter
@@ -109,7 +113,7 @@ class WeightWatch:
                 self._loaded.discard(t.name)
 
     def before_load(self, t: ParamRecord) -> None:
-        """Something may be loaded into this weight: what it holds now is compared with what it holds afterwards."""
+        """Remember what a weight holds before a load, to compare it with what it holds afterwards."""
         if self._arrive is not None:
             self._arrive()
         if self.knows(t):
@@ -118,12 +122,14 @@ class WeightWatch:
         self._loaded.add(t.name)
 
     def was_loaded(self, t: ParamRecord) -> bool:
-        """Whether a module's `load_state_dict` has written it since it was last remembered."""
+        """Return whether a module's `load_state_dict` has written the weight since it was last remembered."""
         return t.name in self._loaded
 
     def expect_broadcast(self) -> None:
-        """Weights that come from a checkpoint are broadcast next where a model is wrapped for data parallelism: equal
-        bits afterwards change nothing. Those that come and go are left out: their bytes are elsewhere.
+        """Expect a broadcast of the weights, and ignore it where it changes no bits.
+
+        Weights from a checkpoint are broadcast next where a model is wrapped for data parallelism: equal bits
+        afterwards change nothing. Weights that are offloaded and reloaded are left out: their bytes are elsewhere.
         """
         for t in self._tracked:
             if t.name not in self._moving:
@@ -133,8 +139,10 @@ class WeightWatch:
     @torch.inference_mode(False)
     @torch.no_grad()
     def exposed(self, t: ParamRecord, alias: torch.Tensor | None) -> None:
-        """Somebody can write the weight now without its version counter: through `alias`, which has one of its own, or
-        (None) by its address. Its present contents are complete.
+        """Record that other code can now write the weight without its version counter.
+
+        It writes through `alias`, which has a counter of its own, or (None) by the weight's address. The weight's
+        present contents are complete.
         """
         if alias is None:
             self.compare([t])
@@ -142,14 +150,14 @@ class WeightWatch:
             self._handed.setdefault(t.name, []).append((witness_of(local_of(alias)), local_of(alias)._version))
 
     def compare(self, tracked: Iterable[ParamRecord]) -> None:
-        """Whether these weights have been written is to be told by their bits from now on."""
+        """Detect writes to these weights by their bits from now on."""
         for t in tracked:
             if t.name not in self._sums and self.knows(t):
                 with self._present(t.name):
                     self._sums[t.name] = bit_sum(t.local.data)
 
     def changed(self) -> list[ParamRecord]:
-        """Weights written by others since they were last remembered.
+        """Return the weights that others have written since they were last remembered.
 
         Raises:
             ModelError: a parameter was replaced by another object, or has another shape, dtype or device now.
@@ -182,7 +190,7 @@ class WeightWatch:
         )
 
     def require_no_newcomers(self) -> None:
-        """Raises ModelError for a gradient of a parameter that came into the module after the optimizer was made."""
+        """Raise ModelError for a gradient of a parameter that was added to the module after the optimizer was made."""
         self._structure.require_no_newcomers()
 
     def close(self) -> None:
@@ -196,7 +204,7 @@ def _as_it_is(_: str) -> AbstractContextManager[None]:
 
 
 class _LoadHook:
-    """Notes what a module's weights hold before its load_state_dict copies into them, whatever other hooks make of it.
+    """_LoadHook records a module's weights before its load_state_dict copies into them, whatever other hooks do.
 
     A module that is copied or pickled takes its hooks along. The copy's weights are not the optimizer's, so there the
     hook watches nothing.
@@ -229,15 +237,16 @@ def _require_at_home(t: ParamRecord) -> None:
 
 
 def witness_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares the version counter of another one, and nothing else."""
+    """Return a tensor that shares the version counter of another one, and nothing else."""
     witness = tensor.detach()
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum over the bits of a tensor and their positions, int64 [] on its device: equal for equal bits, else
-    equal once in 2^64.
+    """Return a 64-bit sum over the bits of a tensor and their positions, int64 [] on its device.
+
+    Equal bits have equal sums; different bits have equal sums once in 2^64.
     """
     integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     flat = tensor.detach().contiguous().view(integer).view(-1)
@@ -263,13 +272,13 @@ def _told(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     return f"{dtype} {tuple(shape)} on {device}"
 
 
-# Layers replaced, added or tied in a module after its optimizer was made: noticing it.
+# Noticing layers replaced, added or tied in a module after its optimizer was made.
 #
-# The new parameters get gradients that nobody steps, the old ones get none, and nothing else would say so.
+# The new parameters get gradients that no optimizer steps, the old ones get none, and nothing else would report it.
 
 
 class Structure:
-    """Which modules and parameters a module consists of, and which of these parameters the optimizer tracks.
+    """Structure notices layers and parameters that were replaced, added or tied after the optimizer was made.
 
     Args:
         root: the module without wrappers; None if it is not known: then nothing is noticed.
@@ -282,10 +291,10 @@ class Structure:
         paths = paths_of(root)
         self._at = {path: self._tracked[id(p)] for path, p in paths.items() if id(p) in self._tracked}
         self._others = {id(p): p for p in paths.values() if id(p) not in self._tracked}
-        """Parameters that were there from the start and belong to someone else, or are frozen."""
+        """Parameters that were there from the start and belong to another optimizer, or are frozen."""
         self._newcomers: list[tuple[str, torch.nn.Parameter]] = []
         self.as_made = root is not None
-        """No look has ever found a difference: what was where at first still is."""
+        """True while no check has found a difference: everything is still where it was at first."""
         self._look()
 
     def _look(self) -> None:
@@ -293,8 +302,9 @@ class Structure:
         self._parts = self._present()
 
     def _present(self) -> list[object]:
-        """What the modules last looked at consist of now. Plain, since it is asked at every step: 0.3 ms for 1,000
-        parameters.
+        """Return what the modules last looked at consist of now.
+
+        The code is plain since every step calls it: 0.3 ms for 1,000 parameters.
         """
         parts: list[object] = []
         for module in self._modules:
@@ -304,7 +314,7 @@ class Structure:
         return parts
 
     def require_same(self) -> None:
-        """Follow what has changed since the last look: wrapped layers, layers taken out, new ones.
+        """Follow what has changed since the last check: wrapped layers, removed layers, new ones.
 
         Raises:
             ModelError: another parameter is now in the place of one that the optimizer steps.
@@ -347,7 +357,7 @@ class Structure:
         )
 
     def require_no_newcomers(self) -> None:
-        """Raises ModelError for a gradient of a parameter that came into the module after the optimizer was made."""
+        """Raise ModelError for a gradient of a parameter that was added to the module after the optimizer was made."""
         for path, parameter in self._newcomers:
             if parameter.grad is not None:
                 raise ModelError(

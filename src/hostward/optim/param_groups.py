@@ -1,4 +1,4 @@
-"""Parameter groups: their hyper-parameters checked, made plain for a state dict, and compared with saved ones."""
+"""This module checks parameter groups, makes them plain for a state dict, and compares them with saved ones."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NOT_SUPPORTED: Mapping[str, str] = {
     "capturable": "a step waits for the step before, which no CUDA graph can hold",
     "differentiable": "the step is made outside of autograd",
 }
-"""Options of torch.optim.AdamW that are taken at their defaults, and why they are not at another value."""
+"""AdamW options of torch.optim that are accepted at their defaults only, and why other values are not supported."""
 
 
 def described(optimizer: Any) -> str:
-    """What `print(optimizer)` says: sizes and settings of its groups, without names of parameters, and its plan."""
+    """Return the text of `print(optimizer)`: sizes and settings of its groups, without parameter names, and plan."""
     lines = [f"{type(optimizer).__name__} ("]
     for number, group in enumerate(optimizer.param_groups):
         numel = sum(parameter.numel() for parameter in group["params"])
@@ -43,7 +43,7 @@ def described(optimizer: Any) -> str:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raises ConfigError for hyper-parameters of another kind, or outside their range."""
+    """Raise ConfigError for hyper-parameters of another kind, or outside their range."""
     missing = [key for key in _HYPERPARAMETERS if key not in group]
     if missing:
         raise ConfigError(f"a parameter group has no {missing[0]!r}", fix="change values of a group, not the group")
@@ -67,7 +67,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_variants(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option of torch.optim.AdamW that asks for another step than this one."""
+    """Raise ConfigError for an option of torch.optim.AdamW that asks for another step than this one."""
     for key, why in _NOT_SUPPORTED.items():
         value = options.get(key)
         if value is not None and value is not False:
@@ -81,8 +81,9 @@ def check_variants(options: Mapping[str, Any]) -> None:
 
 
 def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
-    """Raises ConfigError for a key of a new group that looks like an option and has no effect there. Other keys are the
-    user's own, or a scheduler's; they are kept and saved.
+    """Raise ConfigError for a key of a new group that looks like an option and has no effect there.
+
+    Other keys are the user's own, or a scheduler's; they are kept and saved.
 
     Args:
         options: names of what the optimizer as a whole takes.
@@ -105,8 +106,10 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
 
 
 def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRecord]) -> None:
-    """Raises ModelError unless `param_groups` hold what was added to them: by hand nothing may be put in, taken out,
-    moved or renamed, because state and hyper-parameters are found by group and by name.
+    """Raise ModelError unless `param_groups` hold what was added to them.
+
+    By hand nothing may be put in, taken out, moved or renamed, because state and hyper-parameters are found by group
+    and by name.
     """
     if _hold(groups, tracked):
         return
@@ -129,7 +132,10 @@ def check_members(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRe
 
 
 def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRecord]) -> bool:
-    """Whether the groups hold these, one behind the other. Asked at every step, so all of them are compared at once."""
+    """Return whether the groups hold exactly these parameters, in this order.
+
+    Every step calls it, so all of them are compared at once.
+    """
     params = [list(group.get("params", ())) for group in groups]
     names = [name for group in groups for name in group.get("param_names", ())]
     return (
@@ -140,7 +146,7 @@ def _hold(groups: Sequence[Mapping[str, Any]], tracked: Sequence[ParamRecord]) -
 
 
 def checked_norm(value: float | None) -> float:
-    """`max_grad_norm` as a float, 0 for no clipping. Raises ConfigError."""
+    """Return `max_grad_norm` as a float, 0 for no clipping. Raises ConfigError."""
     if value is None:
         return 0.0
     if not is_number(value) or not math.isfinite(value) or value < 0:
@@ -149,7 +155,7 @@ def checked_norm(value: float | None) -> float:
 
 
 def checked_backend(value: object) -> Backend | None:
-    """Raises ConfigError for what is none, as the name of a device."""
+    """Return the backend. Raises ConfigError for anything else, such as the name of a device."""
     if value is None or isinstance(value, Backend):
         return value
     raise ConfigError(
@@ -160,7 +166,7 @@ def checked_backend(value: object) -> Backend | None:
 
 
 def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) -> float | str | ShareOf:
-    """`streamed_fraction` as a float, "auto" or a function. Raises ConfigError."""
+    """Return `streamed_fraction` as a float, "auto" or a function. Raises ConfigError."""
     if value == AUTO or callable(value):
         return 0.0 if use_torch_optimizer else value
     if isinstance(value, str):
@@ -176,7 +182,7 @@ def checked_streamed(value: float | str | ShareOf, use_torch_optimizer: bool) ->
 
 
 def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
-    """Whether `gradients` asks for sums on the host. Raises ConfigError."""
+    """Return whether `gradients` asks for accumulation on the host. Raises ConfigError."""
     if value not in ("device", "host"):
         fix = '"host" adds those of several microbatches up there, "device" leaves them where they are made'
         raise ConfigError(f'gradients must be "device" or "host", got {value!r}', fix=fix)
@@ -198,7 +204,7 @@ def sums_on_host(value: object, *, overlap: bool, grad_dtype: object) -> bool:
 
 
 def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises ConfigError for a dtype in which no step is defined, or one that `.grad` already differs from."""
+    """Raise ConfigError for a dtype in which no step is defined, or one that `.grad` already differs from."""
     if dtype is None:
         return
     if dtype not in DTYPES:
@@ -216,7 +222,7 @@ def check_grad_dtype(dtype: object, parameters: Mapping[str, torch.Tensor]) -> N
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises ConfigError unless the option is None or a positive whole number."""
+    """Raise ConfigError unless the option is None or a positive whole number."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}", fix="None: by this machine's means")
 
@@ -226,7 +232,7 @@ def is_number(value: object) -> bool:
 
 
 def plain(key: str, value: object) -> object:
-    """A value of a group as a state dict may hold it. Raises ModelError."""
+    """Return a value of a group as a state dict may hold it. Raises ModelError."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, tuple):
@@ -237,14 +243,14 @@ def plain(key: str, value: object) -> object:
 
 
 def shown(names: Sequence[str]) -> str:
-    """The first of them, for a log."""
+    """Return the first names as text for a log."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def saved_parts(
     state_dict: Mapping[str, Any], state_format: int, owner: str
 ) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """(state, groups) of a saved state. Raises CheckpointError for anything that is not one."""
+    """Return (state, groups) of a saved state. Raises CheckpointError for anything else."""
     theirs = state_dict.get("optimizer", owner)
     if theirs != owner:
         raise CheckpointError(
@@ -270,8 +276,11 @@ def saved_parts(
 
 
 def _by_name(state: Any, groups: Any) -> tuple[Mapping[str, Mapping[str, Any]], list[Mapping[str, Any]]] | None:
-    """What `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` made of a state of hostward: keys are
-    numbers then, maybe as texts, and the format is left out. None for anything else; torch's own counts are floats.
+    """Return (state, groups) by name from a state that torch.distributed.checkpoint has numbered.
+
+    None for anything else. `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` makes the keys of a state
+    of hostward numbers, maybe as texts, and leaves the format out. torch's own step counts are floats, those of
+    hostward int64.
     """
     if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
         return None
@@ -291,7 +300,7 @@ def _by_name(state: Any, groups: Any) -> tuple[Mapping[str, Mapping[str, Any]], 
 
 
 def require_known(state: Mapping[str, object], known: Collection[str]) -> None:
-    """Raises CheckpointError for a saved state that holds more than the parameters of this optimizer."""
+    """Raise CheckpointError for a saved state that holds more than the parameters of this optimizer."""
     extra = [name for name in state if name not in known]
     if extra:
         raise CheckpointError(
@@ -310,7 +319,10 @@ def _is_whole(state: object, groups: object) -> bool:
 
 
 def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """What a saved group sets in `mine`. Raises CheckpointError for hyper-parameters that no step can be made with."""
+    """Return what a saved group sets in `mine`.
+
+    Raises CheckpointError for hyper-parameters that no step can be made with.
+    """
     settings = {key: tuple(value) if key == "betas" else value for key, value in saved.items() if key not in _NAMES}
     try:
         check_group({**mine, **settings})
@@ -320,7 +332,7 @@ def checked_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[
 
 
 def check_same_names(what: str, theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
-    """Raises CheckpointError unless both have the same names in the same groups and order."""
+    """Raise CheckpointError unless both have the same names in the same groups and order."""
     if [list(x) for x in theirs] == [list(x) for x in mine]:
         return
     missing = sorted({n for g in mine for n in g} - {n for g in theirs for n in g})[:5]

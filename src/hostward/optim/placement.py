@@ -1,4 +1,8 @@
-"""Where the optimizer's state goes: by a plan, or a share of it, and a share of that streamed, asked or by rates."""
+"""This module decides where the optimizer's state is placed.
+
+A plan says so, or a share of the state that is offloaded; the share of that with a GPU step (streamed) is given or
+chosen from measured rates.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +32,17 @@ log = logging.getLogger("hostward")
 
 AUTO = "auto"
 ShareOf = Callable[[Rates], float]
-"""Tells the share of offloaded state to stream, from rates measured on this machine."""
+"""Function that returns the share of offloaded state to stream, from rates measured on this machine."""
 
 
 class PlacementPolicy:
-    """Chooses placements.
+    """PlacementPolicy chooses the placement of every bucket.
 
     Args:
         offload_fraction: share of the state off the device.
-        streamed: share of that, or "auto", or what tells it.
-        plan: says where each bucket goes instead; a plan or a file that holds one.
-        gradients: where the optimizer adds them up, "device" or "host"; None: as the plan says, or "device".
+        streamed: share of that which is stepped on the GPU, or "auto", or a function that returns it.
+        plan: says where each bucket is placed instead; a plan or a file that holds one.
+        gradients: where the optimizer accumulates them, "device" or "host"; None: as the plan says, or "device".
         device_memory: with `offload_fraction="auto"`, the most bytes of weights, gradients and state on the device.
 
     Raises:
@@ -65,18 +69,19 @@ class PlacementPolicy:
             gradients = _gradients_of(self._plan)
         self.gradients = "device" if gradients is None else gradients
         self.staging_bytes = None if self._plan is None else self._plan.staging_bytes
-        """Of the plan: device memory for streamed state; None: not bounded."""
+        """Device memory for the GPU staging buffers of streamed state, by the plan; None: not bounded."""
         self.pin_gradients = self._plan is None or self._plan.pin_gradients
         self.pin_weights = self._plan is None or self._plan.pin_weights
         self.rates: Rates | None = None
-        """Measured once, before state is allocated; None if nothing depended on them."""
+        """Rates measured once, before state is allocated; None if nothing depended on them."""
 
     def streamed_share(
         self, backend: Backend, buckets: Sequence[Bucket], offload_fraction: float, ranks: Ranks | None = None
     ) -> float:
-        """The share of offloaded state to stream, the same on all of `ranks`. On a device without a link there is
-        nothing to overlap, and all of it is stepped on the host. Raises MemoryLimitError where there is no room to
-        measure.
+        """Return the share of offloaded state to stream, the same on all of `ranks`.
+
+        On a device without PCIe or NVLink to the host there is nothing to overlap, and all state takes the CPU
+        optimizer step. Raises MemoryLimitError where there is no memory to measure.
         """
         if isinstance(self._asked, float):
             return self._asked
@@ -85,11 +90,11 @@ class PlacementPolicy:
         if self.rates is None:
             self.rates = _measured(backend, ranks)
         if callable(self._asked):
-            if self._told is None:  # the same on all ranks, whatever each of them was told
+            if self._told is None:  # the same on all ranks, whatever the function returned on each
                 asked, rates = self._asked, self.rates
                 self._told = _most(lambda: checked_fraction(asked(rates), "streamed_fraction"), backend, ranks)
             return self._told
-        if not buckets:  # a rank without any has measured beside the others
+        if not buckets:  # a rank without any has measured together with the others
             return 0.0
         state_bytes, weight_bytes = state_bytes_per_element(buckets[0].kind), buckets[0].dtype.itemsize_bytes
         return streamed_share(self.rates, state_bytes=state_bytes, weight_bytes=weight_bytes)
@@ -104,12 +109,14 @@ class PlacementPolicy:
         split_master: bool = True,
         ranks: Ranks | None = None,
     ) -> tuple[tuple[Bucket, ...], Plan]:
-        """Buckets of parameters in order of use in forward, numbered from `first_index` on, and their placements.
+        """Return buckets of parameters in order of use in forward, and their placements.
+
+        Buckets are numbered from `first_index` on.
 
         Args:
-            grad_dtype: of gradients; None: that of the weights.
-            split_master: whether bf16 masters are split.
-            ranks: those that have parts of the same parameters; all place now.
+            grad_dtype: dtype of gradients; None: that of the weights.
+            split_master: whether bf16 weights keep only the low 16 bits of their fp32 main weight.
+            ranks: the ranks that have parts of the same parameters; all place now.
 
         Raises:
             ConfigError: a plan of other buckets, or of another division among ranks. MemoryLimitError: weights and
@@ -122,7 +129,7 @@ class PlacementPolicy:
         if self._budget_bytes is not None:
             least = partial(_least_fraction, buckets, grad_dtype, self._budget_bytes)
             self.offload_fraction = _most(least, backend, ranks)
-            self._budget_bytes = None  # groups that come later are placed alike
+            self._budget_bytes = None  # groups that are added later use the same share
         share = self.streamed_share(backend, buckets, self.offload_fraction, ranks)
         return buckets, place_fraction(buckets, self.offload_fraction, share)
 
@@ -154,8 +161,10 @@ def _budget_bytes(offload_fraction: object, device_memory: int | str | None) -> 
 
 
 def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, budget_bytes: int) -> float:
-    """The least share of state off the device with which weights, gradients, what stays of the state, and two staging
-    slots keep to the budget. Places are rounded to buckets, so one more is taken off.
+    """Return the least share of state to offload that keeps to the device memory budget.
+
+    Counted are weights, gradients, the state that stays, and two GPU staging buffers. Placements are rounded to
+    buckets, so one more is subtracted.
     """
     gradient = {b.index: grad_dtype.itemsize if grad_dtype is not None else b.dtype.itemsize_bytes for b in buckets}
     fixed = sum(b.numel * (b.dtype.itemsize_bytes + gradient[b.index]) for b in buckets)
@@ -174,8 +183,10 @@ def _least_fraction(buckets: Sequence[Bucket], grad_dtype: torch.dtype | None, b
 
 
 def _most(own: Callable[[], float], backend: Backend, ranks: Ranks | None) -> float:
-    """The most that `own` tells on any rank: parts differ in size, and the decisions that follow are made together. A
-    rank on which it raises tells the others first, which would wait for it.
+    """Return the largest value that `own` returns on any rank.
+
+    Parts differ in size, and the decisions that follow are made together. A rank on which `own` raises reports so to
+    the others first, which would wait for it.
 
     Raises RankError where it has raised on another rank.
     """
@@ -197,7 +208,10 @@ def _gradients_of(plan: PlanFile) -> str:
 
 
 def _require_use(streamed: float | str | ShareOf, offload_fraction: object, plan: object) -> None:
-    """A share that is asked for must be of something."""
+    """Require that a streamed share is a share of something.
+
+    Raises ConfigError together with a plan; warns if nothing is offloaded.
+    """
     if isinstance(streamed, str) or not streamed:
         return
     if plan is not None:
@@ -229,7 +243,7 @@ def _require_alone(plan: PlanFile, offload_fraction: float, gradients: str | Non
 
 
 def planned(plan: object) -> PlanFile | None:
-    """A plan, from its file where `plan` names one. Raises ConfigError for anything else."""
+    """Return a plan, read from its file where `plan` names one. Raises ConfigError for anything else."""
     if plan is None or isinstance(plan, PlanFile):
         return plan
     if isinstance(plan, (str, Path)):
@@ -243,7 +257,7 @@ def planned(plan: object) -> PlanFile | None:
 def placed_by_plan(
     plan: PlanFile, tracked: Sequence[ParamRecord], *, first_index: int, split_master: bool
 ) -> tuple[tuple[Bucket, ...], Plan]:
-    """Buckets of parameters in order of use in forward, and where the plan places them.
+    """Return buckets of parameters in order of use in forward, and where the plan places them.
 
     Raises ConfigError for a plan of another model, of another number of ranks, or of a model divided in another way.
     """
@@ -257,10 +271,10 @@ def placed_by_plan(
 
 
 def require_division(plan: PlanFile, named: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Among how many ranks these parameters are divided.
+    """Return among how many ranks these parameters are sharded.
 
     Raises ConfigError unless all are divided by rows among as many ranks as the plan is for, and nothing else is done
-    with them; for a plan for one GPU, unless they are whole.
+    with them; for a plan for one GPU, unless they are unsharded.
     """
     for name, parameter in named:
         ranks, by_rows = _division(name, parameter)
@@ -275,7 +289,7 @@ def require_division(plan: PlanFile, named: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def _division(name: str, parameter: torch.Tensor) -> tuple[int, bool]:
-    """Among how many ranks a parameter is divided, and whether each of them has rows of it that no other has."""
+    """Return among how many ranks a parameter is sharded, and whether each has rows that no other has."""
     if local_of(parameter) is parameter:
         return 1, True
     from hostward.distributed import fsdp2

@@ -1,5 +1,7 @@
-"""Which ranges of its bucket an operation is over, and the works of a point bound to one such choice; and which
-parameters lie in which ranges.
+"""Each operation runs over a selection of ranges of its bucket.
+
+This module makes that selection. It also binds the operations of a trigger to one such choice, and maps parameters to
+ranges.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from hostward.schedule.optimizer import grads_to_copy_out
 
 
 class Which(Enum):
-    """A question that is asked anew at every issue."""
+    """Members name selections of ranges, which are evaluated anew at every issue."""
 
     ALL = auto()
     """Ranges with a gradient in this step; in the step before, if the bucket has none yet."""
     UNSENT = auto()
-    """Those whose gradient has not been sent yet."""
+    """Ranges whose gradient has not been offloaded yet."""
     ADDED = auto()
-    """Those, on their way to totals on the host: an `Addition`."""
+    """Ranges whose gradient is being accumulated on the host: an `Addition`."""
     WITHOUT_SUMS = auto()
-    """Those whose total has changed since its partial sums were made."""
+    """Ranges whose sum has changed since its partial sums of the norm were made."""
 
 
 def which(op: Op) -> Which:
-    """What the operation of a bucket is over."""
+    """Return the selection of ranges that an operation of a bucket is over."""
     if op.kind is Kind.ADD:
         return Which.ADDED
     if op.kind is Kind.PARTIALS:
@@ -38,8 +40,9 @@ def which(op: Op) -> Which:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """Ranges to be added to totals: those that begin one, and those that go on with one. `last`: partial sums of the
-    norm are made as well.
+    """Addition holds the ranges to accumulate: those that begin a sum, and those that continue one.
+
+    With `last`, partial sums of the norm are made as well.
     """
 
     begin: Set[int]
@@ -52,18 +55,18 @@ Choice = Set[int] | Addition
 
 @dataclass(frozen=True, slots=True)
 class PointWorks:
-    """The operations of a point, bound to one choice of ranges: those before the first AdamW, then the rest."""
+    """PointWorks holds a trigger's operations for one choice of ranges: those before the first AdamW, then the rest."""
 
     schedule: Mapping[str, tuple[Op, ...]]
     asked: Sequence[tuple[int, Which]]
-    """What they depend on, by bucket."""
+    """Selections that the operations depend on, by bucket."""
     chosen: list[Choice]
-    """The answers."""
+    """Ranges selected, one entry for each of `asked`."""
     before: Batch
     stepping: Batch | None
 
 
-# Where parameters lie.
+# Where parameters are stored.
 
 
 Part = tuple[int, int, slice | None]
@@ -72,14 +75,14 @@ Part = tuple[int, int, slice | None]
 
 @dataclass(frozen=True, slots=True)
 class BucketMap:
-    """Which parameters lie in which ranges of which buckets."""
+    """BucketMap says which parameters are stored in which ranges of which buckets."""
 
     parts: Mapping[str, Sequence[Part]]
-    """By parameter."""
+    """Parts by name of the parameter."""
     names: Sequence[tuple[str, ...]]
-    """By bucket: the parameters in it."""
+    """Parameters in each bucket."""
     sources: Sequence[Sequence[tuple[str, slice | None]]]
-    """By bucket and range: the parameter, and which elements of it; None: all."""
+    """Parameter name and which elements of it, by bucket and range; None: all."""
     copied_out: frozenset[int]
     """Buckets whose gradients are copied out of the memory in which a backward has made them."""
 
@@ -91,11 +94,11 @@ def bucket_map(
     *,
     overlap: bool,
 ) -> BucketMap:
-    """The map of these buckets and parameters; of some sharded parameters this process may have nothing.
+    """Return the map of these buckets and parameters; this process may have no part of a sharded parameter.
 
     Args:
         together: names of parameters whose gradients are made in one memory, for each such memory.
-        overlap: gradients leave during backward.
+        overlap: gradients are offloaded during backward.
     """
     index = {state: b for b, state in enumerate(states)}
     parts: dict[str, list[Part]] = {

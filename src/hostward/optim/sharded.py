@@ -1,4 +1,4 @@
-"""Parameters sharded by FSDP2: what of them lies here, and what is done when FSDP2 gathers and reduces."""
+"""Support parameters sharded by FSDP2: the shards stored here, and the work when FSDP2 gathers and reduces."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 def require_sharding(places: ParamRegistry, tracked: Sequence[ParamRecord]) -> None:
-    """Raises ModelError or ConfigError unless all parameters are sharded by FSDP2 in a way that steps are defined for,
-    or none is.
+    """Require that FSDP2 shards all parameters in a supported way, or none.
+
+    Raises ModelError or ConfigError otherwise.
     """
     if places.sharding is None:
         for t in tracked:
@@ -43,8 +44,10 @@ def accumulate_in(
     states: Sequence[BucketState],
     summed: Set[int],
 ) -> None:
-    """Let gradients add up in `dtype` in `.grad`, but those of the buckets `summed`, which the host adds up in float32
-    as they come: in the dtype of their parameters, which is fewer bytes and the same values.
+    """Accumulate gradients in `dtype` in `.grad`, except those of the buckets `summed`.
+
+    The host accumulates those in float32 as they are offloaded: they keep the dtype of their parameters, which is fewer
+    bytes and the same values.
     """
     of = {t.name: t.parameter for t in tracked}
     buckets = [{id(of[r.name]) for r in states[b].bucket.ranges} for b in summed]
@@ -58,8 +61,10 @@ def accumulate_in(
 
 
 def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Set[int]:
-    """Parameters of groups that have all of theirs in these buckets, which share none with another group: FSDP2 knows
-    one dtype for a group, and a bucket's gradients leave in one.
+    """Return the parameters of FSDP2 groups whose gradients can keep their dtype.
+
+    These groups have all of their parameters in these buckets, which share none with another group: FSDP2 knows one
+    dtype for a group, and a bucket's gradients are offloaded in one.
     """
     here = set().union(*buckets)
     groups = [
@@ -77,14 +82,14 @@ def _left_as_they_are(sharding: fsdp2.Groups, buckets: Sequence[Set[int]]) -> Se
 
 
 def made_together(groups: fsdp2.Groups | None, tracked: Sequence[ParamRecord]) -> list[list[str]]:
-    """Names of the parameters of each group: what is reduced of their gradients lies in one memory."""
+    """Return the parameter names of each FSDP2 group: its reduced gradients are stored in one memory."""
     names = {id(t.parameter): t.name for t in tracked}
     own = [] if groups is None else [parameters for parameters, _ in groups.gathered_together()]
     return [[names[id(p)] for p in parameters if id(p) in names] for parameters in own]
 
 
 def ranks_of(tracked: Sequence[ParamRecord]) -> GroupRanks | None:
-    """Those that have parts of these parameters; None where this process has all."""
+    """Return the ranks that have parts of these parameters; None where this process has all."""
     if not tracked[0].sharded:
         return None
     from hostward.distributed import fsdp2
@@ -100,8 +105,9 @@ def across_ranks(
     stages: dist.ProcessGroup | None,
     uncounted: Set[str],
 ) -> Across | None:
-    """The norm over all ranks of sharded parameters, and over processes with other `stages` of a model; None where this
-    process has all. `uncounted`: names of weights that count on another stage.
+    """Return the norm over all ranks of sharded parameters, and over processes with other `stages` of a model.
+
+    None where this process has all. `uncounted`: names of weights that count on another stage.
     """
     others = None if stages is None else GroupRanks([stages])
     device = tracked[0].local.device
@@ -137,19 +143,20 @@ def across_ranks(
 
 
 def _counted(states: Sequence[BucketState], counting: Mapping[str, int]) -> list[int]:
-    """Of each partial sum what its parameter has in `counting`, 1 by default."""
+    """Return for each partial sum what its parameter has in `counting`, 1 by default."""
     ranges = [r for state in states for r in state.bucket.ranges]
     return [counting.get(r.name, 1) for r in ranges for _ in range(chunks_of(r.numel))]
 
 
 class EmptyParts:
-    """Step counts of parameters of which this process has no element: by name, int64 [1] on the device.
+    """EmptyParts keeps the step counts of parameters of which this process has no element.
 
-    Other ranks count them beside their state. Here nothing steps, and yet a saved state has one count for all ranks.
+    They are int64 [1] on the device, by name. Other ranks count these parameters together with their state. Here
+    nothing steps, and yet a saved state has one count for all ranks.
     """
 
     def __init__(self, backend: Backend, tracked: Sequence[ParamRecord], before: EmptyParts | None) -> None:
-        """`before`: those that there were before parameters were added."""
+        """Allocate the counts. `before`: those that there were before parameters were added."""
         self._backend = backend
         self._counts: dict[str, Buffer] = {} if before is None else dict(before._counts)
         empty = [t.name for t in tracked if t.sharded and not t.local.numel() and t.parameter.numel()]
@@ -161,7 +168,7 @@ class EmptyParts:
         return {name: count.data for name, count in self._counts.items()}
 
     def step(self, names: Sequence[str], skip: Buffer) -> None:
-        """A step has been issued over these and others: those among them advance unless it is skipped."""
+        """Advance the counts of those among `names` whose step was issued, unless the step is skipped."""
         stepped = [self._counts[name] for name in names if name in self._counts]
 
         def run() -> None:
@@ -173,10 +180,10 @@ class EmptyParts:
 
 
 class Sharded:
-    """Reports use points, and clears what stands in `.grad`, when FSDP2 is about to gather and to reduce.
+    """Sharded waits for weights before FSDP2 gathers, and clears what is stored in `.grad` before it reduces.
 
     Args:
-        layers: the use point's layer of each tracked parameter, by name.
+        layers: the layer with which each tracked parameter is used, by name.
     """
 
     def __init__(
@@ -202,7 +209,7 @@ class Sharded:
         if stream is None:
             self.before_use(parameters)
             return
-        # Not by a wait of the compute lane: what it still has to do would come before the gather then.
+        # The compute stream does not wait: its remaining work would then have to finish before the gather.
         for layer in self._layers_of(parameters):
             self._executor.wait_on_stream(layer, stream)
 
@@ -225,14 +232,17 @@ class Sharded:
 
 
 class StagesScaler(torch.amp.GradScaler):
-    """A gradient scaler that looks at the gradients of all stages of a model: their scales rise and fall together.
+    """StagesScaler is a gradient scaler that checks the gradients of all stages of a model, so scales change together.
 
-    torch's own sees those of its own stage. Where all of these have left in backward, the norm over all stages tells
-    it; whether they have may differ from stage to stage, and then one would refuse a step that the others take.
+    torch's own sees those of its own stage. Where all of these were offloaded in backward, the norm over all stages
+    reports overflow; whether they were may differ from stage to stage, and then one stage would raise in a step that
+    the others take.
     """
 
     def __init__(self, device: str, stages: dist.ProcessGroup, **options: Any) -> None:
-        """`device`: its type. `stages`: those that the optimizer has. `options`: as of `torch.amp.GradScaler`."""
+        """Create the scaler. `device`: its type. `stages`: those that the optimizer has. `options`: as of
+        `torch.amp.GradScaler`.
+        """
         super().__init__(device, **options)
         self._stages = stages
 
@@ -247,7 +257,7 @@ class StagesScaler(torch.amp.GradScaler):
 
 
 def require_one_scale(optimizer: object, stages: object) -> None:
-    """Raises ModelError where a gradient scaler has looked at the gradients of one of several `stages` alone."""
+    """Raise ModelError where a gradient scaler has looked at the gradients of one of several `stages` alone."""
     looked = getattr(optimizer, "found_inf", None) is not None
     together = vars(optimizer).pop("looked_at_over", None) is stages  # for this step alone
     if stages is None or not looked or together:

@@ -1,4 +1,4 @@
-"""State by parameter name: read, written, checked and re-seeded, wherever its ranges lie."""
+"""This module reads, writes, checks and re-seeds state by parameter name, wherever its ranges are stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _ROLES = ("exp_avg", "exp_avg_sq")
 
 
 class StateAccess:
-    """Whole-parameter access over the ranges of all buckets. Lanes must be empty while it is used."""
+    """StateAccess gives whole-parameter access over the ranges of all buckets.
+
+    All streams must be idle while it is used.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class StateAccess:
         self.empty_counts: Mapping[str, torch.Tensor] = {}
         """Step counts of parameters of which this process has no element, int64 [1]."""
         self.present: Callable[[str], AbstractContextManager[None]] | None = None
-        """Weights that come and go are on the device within `present(name)`."""
+        """Context within which an offloaded weight is on the device: `present(name)`."""
 
     def _there(self, name: str) -> AbstractContextManager[None]:
         if is_away(self._tracked[name].parameter):
@@ -41,7 +44,7 @@ class StateAccess:
         return nullcontext() if self.present is None else self.present(name)
 
     def require(self, name: str) -> None:
-        """Raises ModelError for a name that is not tracked."""
+        """Raise ModelError for a name that is not tracked."""
         if name not in self._tracked:
             raise ModelError(f"the optimizer tracks no parameter {name!r}", fix="use names of optimizer.inventory")
 
@@ -50,18 +53,19 @@ class StateAccess:
         return pieces[0][0].bucket.kind if pieces else MasterKind.WEIGHT
 
     def pieces(self, name: str) -> Sequence[tuple[BucketState, int, Range]]:
-        """(bucket state, index within the bucket, range) of a parameter's parts, in order of start."""
+        """Return (bucket state, index within the bucket, range) of a parameter's parts, in order of start."""
         return self._pieces.get(name, ())
 
     def copied_bytes(self) -> int:
-        """Host bytes that `read` allocates for all parameters together."""
+        """Return the host bytes that `read` allocates for all parameters together."""
         parameters = [t.local for t in self._tracked.values()]
         return sum(p.numel() * (8 if p.dtype is torch.float32 else 12) for p in parameters)
 
     def read(self, name: str, *, copy: bool = True) -> dict[str, torch.Tensor]:
-        """CPU tensors: step int64 [], moments float32 [shape], master float32 [shape] for 16-bit weights.
+        """Return CPU tensors: step int64 [], moments float32 [shape], fp32 main weight [shape] for 16-bit weights.
 
-        Fresh ones; with copy=False those that lie on the host in one piece are views of the state itself.
+        They are fresh ones; with copy=False those that are stored on the host in one piece are views of the state
+        itself.
         """
         parameter = self._tracked[name].local
         found = [(state, r, dict(slab_views(state, index))) for state, index, r in self._pieces.get(name, ())]
@@ -81,12 +85,12 @@ class StateAccess:
         return {"step": torch.tensor(self.count(name), dtype=torch.int64, device="cpu"), **placed}
 
     def count(self, name: str) -> int:
-        """Steps of a parameter."""
+        """Return the number of steps of a parameter."""
         counts = [state.counts.data[i : i + 1] for state, i, _ in self._pieces.get(name, ())]
         return next((int(count.item()) for count in (*counts, *self._empty_count(name))), 0)
 
     def empty(self, name: str) -> dict[str, torch.Tensor]:
-        """What `read` returns, without its contents."""
+        """Return what `read` returns, without its contents."""
         tracked = self._tracked[name]
         roles = [*_ROLES, *([] if tracked.local.dtype is torch.float32 else ["master"])]
         made = {r: tracked.like(torch.empty(tracked.local.shape, dtype=torch.float32, device="cpu")) for r in roles}
@@ -96,8 +100,9 @@ class StateAccess:
         return [self.empty_counts[name]] if name in self.empty_counts else []
 
     def write(self, name: str, saved: Mapping[str, torch.Tensor]) -> bool:
-        """Take over a state that `check` has passed. Returns whether the weight was set, because it was not the
-        rounded master.
+        """Write a state that `check` has passed.
+
+        Returns whether the weight was set, because it was not the rounded fp32 main weight.
         """
         with self._there(name):
             return self._write(name, saved)
@@ -118,7 +123,7 @@ class StateAccess:
                 if not same_bits(new_weight, weight[part]):
                     weight[part].copy_(new_weight)
                     set_weight = True
-            if set_weight and not parameter.data.is_contiguous():  # else it was written to through its flat view
+            if set_weight and not parameter.data.is_contiguous():  # a contiguous one was written through its flat view
                 parameter.data.copy_(weight.view(parameter.shape))
         for state, index, r in self._pieces.get(name, ()):
             views = dict(slab_views(state, index))
@@ -131,7 +136,7 @@ class StateAccess:
         return set_weight
 
     def reseed(self, name: str) -> None:
-        """master = weight, remainder 0; moments and counts stay."""
+        """Set the fp32 main weight to the weight, and its low 16 bits to 0; moments and counts stay."""
         parameter = self._tracked[name].parameter
         if is_away(parameter):
             self._reseed(name, value_of(parameter))
@@ -153,7 +158,7 @@ class StateAccess:
             _refresh_host_weight(state, index, piece)
 
     def check(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
+        """Raise CheckpointError unless `saved` has the entries, shapes and dtypes of every tracked parameter."""
         for name, tracked in self._tracked.items():
             if is_away(tracked.parameter):
                 raise waits(name)
@@ -192,7 +197,10 @@ def _flat(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(numel: int) -> Iterator[slice]:
-    """Masters are split, joined and rounded in parts: what that takes besides is bounded, on the device as well."""
+    """Return slices in which fp32 main weights are split, joined and rounded.
+
+    They bound the memory for intermediate results, on the device as well.
+    """
     return (slice(start, start + _PART_ELEMENTS) for start in range(0, numel, _PART_ELEMENTS))
 
 
@@ -201,7 +209,7 @@ _PART_ELEMENTS = 4 << 20
 
 
 def _one_view(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor over views that lie on the host end to end; None where they do not."""
+    """Return one flat tensor over views that are stored on the host end to end; None where they are not."""
     if not views or views[0].device.type != "cpu":
         return None
     storage, end = views[0].untyped_storage().data_ptr(), views[0].data_ptr()
@@ -244,11 +252,13 @@ def _refresh_host_weight(state: BucketState, index: int, weight: torch.Tensor) -
         state.weights[index].data.copy_(weight)
 
 
-# accelerate's preparation of an optimizer, which moves the state to the device and back unless it is kept from it.
+# accelerate's preparation of an optimizer, which moves the state to the device and back unless prevented.
 
 
 class Unmoved:
-    """In a state dict: the state that the optimizer has, wherever it lies. No dict, list or tensor, so nobody moves it.
+    """Unmoved stands in a state dict for the state that the optimizer has, wherever it is stored.
+
+    It is no dict, list or tensor, so no other library moves it.
 
     Args:
         optimizer: whose state it stands for.
@@ -264,11 +274,12 @@ class Unmoved:
 
 
 def is_being_wrapped(optimizer: object) -> bool:
-    """Whether accelerate is making its wrapper of the optimizer at this moment.
+    """Return whether accelerate is creating its wrapper of the optimizer at this moment.
 
     `AcceleratedOptimizer.__init__` takes the state, moves every tensor in dicts and lists to the device and loads it
-    back; it can be told so for no single optimizer. No other reader may be given something else than tensors in dicts
-    (torch.distributed.checkpoint fills the dicts that it is given, and no other mappings), so the caller decides.
+    back; this cannot be switched off for a single optimizer. No other reader may be given something else than tensors
+    in dicts (torch.distributed.checkpoint fills the dicts that it is given, and no other mappings), so the caller
+    decides.
     """
     accelerate = sys.modules.get("accelerate.optimizer")
     made = getattr(accelerate, "AcceleratedOptimizer", None)

@@ -1,7 +1,7 @@
-"""The state as it lies, to be read piece by piece from other threads: what checkpoints are written from.
+"""Other threads read the state in place, piece by piece, to write checkpoints from it.
 
-A source is one tensor of the state, or this process's part of it. Nothing is copied to make one. Whoever reads one
-registers with its `readers`, and the optimizer waits for them before it changes what they read.
+A source is one tensor of the state, or this process's part of it. Nothing is copied to make one. Each reader of a
+source registers with its `readers`, and the optimizer waits for them before it changes what they read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ROLES = ("exp_avg", "exp_avg_sq")
 
 
 class Readers:
-    """Those who read the state at the moment."""
+    """Readers waits for everyone who is reading the state at the moment."""
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
 
     def add(self, wait: Callable[[], None]) -> None:
-        """`wait` returns when this reader has read all that it wants; it does not raise."""
+        """Register a reader: `wait` returns when it has read all that it wants, and does not raise."""
         self._waits.append(wait)
 
     def wait(self) -> None:
@@ -41,7 +41,7 @@ class Readers:
 
 
 Where: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""From memory of a source to that which it is to be read from."""
+"""Function from memory of a source to the memory that it is to be read from."""
 
 
 def as_it_lies(memory: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,9 @@ def as_it_lies(memory: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Elements [start, stop) of a flattened tensor and where they lie: `data`, flat, or the halves of float32 masters,
-    bfloat16 in `data` and int16 in `low`.
+    """Stretch says where elements [start, stop) of a flattened tensor are stored.
+
+    They are in `data`, flat, or are the halves of fp32 main weights, bfloat16 in `data` and int16 in `low`.
     """
 
     start: int
@@ -64,20 +65,20 @@ class Stretch:
         return [self.data] if self.low is None else [self.data, self.low]
 
     def lies_here(self) -> bool:
-        """Whether it can be read in place."""
+        """Return whether the stretch can be read in place."""
         return self.low is None and on_host(self.data)
 
     def lying(self, where: Where) -> Stretch:
-        """The same, elsewhere."""
+        """Return the same stretch in the memory that `where` returns."""
         return replace(self, data=where(self.data), low=None if self.low is None else where(self.low))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of the state, read in boxes, each one run of its elements.
+    """Source is one tensor of the state, read in boxes, each one run of its elements.
 
-    shape: of this process's part, which is contiguous. whole: what a checkpoint is told of it, a tensor without memory,
-    sharded as the parameter is.
+    shape: that of this process's part, which is contiguous. whole: what a checkpoint gets as its description, a tensor
+    without memory, sharded as the parameter is.
     """
 
     shape: torch.Size
@@ -93,15 +94,18 @@ class Source:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What it lies in, flat tensors; masters and the weights that are their halves have some in common."""
+        """Return the flat tensors it is stored in.
+
+        fp32 main weights share memory with the weights that are their halves.
+        """
         return [memory for stretch in self.stretches for memory in stretch.memory]
 
     def needs_room(self) -> bool:
-        """Whether some of it has to be copied to be read."""
+        """Return whether some of it has to be copied to be read."""
         return len(self.stretches) > 1 or not all(s.lies_here() for s in self.stretches)
 
     def memory_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Of `memory` what a box lies in, and the bytes [start, stop) of each that it takes."""
+        """Yield the parts of `memory` that store a box, and the bytes [start, stop) it takes of each."""
         for stretch, part in self._found(*self._run(offsets, sizes)):
             for memory in stretch.memory:
                 yield memory, part.start * memory.itemsize, part.stop * memory.itemsize
@@ -113,10 +117,12 @@ class Source:
         room: torch.Tensor | None,
         where: Where = as_it_lies,
     ) -> torch.Tensor:
-        """A box of it, on the host: in place where it lies there in one piece, else in `room`, uint8, which holds the
-        box, or twice that where some of it lies on the device.
+        """Return a box of the tensor on the host.
 
-        where: for each of `memory` the tensor of the same shape and dtype that it is read from.
+        It is read in place where it is stored there in one piece, else into `room`, uint8, which holds the box, or
+        twice that where some of it is stored on the device.
+
+        where: maps each of `memory` to the tensor of the same shape and dtype that it is read from.
         """
         start, stop = self._run(offsets, sizes)
         found = [(stretch.lying(where), part) for stretch, part in self._found(start, stop)]
@@ -133,7 +139,10 @@ class Source:
         copies: list[Copy] = []
 
         def here(data: torch.Tensor) -> torch.Tensor:
-            """Where it is on the host once `fetches` are made: each in a part of the room of its own."""
+            """Return where it is on the host once `fetches` are made.
+
+            Each fetch has a part of the room of its own.
+            """
             nonlocal halves
             if on_host(data):
                 return data
@@ -156,12 +165,12 @@ class Source:
         return into.view(tuple(sizes))
 
     def _run(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-        """The flat elements [start, stop) of a box."""
+        """Return the flat elements [start, stop) of a box."""
         start = sum(o * math.prod(self.shape[i + 1 :]) for i, o in enumerate(offsets))
         return start, start + math.prod(sizes)
 
     def _found(self, start: int, stop: int) -> Iterator[tuple[Stretch, slice]]:
-        """Stretches that flat elements lie in, in their order, and which of each."""
+        """Yield the stretches that hold these flat elements, in order, and which elements of each."""
         for s in self.stretches:
             if s.start < stop and start < s.stop:
                 yield s, slice(max(start, s.start) - s.start, min(stop, s.stop) - s.start)
@@ -173,28 +182,28 @@ def on_host(data: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StateSources:
-    """All that an optimizer and the weights that it steps consist of, by parameter name."""
+    """StateSources holds the sources of an optimizer's state and of the weights that it steps, by parameter name."""
 
     format: int
     weights: Mapping[str, Source]
     state: Mapping[str, Mapping[str, Source]]
-    """Moments, and masters of 16-bit weights, by role."""
+    """Moments, and fp32 main weights of 16-bit weights, by role."""
     steps: Mapping[str, torch.Tensor]
     """Step counts, int64 []."""
     param_groups: Sequence[Mapping[str, Any]]
     names: Mapping[int, str]
-    """By the id of the parameter object."""
+    """Names by the id of the parameter object."""
 
 
 class Describer:
-    """Makes the sources of one optimizer's parameters."""
+    """Describer makes the sources of one optimizer's parameters."""
 
     def __init__(self, backend: Backend, readers: Readers) -> None:
         self._backend = backend
         self._readers = readers
 
     def state(self, tracked: ParamRecord, found: Sequence[tuple[BucketState, int, Range]]) -> dict[str, Source]:
-        """Moments, and the masters of 16-bit weights, by role."""
+        """Return the sources of moments and of the fp32 main weights of 16-bit weights, by role."""
         views = [(state, index, r, dict(slab_views(state, index))) for state, index, r in found]
         made = {}
         for role in _ROLES:
@@ -207,7 +216,7 @@ class Describer:
         return made
 
     def weight(self, tracked: ParamRecord, found: Sequence[tuple[BucketState, int, Range]]) -> Source:
-        """The weight: from the host where the host steps it."""
+        """Return the source of the weight; it is read from the host where a CPU optimizer step writes it."""
         weight = _flat(tracked)
         stretches = tuple(Stretch(r.start, r.stop, _weight(state, index, r, weight)) for state, index, r in found)
         return self._source(tracked, tracked.local.dtype, stretches)

@@ -1,7 +1,7 @@
-"""Weights that two stages of a pipeline have, such as an embedding that is the output layer as well: their gradients
-are whole once those of both are added up.
+"""Accumulate the gradients of weights that two pipeline stages share, which completes them.
 
-Not within backward: the last stage's ends before the first one's begins, and neither could wait for the other there.
+Such a weight is an embedding that is the output layer as well. They are not accumulated within backward: the last
+stage's ends before the first one's begins, and neither could wait for the other there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hostward.optim.offloaded_grad import OffloadedGrad, Where
 
 
 class Tied:
-    """Which gradients wait until they are added up, and whether they have been.
+    """Tied tracks which gradients must be accumulated over stages, and whether they have been.
 
     Args:
         groups: by name, the processes that have the same part of a weight, one of each stage that has it.
@@ -25,9 +25,9 @@ class Tied:
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._groups = groups
         self._made: set[str] = set()
-        """Those that backward has added to since they were added up."""
+        """Weights whose gradients backward has added to since they were accumulated over stages."""
         self._added_up: set[str] = set()
-        """Those whose `.grad` is the sum, or was taken with it."""
+        """Weights whose `.grad` is the sum over stages, or was offloaded with it."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._groups
@@ -37,11 +37,14 @@ class Tied:
         return frozenset(self._groups)
 
     def uncounted(self) -> frozenset[str]:
-        """Those that count elsewhere, in a norm or a number of parameters: with the first of their processes."""
+        """Return the weights that count elsewhere in a norm or a number of parameters.
+
+        Each counts with the first of its processes.
+        """
         return frozenset(name for name, group in self._groups.items() if group.rank())
 
     def require_known(self, tracked: Sequence[ParamRecord]) -> None:
-        """Raises ModelError for a name that no parameter has."""
+        """Raise ModelError for a name that no parameter has."""
         unknown = sorted(self.names - {t.name for t in tracked})
         if unknown:
             raise ModelError(
@@ -50,7 +53,10 @@ class Tied:
             )
 
     def before(self, t: ParamRecord) -> None:
-        """Backward is about to add to a gradient. Raises ModelError for one that has been added up and not used."""
+        """Record that backward is about to add to a gradient.
+
+        Raises ModelError for one that was accumulated over stages and not used.
+        """
         grad = t.parameter.grad
         if grad is None or (isinstance(grad, OffloadedGrad) and grad.became is not Where.TAKEN):
             self._added_up.discard(t.name)
@@ -63,7 +69,10 @@ class Tied:
         self._made.add(t.name)
 
     def add_up(self, tracked: Mapping[str, ParamRecord]) -> list[ParamRecord]:
-        """Sum in place, over the processes that have a weight, what backward has left in `.grad`. Those that were."""
+        """Sum in place, over the processes that have a weight, what backward has left in `.grad`.
+
+        Returns the parameters that were summed.
+        """
         found = [tracked[name] for name in self._groups if name in self._made]
         for t in found:
             if t.parameter.grad is not None:
@@ -73,7 +82,7 @@ class Tied:
         return found
 
     def require_added_up(self, tracked: Mapping[str, ParamRecord]) -> None:
-        """Raises ModelError before a step with a part of a gradient."""
+        """Raise ModelError before a step with a part of a gradient."""
         left = [name for name in sorted(self._made) if tracked[name].parameter.grad is not None]
         if left:
             raise ModelError(
@@ -84,13 +93,13 @@ class Tied:
         self._made.clear()
 
     def forget(self) -> None:
-        """Gradients are cleared."""
+        """Forget all gradients, because they are cleared."""
         self._made.clear()
         self._added_up.clear()
 
 
 def checked_tied(tied: Mapping[str, dist.ProcessGroup] | None, stages: object, *, sums_on_host: bool) -> Tied:
-    """Raises ConfigError for what tied weights cannot be combined with."""
+    """Return the tied weights. Raises ConfigError for what they cannot be combined with."""
     if tied and stages is None:
         raise ConfigError(
             "tied=... without stages=...",

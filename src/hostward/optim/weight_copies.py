@@ -1,4 +1,4 @@
-"""What whoever offloads weights asks of the optimizer: where its host copies of weights are, and who writes them."""
+"""This module gives weight offloading the optimizer's host copies of weights, and who writes them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hostward.optim.step_executor import StepExecutor, WeightFetcher
 from hostward.runtime.backend import Buffer, Event
 
 Present = Callable[[str], AbstractContextManager[None]]
-"""The weight of this name is on the device within."""
+"""Context within which the weight of this name is on the device."""
 
 
 @final
 class WeightCopies:
-    """Host copies of the weights that the CPU optimizer step writes.
+    """WeightCopies gives access to the host copies of weights that the CPU optimizer step writes.
 
-    It is of the buckets that there are when it is made; no parameter group is added while weights are offloaded.
+    It covers the buckets that exist when it is made; no parameter group is added while weights are offloaded.
     """
 
     def __init__(
@@ -39,48 +39,48 @@ class WeightCopies:
     ) -> None:
         self._states, self._steps, self._watch, self._access = tuple(states), steps, watch, access
         self._places: dict[str, list[tuple[int, int]]] = {}
-        """By parameter name: the bucket and the range within it of each of its parts, in order of start."""
+        """Bucket and range within it of each part of a parameter, by parameter name, in order of start."""
         for b, state in enumerate(states):
             for i, r in enumerate(state.bucket.ranges):
                 self._places.setdefault(r.name, []).append((b, i))
         self.tracked = {t.parameter: t for t in tracked}
-        """The optimizer's parameters."""
+        """Records by parameter object."""
         self.lock = steps.lock
-        """Held while a step is issued: by whoever reads weights from another thread, too."""
+        """Lock held while a step is issued, and by whoever reads weights from another thread."""
         self.follow = follow
-        """Take the fp32 main weights anew from weights that somebody else has written."""
+        """Take the fp32 main weights anew from weights that other code has written."""
 
     def placements(self, name: str) -> set[Placement]:
         """Return where the state of a parameter is; empty for one of which this process has no element."""
         return {self._states[b].placement for b, _ in self._places.get(name, ())}
 
     def parts(self, name: str) -> Iterator[tuple[Range, Buffer, Event]]:
-        """Yield, for each part of a parameter, its range, the host copy of its weight, and the event after the CPU step
-        that writes it.
-        """
+        """Yield each part's range, the host copy of its weight, and the event after the CPU step writing it."""
         for b, i in self._places.get(name, ()):
             state = self._states[b]
             yield state.bucket.ranges[i], state.weights[i], self._steps.step_event(b)
 
     def changed(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether somebody wrote the weight whom the optimizer has not followed yet."""
+        """Return whether other code wrote the weight and the optimizer has not followed that yet."""
         return not self._watch.knows(self.tracked[parameter])
 
     def offload(self, names: Collection[str], fetcher: WeightFetcher, present: Present) -> None:
-        """From now on `fetcher` reloads these weights and no others; they are on the device within `present(name)`.
+        """Let `fetcher` reload these weights and no others from now on.
+
+        They are on the device within `present(name)`.
 
         Args:
             names: of weights whose state is on the host as a whole.
 
         Raises:
-            ModelError: gradients have been taken.
+            ModelError: gradients have been offloaded.
         """
         self._steps.offload_weights(names, fetcher)
         self._watch.follow(names, present)
         self._access.present = present
 
     def give_back(self) -> None:
-        """All weights are on the device for good. Raises ModelError when gradients have been taken."""
+        """Keep all weights on the device for good. Raises ModelError when gradients have been offloaded."""
         self._steps.offload_weights(frozenset(), None)
         self._watch.follow(frozenset(), None)
         self._access.present = None

@@ -1,4 +1,6 @@
-"""The fence before the weights of one optimizer: up from `step()` until a layer's forward, and again behind it."""
+"""WeightFence holds the fence before one optimizer's weights: up from `step()` until a layer's forward, and again after
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from hostward.optim.step_executor import StepExecutor
 
 
 class WeightFence:
-    """Lets weights arrive for whoever reads them, and tells the watch what may be written unseen.
+    """WeightFence makes readers wait for weights, and reports to the watch what may be written unnoticed.
 
-    Within forward it is down for the layers that have been entered: they have arrived, so their operations cost nothing
-    more. Elsewhere it stays up although nothing may be pending: `p.data` hands out memory that is written without the
-    weight's version counter, at any time.
+    Within forward it is down for the layers that have been entered: their weights are there, so their operations cost
+    nothing more. Elsewhere it stays up although nothing may be pending: `p.data` hands out memory that is written
+    without the weight's version counter, at any time.
 
     Args:
         layers: of each tracked parameter, by name, the layer with whose forward it is used.
@@ -40,21 +42,24 @@ class WeightFence:
         self.raise_all()
 
     def enter(self, layer: str) -> None:
-        """Forward of a layer is about to run: its weights arrive, and are plain ones to it."""
+        """Wait for the weights of a layer before its forward, which then sees plain ones."""
         self._executor.wait_for_params(layer)
         if layer in self._of_layer and layer not in self._down:
             self._down.add(layer)
             down(self._of_layer[layer])
 
     def leave(self, name: str) -> None:
-        """Backward has made the gradient of this parameter, after it may have run its layer again."""
+        """Raise the fence of a parameter's layer after backward has made its gradient.
+
+        Backward may have recomputed the layer before that.
+        """
         layer = self._layer_of[name]
         if layer in self._down:
             self._down.discard(layer)
             up(self._of_layer[layer])
 
     def raise_all(self) -> None:
-        """Forward of the model is over, or a step."""
+        """Raise the fence of all layers, after forward of the model or a step."""
         if self._down:
             self._down.clear()
             up(self._all)
@@ -64,7 +69,7 @@ class WeightFence:
 
 
 class _Reads:
-    """The reader of `Fence`. Records of fences outlive optimizers that are dropped, so it holds none."""
+    """_Reads is the reader of `Fence`. Records of fences outlive optimizers that are dropped; it keeps none alive."""
 
     def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord]) -> None:
         self._executor, self._watch = weakref.ref(executor), weakref.ref(watch)

@@ -1,4 +1,4 @@
-"""Where a step writes weights: flat device buffers, one per range."""
+"""A step writes weights to flat device buffers, one per range."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hostward.schedule.ops import Lane
 
 
 class ParamViews:
-    """Weights as steps write them: `weights[bucket][range]`. A parameter that is not contiguous is written to a flat
-    copy, and scattered back once that has arrived.
+    """ParamViews holds the weights as steps write them: `weights[bucket][range]`.
+
+    A parameter that is not contiguous is written to a flat copy, which is scattered back once its H2D copy is complete.
     """
 
     def __init__(
@@ -25,7 +26,10 @@ class ParamViews:
         tracked: Mapping[str, ParamRecord],
         holders: Callable[[ParamRecord], int],
     ) -> None:
-        """`holders`: how many tensors always lie in the memory of a parameter's part here, itself among them."""
+        """Bind the weights.
+
+        `holders`: how many tensors always use the memory of a parameter's local part, itself among them.
+        """
         self._backend = backend
         self._tracked = tracked
         self._always = holders
@@ -37,8 +41,9 @@ class ParamViews:
         self._addresses: dict[str, int] = {}
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._holders: dict[int, int] = {}
-        """By address of a weight's storage object: the tensors of ours, and of the parameters, that lie in it, and the
-        object's own hold.
+        """Holder counts of weights' storage objects, by their address.
+
+        Counted are the tensors of ours, and of the parameters, that use it, and the object's own hold.
         """
         self._flat: dict[str, torch.Tensor] = {}
         self._elsewhere: Collection[str] = frozenset(n for n in self._pieces if is_away(tracked[n].parameter))
@@ -47,7 +52,9 @@ class ParamViews:
                 self._bind(name)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """These weights, and only these, come and go: they are fetched when they are used, and no step writes them."""
+        """Exclude these weights, and only these, from steps: they are reloaded when they are used, and no step writes
+        them.
+        """
         back, self._elsewhere = set(self._elsewhere) - set(names), frozenset(names)
         for name in names:
             self._storages.pop(name, None)
@@ -57,7 +64,7 @@ class ParamViews:
             self._bind(name)
 
     def shared(self) -> frozenset[str]:
-        """Names of weights whose memory is held by tensors besides the parameter and ours: by views, `.data`."""
+        """Return names of weights whose memory other tensors hold besides the parameter and ours: views, `.data`."""
         if not self._holders:
             self._count_holders()
         count, holders = torch._C._storage_Use_Count, self._holders
@@ -71,7 +78,10 @@ class ParamViews:
             self._holders[at] = self._holders.get(at, 1) + ours + self._always(self._tracked[name])
 
     def refresh(self, names: Iterable[str]) -> bool:
-        """Follow weights whose memory has changed; flat copies are made anew. Whether any of these has one."""
+        """Follow weights whose memory has changed; flat copies are made anew.
+
+        Returns whether any of these weights has one.
+        """
         self._flat.clear()
         tracked, addresses, elsewhere = self._tracked, self._addresses, self._elsewhere
         for name in names:
@@ -81,7 +91,7 @@ class ParamViews:
         return bool(self._flat)
 
     def scatter(self) -> None:
-        """Copy flat weights back into parameters that are not contiguous. They have arrived."""
+        """Copy flat weights back into parameters that are not contiguous. Their H2D copies are complete."""
         for name, flat in self._flat.items():
             parameter = self._tracked[name].local
             data, shaped = parameter.data, flat.view(parameter.shape)

@@ -1,9 +1,9 @@
-"""One step of an optimizer whose state is away.
+"""This module runs one step of an optimizer whose state is offloaded.
 
-One call of the optimizer's own step, in which state comes when it is read and goes when nobody has it any more
-(foreign_staging.py): nothing can tell it from a step without offloading. Steps of torch's own classes read all state
-before they use any. Where it is known that each parameter is stepped by itself, such a step is made of calls for the
-parameters of one chunk each.
+It is one call of the optimizer's own step, in which state is reloaded when it is read and offloaded when nothing refers
+to it any more (staging.py): nothing can tell it from a step without offloading. Steps of torch's own classes read all
+state before they use any. Where it is known that each parameter is stepped by itself, such a step is made of calls for
+the parameters of one chunk each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hostward.optim.any_optimizer.state_entry import Entry
 
 @dataclass(slots=True)
 class _Parts:
-    """The parameters of one step, by what must happen to their state.
+    """_Parts sorts the parameters of one step by what must happen to their state.
 
-    rest: nothing: it stays, there is none, or there is no gradient. fresh: nobody knows yet what the step will make.
-    away: it comes and goes, by chunk.
+    rest: nothing: it stays, there is none, or there is no gradient. fresh: what the step will make is not known yet.
+    away: it is reloaded and offloaded, by chunk.
     """
 
     rest: list[torch.Tensor] = field(default_factory=list)
@@ -38,10 +38,10 @@ class _Parts:
 
 
 class OffloadedStep:
-    """One step of `optimizer`, in which `call` steps whatever its groups hold."""
+    """OffloadedStep is one step of `optimizer`, in which `call` steps whatever its groups hold."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, away: AwayState, call: Callable[[], object]) -> None:
-        """Raises ModelError for a parameter that cannot be followed."""
+        """Prepare the step. Raises ModelError for a parameter that cannot be followed."""
         self._optimizer = optimizer
         self._away = away
         self._call = call
@@ -51,12 +51,15 @@ class OffloadedStep:
             if p not in away.chunk_of:
                 check_parameter(p, away.backend.device)
         self.refused: MemoryLimitError | None = None
-        """What kept new state on the device. The step is whole all the same."""
+        """Error that kept new state on the device. The step is complete all the same."""
         self.torn = False
-        """After an error: whether something has been written."""
+        """Set after an error: whether something has been written."""
 
     def run(self) -> object:
-        """Issue all of it; returns what the last call returned. Raises what the optimizer raises, with empty lanes."""
+        """Issue the whole step and return what the last call returned.
+
+        Raises what the optimizer raises, with idle streams.
+        """
         away, state = self._away, self._optimizer.state
         parts = self._parts() if may_be_stepped_in_parts(self._optimizer) else None
         before = fingerprint(self._optimizer)
@@ -77,7 +80,7 @@ class OffloadedStep:
         return result
 
     def _all(self) -> list[torch.Tensor]:
-        """What the groups hold now: a step may have changed them."""
+        """Return the parameters that the groups hold now: a step may have changed them."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _parts(self) -> _Parts:
@@ -93,7 +96,7 @@ class OffloadedStep:
         return parts
 
     def _call_in(self, parts: _Parts) -> object:
-        """One call for what does not move, and one for each chunk; returns what the last returned."""
+        """Make one call for what does not move, and one for each chunk; returns what the last returned."""
         away, result = self._away, None
         limit_bytes = away.limit_bytes(sum(map(expected_bytes, parts.fresh)))
         fresh = cut([(p, expected_bytes(p)) for p in parts.fresh], limit_bytes)
@@ -110,7 +113,7 @@ class OffloadedStep:
 
 
 def expected_bytes(parameter: torch.Tensor) -> int:
-    """A guess at the state that a first step will make: two tensors like the parameter."""
+    """Return a guess at the state bytes that a first step will make: two tensors like the parameter."""
     return 2 * parameter.numel() * parameter.element_size()
 
 
@@ -137,23 +140,23 @@ _EACH_ALONE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.Muon,
     }
 )
-"""torch's classes whose step uses nothing but one parameter, its gradient and state, and constants of its group."""
+"""Torch classes whose step uses nothing but one parameter, its gradient and state, and constants of its group."""
 
 _HARMLESS = {
     *("__init__", "__doc__", "__module__", "__qualname__", "__annotations__", "__parameters__", "__orig_bases__"),
     *("__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "__annotate__", "__repr__"),
 }
-"""What a subclass may have of its own and still step as its parent does."""
+"""Names that a subclass may define of its own and still step as its parent does."""
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class's step without the step hooks that torch wraps around it; takes the optimizer first."""
+    """Return the class's step without the step hooks that torch wraps around it; it takes the optimizer first."""
     function: Callable[..., Any] = type(optimizer).step
     return inspect.unwrap(function, stop=lambda f: "hooked" not in vars(f)) if "hooked" in vars(function) else function
 
 
 def check_optimizer(optimizer: object) -> torch.device:
-    """The device of all its parameters. Raises ModelError for an optimizer that cannot be stepped in parts."""
+    """Return the device of all its parameters. Raises ModelError for an optimizer that cannot be stepped in parts."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer",
@@ -189,13 +192,13 @@ def check_optimizer(optimizer: object) -> torch.device:
 
 
 def watched_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """What a scheduler has put in place of `optimizer.step`, to see that it is called."""
+    """Return what a scheduler has put in place of `optimizer.step`, to see that it is called."""
     step = vars(optimizer).get("step")
     return step if getattr(step, "_wrapped_by_lr_sched", False) else None
 
 
 def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """What a wrapper other than a scheduler's does would be lost."""
+    """Raise ModelError where the step was replaced by a wrapper other than a scheduler's, which would be bypassed."""
     step = vars(optimizer).get("step")
     own = step is None or getattr(step, "__func__", None) is type(optimizer).step
     if not own and watched_step(optimizer) is None:
@@ -207,7 +210,7 @@ def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
-    """Raises ModelError unless it is a plain tensor on `device`."""
+    """Raise ModelError unless the parameter is a plain tensor on `device`."""
     problem = None
     if type(parameter.data) is not torch.Tensor:
         problem = f"is a {type(parameter.data).__name__}"
@@ -223,7 +226,10 @@ def check_parameter(parameter: torch.Tensor, device: torch.device) -> None:
 
 @functools.cache
 def _names_of_torch(kind: Any) -> frozenset[str] | None:
-    """The names of the class of torch's whose step `kind` has, unchanged, if that steps each parameter by itself."""
+    """Return the names of the torch class whose step `kind` has unchanged; None where there is none.
+
+    Only classes that step each parameter by itself count.
+    """
     base = next((c for c in kind.__mro__ if c in _EACH_ALONE), None)
     if base is None:
         return None
@@ -233,17 +239,17 @@ def _names_of_torch(kind: Any) -> frozenset[str] | None:
 
 
 def has_a_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is stepped by torch's own code, of a class that steps each parameter by itself."""
+    """Return whether the optimizer is stepped by torch's own code, of a class that steps each parameter by itself."""
     kind: Any = type(optimizer)
     names = _names_of_torch(kind)
     return names is not None and vars(optimizer).keys() & names <= {"step"}
 
 
 def may_be_stepped_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this step, made of calls for some parameters each, gives the bits of one call for all.
+    """Return whether separate calls for some parameters each are bitwise identical to one call for all.
 
     torch's own steps treat each parameter alone, but choose between kernels by all that a call is given: gradients of
-    which some only are sparse, or lie otherwise in memory than their parameters, are for one call.
+    which some only are sparse, or have other strides than their parameters, need one call.
     """
     if not has_a_step_of_torch(optimizer):
         return False
@@ -258,7 +264,7 @@ def may_be_stepped_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, each once, in some order of its dimensions."""
+    """Return whether its elements fill a stretch of memory, each once, in some order of its dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -271,7 +277,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def narrowed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The optimizer has only these parameters inside the block; groups keep their place."""
+    """Limit the optimizer to these parameters inside the block; groups keep their place."""
     members, everything = set(parameters), [(group, group["params"]) for group in optimizer.param_groups]
     for group, params in everything:
         group["params"] = [p for p in params if p in members]
@@ -284,7 +290,10 @@ def narrowed(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor
 
 @contextmanager
 def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The step hooks have run already; a step that calls its parent's would run them again."""
+    """Disable the optimizer's step hooks inside the block.
+
+    They have run already; a step that calls its parent's would run them again.
+    """
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
@@ -294,14 +303,17 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> list[object]:
-    """Changes when a weight, or a value of the state on the device, is written or replaced. Keeps no tensor."""
+    """Return a list that changes when a weight, or a state value on the device, is written or replaced.
+
+    It keeps no tensor.
+    """
     found: list[object] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             found.append(p._version)
             entry = optimizer.state.get(p)
             if isinstance(entry, dict):
-                away = entry.away if isinstance(entry, Entry) else ()  # copies write these
+                away = entry.away if isinstance(entry, Entry) else ()  # H2D and D2H copies write these
                 for key, value in dict.items(entry):
                     tensor = isinstance(value, torch.Tensor)
                     found += (key, id(value) if tensor else value, value._version if tensor and key not in away else 0)
@@ -309,5 +321,5 @@ def fingerprint(optimizer: torch.optim.Optimizer) -> list[object]:
 
 
 def same_fingerprint(a: Sequence[object], b: Sequence[object]) -> bool:
-    """Whether nothing has changed between the two."""
+    """Return whether nothing has changed between the two."""
     return len(a) == len(b) and all(x is y or (type(x) in _PLAIN and x == y) for x, y in zip(a, b, strict=True))

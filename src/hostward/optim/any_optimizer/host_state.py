@@ -1,4 +1,7 @@
-"""State tensors of any optimizer as bytes: which may leave, how they lie in a host slab, how they are rebuilt."""
+"""This module treats state tensors of any optimizer as bytes.
+
+It says which may be offloaded, how they are stored in a host slab, and how they are rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from hostward.optim.any_optimizer.state_entry import Entry, only_here
 from hostward.runtime.backend import Backend, Buffer, Event, Tier
 
 ALIGNMENT_BYTES = 256
-"""As torch's own device allocator at least: kernels that look at alignment choose as they would without hostward."""
+"""Least alignment, as of torch's own device allocator: kernels that check alignment choose as without hostward."""
 
 HOST_OWNER = "optimizer state"
 
 Bundle = dict[Hashable, torch.Tensor]
-"""The state tensors of one parameter that move, by key."""
+"""State tensors of one parameter that are offloaded, by key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What it takes, besides its bytes, to rebuild a strided tensor."""
+    """Layout holds what it takes, besides its bytes, to rebuild a strided tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,7 +39,7 @@ class Layout:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last, holes included."""
+        """Return the number of elements from the first to the last, holes included."""
         return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     @property
@@ -44,17 +47,17 @@ class Layout:
         return self.span * self.dtype.itemsize
 
     def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        """The tensor over the bytes of `memory` (uint8, flat) from `offset` on."""
+        """Return the tensor over the bytes of `memory` (uint8, flat) from `offset` on."""
         return memory[offset : offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.strides)
 
 
 def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a strided tensor, uint8 [nbytes], holes included."""
+    """Return all bytes of a strided tensor, uint8 [nbytes], holes included."""
     return tensor.detach().as_strided((Layout.of(tensor).span,), (1,)).view(torch.uint8)
 
 
 def may_leave(value: object) -> bool:
-    """Whether a state entry is a plain tensor of more than one element, without attributes that its user has set."""
+    """Return whether a state entry is a plain tensor of several elements, without attributes that its user has set."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -66,11 +69,12 @@ def may_leave(value: object) -> bool:
 def bundles(
     state: Mapping[torch.Tensor, Any], parameters: Iterable[torch.Tensor], device: torch.device, *, loaded: bool = False
 ) -> dict[torch.Tensor, Bundle]:
-    """The tensors that can move, of each parameter that has some.
+    """Return the tensors that can be offloaded, of each parameter that has some.
 
     Left out are tensors on another device, those that share memory with another tensor (a view of a larger buffer, the
-    weight or the gradient itself): moving them would free nothing, or tear the two apart; and those that somebody has
-    besides `state`, who would go on with the old one. `loaded`: the tensors are those of a file, whoever has them.
+    weight or the gradient itself): moving them would free nothing, or tear the two apart; and those that other code
+    refers to besides `state`, which would go on with the old one. `loaded`: the tensors are those of a file, whatever
+    else refers to them.
     """
     keys: dict[torch.Tensor, list[Hashable]] = {}
     for p in parameters:
@@ -93,7 +97,10 @@ def bundles(
 
 
 def _is_ours(state: dict[torch.Tensor, Any], parameter: torch.Tensor) -> bool:
-    """Whether what a parameter has is a dict that may be replaced: nobody else goes on with the old one."""
+    """Return whether a parameter's state is a dict that may be replaced.
+
+    No other code goes on with the old one then.
+    """
     kind = type(dict.__getitem__(state, parameter))
     return kind is Entry or (issubclass(kind, dict) and only_here(state, parameter))
 
@@ -103,7 +110,7 @@ def bundle_bytes(bundle: Bundle) -> int:
 
 
 def padded_bytes(bundle: Bundle) -> int:
-    """What the bundle takes in a slab."""
+    """Return the bytes that the bundle takes in a slab."""
     return sum(align(Layout.of(t).nbytes, ALIGNMENT_BYTES) for t in bundle.values())
 
 
@@ -117,14 +124,14 @@ def _owns_its_memory(tensor: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class Share:
-    """Keeps the bytes that have left within half of one bundle of `fraction` of all, whatever is added."""
+    """Share keeps the offloaded bytes within half of one bundle of `fraction` of all, whatever is added."""
 
     fraction: float
     total_bytes: int = 0
     left_bytes: int = 0
 
     def leaves(self, nbytes: int) -> bool:
-        """Count a bundle, and say whether it leaves the device."""
+        """Count a bundle, and return whether it is offloaded."""
         self.total_bytes += nbytes
         wanted = self.fraction * self.total_bytes
         leaves = abs(self.left_bytes + nbytes - wanted) < abs(self.left_bytes - wanted)
@@ -132,14 +139,17 @@ class Share:
         return leaves
 
     def forget(self, nbytes: int) -> None:
-        """A bundle that had left is no longer counted."""
+        """Stop counting a bundle that was offloaded."""
         self.total_bytes -= nbytes
         self.left_bytes -= nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a state tensor lies in its chunk, in bytes; the view of it on the host, and its bytes there for copies."""
+    """Place says where a state tensor is stored in its chunk, in bytes.
+
+    It also has the view of it on the host, and its bytes there for copies.
+    """
 
     offset: int
     layout: Layout
@@ -149,7 +159,7 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """State of some parameters in one host slab, and what comes to the device at once.
+    """Chunk holds the state of some parameters in one host slab; it is reloaded at once.
 
     `places` by parameter and key. `drained`: the newest copy into the slab.
     """
@@ -161,7 +171,7 @@ class Chunk:
 
     @classmethod
     def allocate(cls, backend: Backend, content: Mapping[torch.Tensor, Bundle], number: int) -> Chunk:
-        """A chunk with room for these bundles, all zero. Raises MemoryLimitError."""
+        """Allocate a chunk with room for these bundles, all zero. Raises MemoryLimitError."""
         size = sum(map(padded_bytes, content.values()))
         (slab,) = backend.allocate(Tier.HOST, [size], torch.uint8, HOST_OWNER, pinned=True)
         chunk, offset = cls(slab, f"{number:04d}", backend.event()), 0
@@ -183,7 +193,7 @@ class Chunk:
         return sum(place.layout.nbytes for place in self.places[parameter].values())
 
     def holds(self, parameter: torch.Tensor, state: Mapping[torch.Tensor, Any]) -> bool:
-        """Whether the optimizer's state still is what lies here: nobody has put other tensors in its place."""
+        """Return whether the optimizer's state still is what is stored here: nothing else was put in its place."""
         entry = state.get(parameter)
         places = self.places[parameter]
         return isinstance(entry, dict) and all(dict.get(entry, key) is place.home for key, place in places.items())
@@ -193,12 +203,12 @@ class Chunk:
 
 
 def pieces(buffer: Buffer, runs: Iterable[tuple[int, int]]) -> list[Buffer]:
-    """One buffer per byte range of a slab or slot."""
+    """Return one buffer per byte range of a slab or GPU staging buffer."""
     return [Buffer(buffer.tier, buffer.data[a:b], buffer.owner, buffer.pinned) for a, b in runs]
 
 
 def cut(sizes: Iterable[tuple[torch.Tensor, int]], limit_bytes: int) -> list[list[torch.Tensor]]:
-    """Parameters in runs of at most `limit_bytes`; one that is larger is a run of its own."""
+    """Cut parameters into runs of at most `limit_bytes`; one that is larger is a run of its own."""
     runs: list[list[torch.Tensor]] = []
     filled = 0
     for p, nbytes in sizes:
@@ -211,10 +221,10 @@ def cut(sizes: Iterable[tuple[torch.Tensor, int]], limit_bytes: int) -> list[lis
 
 
 def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> bool:
-    """After its use: bring what the optimizer has put in place of a tensor that it was given into that one's memory.
+    """Copy what the optimizer has put in place of a given tensor into that tensor's memory, after its use.
 
-    Returns False where that cannot be done, because the parameter's state has other tensors than before: then they
-    are all made independent of the slot.
+    Returns False where that cannot be done, because the parameter's state has other tensors than before: then they are
+    all made independent of the GPU staging buffer.
     """
     now: dict[Hashable, Any] = {key: dict.get(entry, key) for key in given}
     replaced = [(tensor, now[key]) for key, tensor in given.items() if now[key] is not tensor]
@@ -233,7 +243,7 @@ def settle(entry: dict[Hashable, Any], given: Bundle, device: torch.device) -> b
 
 
 def _is_more(entry: dict[Hashable, Any], key: Hashable, given: Bundle) -> bool:
-    """Whether a tensor under a new key is one of `given`, or could leave as well."""
+    """Return whether a tensor under a new key is one of `given`, or could be offloaded as well."""
     if any(dict.__getitem__(entry, key) is tensor for tensor in given.values()):
         return True
     return only_here(entry, key) and _owns_its_memory(dict.__getitem__(entry, key))

@@ -1,4 +1,4 @@
-"""`offload_optimizer_states`: the state of any torch optimizer on the host between its steps."""
+"""`offload_optimizer_states` keeps the state of any torch optimizer on the host between its steps."""
 
 from __future__ import annotations
 
@@ -45,28 +45,29 @@ def offload_optimizer_states(
 ) -> StreamedStates:
     """Keep the state tensors of any torch optimizer in pinned host memory between its steps.
 
-    The optimizer stays the caller's object; its `step` is replaced on it. Weights, state and groups are bitwise those
-    of training without offloading, whatever the step depends on: attributes, counters, the position of a parameter,
-    random numbers, norms over all parameters, a closure. Its own step is called once, and a state tensor is copied to
-    the device when `optimizer.state[p]` is asked for it. When nothing but `optimizer.state` refers to it any more, it
-    is copied back. The same holds between steps: `optimizer.state[p][key]` is a device tensor, as without offloading.
+    The optimizer stays the caller's object; its `step` is replaced on it. Weights, state and groups are bitwise
+    identical to those of training without offloading, whatever the step depends on: attributes, counters, the position
+    of a parameter, random numbers, norms over all parameters, a closure. Its own step is called once, and a state
+    tensor is copied to the device when `optimizer.state[p]` is asked for it. When nothing but `optimizer.state` refers
+    to it any more, it is copied back. The same holds between steps: `optimizer.state[p][key]` is a device tensor, as
+    without offloading.
 
     Optimizers of torch.optim step each parameter by itself and read all state first. Their step, and that of subclasses
-    that do not change it, is called for the parameters of one chunk at a time, which gives the same bits.
+    that do not change it, is called for the parameters of one chunk at a time, which is bitwise identical.
 
     Tensors keep dtype, shape and strides. On the device stay numbers, tensors of one element (step counts), tensors in
-    lists, tensors with attributes of their own, tensors that share memory with others, and those that somebody else
-    refers to (an attribute, a variable of the caller), for as long as he does. State that the first step makes leaves
+    lists, tensors with attributes of their own, tensors that share memory with others, and those that other code refers
+    to (an attribute, a variable of the caller), for as long as it does. State that the first step makes is offloaded
     during that step.
 
     Args:
         optimizer: any torch.optim.Optimizer; its parameters are plain tensors on one device. Not `hostward.AdamW`,
             which has options of its own.
-        fraction: share of the state's bytes that leaves, to within one parameter's state. 0: nothing is changed.
+        fraction: share of the state's bytes that is offloaded, to within one parameter's state. 0: nothing is changed.
         chunk_size_mb: largest chunk, in MiB of state; a parameter is never divided. 0: a 64th of all state, at least 16
-            MiB. During a step at most four chunks are on the device, if the step lets go of one parameter's state
+            MiB. During a step at most four chunks are on the device, if the step releases one parameter's state
             before it reads that of the next chunks. Other steps (foreach and fused ones of other classes than torch's)
-            have all state on the device until they end; a warning says so once.
+            have all state on the device until they end; a warning reports it once.
         backend: where copies run; by default the parameters' CUDA device, or a simulated one for CPU parameters.
 
     A step that uses state on CUDA streams of its own must let the current stream wait for them before it drops its
@@ -109,12 +110,12 @@ def _checked_mebibytes(value: object) -> int:
 
 
 class StreamedStates:
-    """State of one optimizer that lives on the host; made by `offload_optimizer_states`.
+    """StreamedStates keeps the state of one optimizer on the host; `offload_optimizer_states` makes it.
 
-    Reading `optimizer.state[p][key]` brings the tensor to the device, in a step and between steps. `state_dict()`
-    waits and returns copies on the CPU, `load_state_dict()` puts state on the host again.
+    Reading `optimizer.state[p][key]` reloads the tensor, in a step and between steps. `state_dict()` waits and returns
+    copies on the CPU, `load_state_dict()` puts state on the host again.
 
-    An error of the optimizer comes through as it is, with empty lanes. If something had been written by then, weights
+    An error of the optimizer is passed on as it is, with idle streams. If something had been written by then, weights
     and state do not belong together: step() and state_dict() raise ModelError until a state is loaded.
     """
 
@@ -126,7 +127,7 @@ class StreamedStates:
         self._optimizer = weakref.ref(optimizer)
         self._away = AwayState(backend, fraction, chunk_bytes)
         self._torn = ""
-        """What has failed half way."""
+        """Description of what has failed half way."""
         self._told = False
         self._loading: list[tuple[torch.Tensor, object, dict[Any, Any]]] = []
         self._saved_groups: list[dict[str, Any]] = []
@@ -140,11 +141,11 @@ class StreamedStates:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of state that live on the host."""
+        """Return the bytes of state that are stored on the host."""
         return self._away.share.left_bytes
 
     def explain(self) -> str:
-        """One line: how much of the state is where."""
+        """Return one line that says how much of the state is where."""
         share, chunks = self._away.share, self._away.chunks
         if self.fraction == 0:
             return f"{self._kind}: fraction=0, no state is offloaded"
@@ -159,16 +160,16 @@ class StreamedStates:
     __repr__ = explain
 
     def wait(self) -> None:
-        """Return when all copies are over. Raises what one of them reported."""
+        """Return when all copies are complete. Raises what one of them reported."""
         self.backend.synchronise()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def detach(self) -> None:
-        """Bring all state back to the device, and give the optimizer its own step again.
+        """Reload all state to the device, and give the optimizer its own step again.
 
         Raises:
-            MemoryLimitError: the device has no room; what is still on the host goes on being streamed.
+            MemoryLimitError: the device has no room; what is still on the host stays offloaded.
         """
         optimizer = self._optimizer()
         if not self.attached or optimizer is None:
@@ -218,11 +219,13 @@ class StreamedStates:
     # ---------------------------------------------------------------- the step
 
     def _step(self, optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> object:
-        """One step of `optimizer`: `call` steps whatever its groups hold. Returns what the last call returned.
+        """Make one step of `optimizer`, in which `call` steps whatever its groups hold.
+
+        Returns what the last call returned.
 
         Raises:
             ModelError: an earlier step failed half way, or this one is captured in a CUDA graph.
-            MemoryLimitError: state that this step has made does not fit the host; the step itself is whole.
+            MemoryLimitError: state that this step has made does not fit the host; the step itself is complete.
         """
         self._require_whole()
         if self.backend.capturing():
@@ -266,7 +269,10 @@ class StreamedStates:
         self.backend.synchronise()
 
     def _copied(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same with copies on the CPU: slabs change with the next step, and would be saved as a whole."""
+        """Return the state dict with copies on the CPU.
+
+        Slabs change with the next step, and would be saved as a whole.
+        """
         require_host_memory(self._away.share.total_bytes, owner="a copy of the optimizer state")
 
         def copied(entry: object) -> object:
@@ -277,14 +283,14 @@ class StreamedStates:
         return {**state_dict, "state": {i: copied(entry) for i, entry in state_dict["state"].items()}}
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep back the tensors that may leave: torch would put all of them on the device at once."""
+        """Keep back the tensors that may be offloaded: torch would put all of them on the device at once."""
         self.backend.synchronise()
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         self._saved_groups = state_dict["param_groups"]
         self._loading = []
         state = dict(state_dict["state"])
-        for i, p in zip(numbers, mine, strict=False):  # torch itself refuses other lengths
+        for i, p in zip(numbers, mine, strict=False):  # torch raises for other lengths
             entry = state.get(i)
             if isinstance(entry, dict):
                 self._loading.append((p, i, entry))
@@ -294,9 +300,9 @@ class StreamedStates:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take what was kept back to the device, as torch would, and away again, one chunk at a time."""
+        """Load what was kept back to the device, as torch would, and offload it again, one chunk at a time."""
         loading, self._loading = self._loading, []
-        self._torn = "loading the state"  # until all of it is here
+        self._torn = "loading the state"  # until all of it is loaded
         self._away.clear()
         sizes = [(p, sum(v.nbytes for v in entry.values() if may_leave(v))) for p, _, entry in loading]
         limit_bytes = self._away.limit_bytes(sum(nbytes for _, nbytes in sizes))
@@ -311,7 +317,7 @@ class StreamedStates:
     def _loaded(
         self, optimizer: torch.optim.Optimizer, p: torch.Tensor, i: object, entry: dict[Any, Any]
     ) -> dict[Any, Any]:
-        """The whole state of a parameter, in the order in which it was saved."""
+        """Return the whole state of a parameter, in the order in which it was saved."""
         present = optimizer.state[p]
 
         def load(key: Any, value: torch.Tensor) -> torch.Tensor:
@@ -323,7 +329,10 @@ class StreamedStates:
 
 
 def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Callable[..., Any]:
-    """What `optimizer.step` is from now on: step hooks and closure once, the optimizer's own step in parts."""
+    """Return what `optimizer.step` is from now on.
+
+    It runs step hooks and closure once, and the optimizer's own step in parts.
+    """
     raw = raw_step(optimizer)
     signature = inspect.signature(raw)
     watched = watched_step(optimizer)
@@ -340,7 +349,7 @@ def _replacement(optimizer: torch.optim.Optimizer, states: StreamedStates) -> Ca
         closure = bound.arguments.get("closure")
         if closure is None:
             return states._step(own, lambda: raw(*bound.args, **bound.kwargs))
-        # Before anything else, as torch's own steps do: its gradients say what may be stepped in parts.
+        # The closure runs first, as in torch's own steps: its gradients say what may be stepped in parts.
         with torch.enable_grad():
             loss = closure()
         bound.arguments["closure"] = None

@@ -1,11 +1,11 @@
-"""State that has come to the device: brought when it is read, sent home when nobody but `optimizer.state` has it.
+"""State is reloaded to the device when it is read, and offloaded when only `optimizer.state` refers to it.
 
-    compute      allocate   use/0     use/1     use/2   let go of 0 ...
+    compute      acquire    use/0     use/1     use/2   release 0 ...
     h2d          read/0  read/1  read/2               read/3
     d2h                                  drain/0      drain/1  ...
 
-Each tensor has memory of its own, as without offloading: it can be kept, viewed, copied and saved. What moves at once
-is a chunk. The order in which chunks were used in the last step says what is read ahead.
+Each tensor has memory of its own, as without offloading: it can be kept, viewed, copied and saved. State is moved by
+the chunk. The order in which chunks were used in the last step says what is prefetched.
 """
 
 from __future__ import annotations
@@ -41,19 +41,23 @@ from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.ops import Lane
 
 CHUNKS_AT_ONCE = 4
-"""One comes, one is used, one goes; of one, an optimizer's loop may still have the last tensors. More only while
-somebody has tensors of more than these."""
+"""Chunks on the device at most: one is reloaded, one is used, one is offloaded, and one more.
+
+Of that one, an optimizer's loop may still have the last tensors. There are more only while other code has tensors of
+more than these.
+"""
 
 DEVICE_OWNER = f"{HOST_OWNER} on the device"
 
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """What of a chunk is on the device.
+    """Staged holds what of a chunk is on the device.
 
-    read: copies of the state, or copies under way. buffers: their bytes, for copies; what a backend keeps of these does
-    not count among those who have a tensor. arriving: those that the compute lane does not wait for yet. given:
-    the parameters whose entries have got their tensors, and the tensors' versions then. stream: whose memory it is.
+    read: copies of the state, or copies under way. buffers: their bytes, for copies; the references that a backend
+    keeps to these do not count among those to a tensor. arriving: H2D copies that the compute stream does not wait for
+    yet. given: the parameters whose entries have got their tensors, and the tensors' versions then. stream: whose
+    memory it is.
     """
 
     chunk: Chunk
@@ -66,7 +70,7 @@ class Staged:
 
 @dataclass(eq=False, slots=True)
 class _Going:
-    """Device memory that may be let go of after an event."""
+    """_Going holds device memory that may be released after an event."""
 
     after: Event
     bundles: list[Bundle]
@@ -75,7 +79,7 @@ class _Going:
 
 
 class Staging:
-    """The chunks that are on the device."""
+    """Staging manages the chunks that are on the device."""
 
     def __init__(self, backend: Backend, entries: dict[torch.Tensor, Entry]) -> None:
         self._backend = backend
@@ -89,14 +93,14 @@ class Staging:
         self._unsettled: list[torch.Tensor] = []
         self._held_bytes = 0
         self.peak_bytes = 0
-        """The most that state which belongs on the host has taken on the device in this step."""
+        """Peak device bytes in this step of state that belongs on the host."""
         self.wrote = False
-        """Whether something that went home in this step had been written."""
+        """True if something offloaded in this step had been written."""
 
     # ---------------------------------------------------------------- a step
 
     def begin(self, chunks: Sequence[Chunk], plan: Sequence[Chunk] | None = None) -> None:
-        """A step that is going to use `plan` in this order; by default what the last one used."""
+        """Begin a step that is going to use `plan` in this order; by default what the last one used."""
         known = set(chunks)
         self._plan = [c for c in (self._used or chunks if plan is None else plan) if c in known]
         self._at, self._used, self.wrote = 0, [], False
@@ -104,7 +108,7 @@ class Staging:
         self._ahead()
 
     def finish(self) -> None:
-        """Send home all that nobody has. Whatever the compute lane does next comes behind that."""
+        """Offload all state that nothing else refers to. Whatever the compute stream does next comes after that."""
         self._plan = ()
         for staged in list(self._staged.values()):
             self._send(staged, [p for p in staged.given if not self._had_elsewhere(staged, p)])
@@ -112,11 +116,11 @@ class Staging:
         self._last = None
         self._let_go()
 
-    # ---------------------------------------------------------------- coming
+    # ---------------------------------------------------------------- reloading
 
     def bring(self, parameter: torch.Tensor, chunk: Chunk) -> None:
-        """Put the parameter's state on the device into its entry. The compute lane waits for it."""
-        # In the middle of a chunk the loop's own variables have let go of the one before.
+        """Put the parameter's state on the device into its entry. The compute stream waits for it."""
+        # In the middle of a chunk the loop's own variables no longer refer to the one before.
         self.send_home(keep=chunk, at_most=None if chunk is not self._last else 1)
         staged = self._staged.get(chunk)
         if staged is None:
@@ -146,7 +150,7 @@ class Staging:
             self._at = later[0] + 1
 
     def _ahead(self) -> None:
-        """Read the next chunks of the plan, as far as there is room."""
+        """Prefetch the next chunks of the plan, as far as there is room."""
         self._let_go(keep=1)
         while self._at < len(self._plan) and self._has_room():
             later = (c for c in self._plan[self._at :] if c not in self._staged and _with_gradients(c))
@@ -162,7 +166,7 @@ class Staging:
         return taken < CHUNKS_AT_ONCE and all(staged.given for staged in self._staged.values())
 
     def _fetch(self, chunk: Chunk, parameter: torch.Tensor | None) -> Staged:
-        """Read a chunk: of all its parameters that have a gradient, unless `parameter` has none."""
+        """Reload a chunk: the state of all its parameters that have a gradient, unless `parameter` has none."""
         if len(self._staged) >= CHUNKS_AT_ONCE - 1:
             for staged in list(self._staged.values()):
                 if not staged.given:
@@ -197,10 +201,13 @@ class Staging:
             self._backend.ledger.add(buffer, sign)
             self._held_bytes += sign * buffer.nbytes
 
-    # ---------------------------------------------------------------- going
+    # ---------------------------------------------------------------- offloading
 
     def send_home(self, keep: Chunk | None = None, at_most: int | None = None) -> None:
-        """Send chunks home of which nobody has a tensor; `keep` stays, and the first `at_most` others are looked at."""
+        """Offload chunks whose tensors nothing else refers to.
+
+        `keep` stays, and the first `at_most` others are looked at.
+        """
         others = [staged for chunk, staged in self._staged.items() if chunk is not keep and staged.given]
         for staged in others[:at_most]:
             if not any(self._had_elsewhere(staged, p) for p in staged.given):
@@ -235,7 +242,7 @@ class Staging:
         self._going.append(_Going(after, list(bundles.values()), list(chain(*buffers.values())), staged.stream))
 
     def _drop_unused(self, staged: Staged) -> None:
-        """Let go of what was read and not asked for, and of the chunk if nothing else of it is here."""
+        """Release what was prefetched and not asked for, and the chunk if nothing else of it is here."""
         unused = [p for p in staged.read if p not in staged.given]
         if unused:
             waits = list({id(event): event for event in staged.arriving.values()}.values())
@@ -247,8 +254,9 @@ class Staging:
             del self._staged[staged.chunk]
 
     def _let_go(self, keep: int = 0) -> None:
-        """Give up memory that is being copied, but for the newest `keep` chunks: the compute lane, which may get it
-        next, waits for the copies.
+        """Release memory that is being copied, except for the newest `keep` chunks.
+
+        The compute stream, which may get it next, waits for the copies.
         """
         while len(self._going) > keep:
             going = self._going.popleft()
@@ -261,7 +269,7 @@ class Staging:
     # ---------------------------------------------------------------- without copies
 
     def forget(self, parameter: torch.Tensor, chunk: Chunk) -> None:
-        """What is here of the parameter is no state that comes and goes any more; whoever has it keeps it."""
+        """Stop treating what is here of the parameter as offloaded state; whoever refers to it keeps it."""
         staged = self._staged.get(chunk)
         if staged is not None and parameter in staged.given:
             del staged.given[parameter]
@@ -271,18 +279,18 @@ class Staging:
                 del self._staged[chunk]
 
     def given(self, parameter: torch.Tensor, chunk: Chunk) -> bool:
-        """Whether the parameter's entry has its tensors on the device now."""
+        """Return whether the parameter's entry has its tensors on the device now."""
         staged = self._staged.get(chunk)
         return staged is not None and parameter in staged.given
 
     def take_unsettled(self) -> list[torch.Tensor]:
-        """Parameters that have other tensors than those that left; asked for once."""
+        """Return, once, the parameters that have other tensors than those that were offloaded."""
         found, self._unsettled = self._unsettled, []
         return found
 
 
 def device_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for what lies at `home`, in its layout. Raises MemoryLimitError."""
+    """Allocate device memory for what is stored at `home`, in its layout. Raises MemoryLimitError."""
     try:
         return torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device)
     except torch.OutOfMemoryError as error:
@@ -294,7 +302,7 @@ def device_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def put_home(entry: Entry, chunk: Chunk, parameter: torch.Tensor) -> None:
-    """Let the entry have host tensors."""
+    """Put the host tensors into the entry."""
     homes: dict[Hashable, torch.Tensor] = chunk.homes(parameter)
     for key, home in homes.items():
         dict.__setitem__(entry, key, home)
@@ -305,7 +313,7 @@ def _with_gradients(chunk: Chunk) -> list[torch.Tensor]:
     return [p for p in chunk.places if p.grad is not None]
 
 
-# The state that has left the device: moving it to the host, forgetting it, bringing it back.
+# Offloaded state: moving it to the host, forgetting it, reloading it.
 
 
 log = logging.getLogger("hostward")
@@ -315,10 +323,10 @@ _LEAST_CHUNK_BYTES = 16 * MIB
 
 
 class AwayState:
-    """Chunks of state in host slabs, and by parameter which one holds it."""
+    """AwayState holds the chunks of state in host slabs, and by parameter the chunk that has its state."""
 
     def __init__(self, backend: Backend, fraction: float, chunk_bytes: int) -> None:
-        """`chunk_bytes`: the largest chunk; 0 goes by the size of all state."""
+        """Start without chunks. `chunk_bytes`: the largest chunk; 0 goes by the size of all state."""
         self.backend = backend
         self.share = Share(fraction)
         self._chunk_bytes = chunk_bytes
@@ -327,12 +335,12 @@ class AwayState:
         self.staying: set[torch.Tensor] = set()
         """Parameters whose state the fraction leaves on the device."""
         self.entries: dict[torch.Tensor, Entry] = {}
-        """What `optimizer.state` has for the parameters that have left."""
+        """Offloaded parameters' entries of `optimizer.state`."""
         self.staging = Staging(backend, self.entries)
         self.refused: MemoryLimitError | None = None
-        """What kept new state on the device in the present step. The step is whole all the same."""
+        """Error that kept new state on the device in the present step. The step is complete all the same."""
         self._making: State | None = None
-        """The optimizer's state, while a step may make more of it."""
+        """Optimizer state, while a step may make more of it."""
         self._parameters: set[torch.Tensor] = set()
         self._seen = 0
         self._made: dict[torch.Tensor, int] = {}
@@ -341,7 +349,7 @@ class AwayState:
         self._numbers = itertools.count()
 
     def limit_bytes(self, expected_bytes: int = 0) -> int:
-        """The largest chunk, with `expected_bytes` of state to come."""
+        """Return the size of the largest chunk, with `expected_bytes` of state to come."""
         total = self.share.total_bytes + expected_bytes
         return self._chunk_bytes or max(_LEAST_CHUNK_BYTES, -(-total // _CHUNKS))
 
@@ -350,7 +358,7 @@ class AwayState:
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin(self, state: State, parameters: Iterable[torch.Tensor], plan: Sequence[Chunk] | None = None) -> None:
-        """A step of these parameters begins, that uses `plan` in this order; None: as the last one did."""
+        """Begin a step of these parameters that uses `plan` in this order; None: as the last one did."""
         self.refused, self._seen, self._made = None, len(state), {}
         self._parameters = set(parameters)
         if isinstance(state, defaultdict) and state.default_factory is dict:
@@ -359,7 +367,7 @@ class AwayState:
         self.staging.begin(self.chunks, plan)
 
     def follow(self, state: State, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget what somebody has put other state in place of."""
+        """Forget the state that other code has replaced."""
         for p in parameters:
             chunk = self.chunk_of.get(p)
             if chunk is None:
@@ -371,7 +379,7 @@ class AwayState:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self, state: State, parameters: Iterable[torch.Tensor]) -> None:
-        """The step is over: everything leaves that may, what it has made included."""
+        """End the step and offload all state that may be, what the step has made included."""
         self._making = None
         self.staging.finish()
         self.take_new(state, parameters)
@@ -380,7 +388,7 @@ class AwayState:
     @torch.inference_mode(False)
     @torch.no_grad()
     def abort(self, state: State) -> None:
-        """After an error that is on its way: empty lanes, and state at home wherever the error lets it go."""
+        """Clean up after an error: streams are idle, and state is on the host wherever the error releases it."""
         self._making = None
         self.backend.drain()
         self.staging.finish()
@@ -390,7 +398,7 @@ class AwayState:
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_new(self, state: State, parameters: Iterable[torch.Tensor]) -> None:
-        """Move what these parameters have got, if it shall leave. A full host is remembered in `refused`."""
+        """Offload the new state of these parameters, if it is to be. A full host is remembered in `refused`."""
         for p in self.staging.take_unsettled():
             if p in self.chunk_of:
                 self.forget(p)
@@ -403,13 +411,16 @@ class AwayState:
             self.refused = error
 
     def bring(self, parameter: torch.Tensor) -> None:
-        """Put state that is away on the device, into the entry that has been read."""
+        """Put offloaded state on the device, into the entry that has been read."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self.entries[parameter].away:
                 self.staging.bring(parameter, self.chunk_of[parameter])
 
     def made(self) -> None:
-        """Before a step makes state for one more parameter: what it has made so far leaves, once it is a chunk."""
+        """Offload the state that a step has made so far, once it is a chunk.
+
+        It is called before the step makes state for one more parameter.
+        """
         state = self._making
         if state is None:
             return
@@ -419,15 +430,16 @@ class AwayState:
             self._seen = len(state)
             if sum(self._made.values()) >= self.limit_bytes():
                 self.release(keep=1)
-                # Variables of the optimizer's loop still have tensors of the last one.
+                # Variables of the optimizer's loop still refer to tensors of the last one.
                 self.take_new(state, list(self._made)[:-1])
                 self._made = {p: n for p, n in self._made.items() if p not in self.chunk_of and p not in self.staying}
 
     def take(
         self, state: State, parameters: Iterable[torch.Tensor], *, limit_bytes: int = 0, loaded: bool = False
     ) -> None:
-        """Move the state of these parameters, the share of it that leaves, in chunks of at most `limit_bytes` (0: as
-        all state asks for). `loaded`: whoever else has it.
+        """Offload the state of these parameters, within the share, in chunks of at most `limit_bytes`.
+
+        With 0 the limit goes by the size of all state. `loaded`: whatever else refers to it.
 
         Raises:
             MemoryLimitError: the host has no room; what has not moved is as it was and may be taken again.
@@ -447,7 +459,7 @@ class AwayState:
                 self.share.forget(bundle_bytes(leaving[p]))
 
     def _move(self, state: State, content: dict[torch.Tensor, Bundle], limit_bytes: int) -> None:
-        """A new chunk for the content; `state` points to it at once, and the copy is under way."""
+        """Make a new chunk for the content; `state` points to it at once, and the copy is under way."""
         backend = self.backend
         chunk = Chunk.allocate(backend, content, next(self._numbers))
         if len(content) == 1 and chunk.size_bytes > limit_bytes:
@@ -471,15 +483,16 @@ class AwayState:
             put_home(entry, chunk, p)
 
     def release(self, keep: int = 0) -> None:
-        """Let go of device tensors that have left, but for the newest `keep` chunks: the compute lane, which may get
-        their memory next, waits for the copies.
+        """Release device tensors that were offloaded, except for the newest `keep` chunks.
+
+        The compute stream, which may get their memory next, waits for the copies.
         """
         while len(self._leaving) > keep:
             event, _ = self._leaving.popleft()
             self.backend.mark("offload/release", Lane.COMPUTE, waits=[event]).issue()
 
     def forget(self, parameter: torch.Tensor) -> None:
-        """What lies here of the parameter is no longer its state."""
+        """Stop treating what is stored here of the parameter as its state."""
         chunk = self.chunk_of.pop(parameter)
         self.entries.pop(parameter).away = ()
         self.staging.forget(parameter, chunk)
@@ -489,7 +502,7 @@ class AwayState:
             self._free(chunk)
 
     def clear(self) -> None:
-        """Forget everything, what stays included. All lanes are empty."""
+        """Forget everything, what stays on the device included. All streams are idle."""
         self._leaving.clear()
         self.staging.finish()
         for p in list(self.chunk_of):
@@ -498,10 +511,10 @@ class AwayState:
         self.share = Share(self.share.fraction)
 
     def bring_back(self, state: State) -> None:
-        """Put all state into device tensors of its own, chunk by chunk.
+        """Reload all state into device tensors of its own, chunk by chunk.
 
         Raises:
-            MemoryLimitError: the device has no room; the chunks that have not come back are still here.
+            MemoryLimitError: the device has no room; the chunks that were not reloaded are still here.
         """
         self.staging.finish()
         self.backend.synchronise()

@@ -1,4 +1,4 @@
-"""The state of one parameter whose tensors may lie on the host: who reads one of them gets it on the device."""
+"""Reading a state tensor of a parameter gives it on the device, even if it is stored on the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 
 State = MutableMapping[torch.Tensor, Any]
-"""`optimizer.state`."""
+"""`optimizer.state` has this type."""
 
 _MISSING = object()
 
 
 class Bringer(Protocol):
-    """Where state that is away is brought from."""
+    """Bringer reloads offloaded state."""
 
     def bring(self, parameter: torch.Tensor) -> None: ...
 
@@ -24,11 +24,11 @@ class Bringer(Protocol):
 
 
 class Entry(dict[Hashable, Any]):
-    """A dict of one parameter's state, in which tensors that are away come to the device when they are read.
+    """Entry is a dict of one parameter's state whose offloaded tensors are reloaded when they are read.
 
-    What can be asked without a tensor (length, keys, values that never leave) moves nothing. `away` holds the keys
-    whose values are host tensors now. Every way to such a value goes through `bring`, C code's included: dict() and **
-    read through `keys` and `__getitem__` where a subclass has an `__iter__` of its own.
+    What can be asked without a tensor (length, keys, values that are never offloaded) moves nothing. `away` holds the
+    keys whose values are host tensors now. Every way to such a value goes through `bring`, C code's included: dict()
+    and ** read through `keys` and `__getitem__` where a subclass has an `__iter__` of its own.
     """
 
     __slots__ = ("away", "owner", "parameter")
@@ -40,8 +40,8 @@ class Entry(dict[Hashable, Any]):
         self.parameter: torch.Tensor | None = None
 
     def belongs_to(self, owner: Bringer, parameter: torch.Tensor) -> None:
-        """`owner` brings what is away of the state of `parameter`."""
-        # The owner has the entries: a strong reference back would let host memory wait for the garbage collector.
+        """Let `owner` reload what is offloaded of the state of `parameter`."""
+        # The owner has the entries: a strong reference back would keep host memory until the garbage collector runs.
         self.owner, self.parameter = weakref.ref(owner), parameter
 
     def _bring(self) -> None:
@@ -61,7 +61,7 @@ class Entry(dict[Hashable, Any]):
         return super().get(key, default)
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
-        if key in self.away:  # then it is taken back to where the old value lay
+        if key in self.away:  # then it is offloaded again to where the old value was stored
             self._bring()
         super().__setitem__(key, value)
 
@@ -118,7 +118,10 @@ class Entry(dict[Hashable, Any]):
 
 
 class Maker:
-    """Makes the entries of parameters that have none yet, in place of `dict` as the factory of `optimizer.state`."""
+    """Maker creates entries for parameters that have none.
+
+    It replaces `dict` as the default factory of `optimizer.state`.
+    """
 
     def __init__(self, owner: Bringer) -> None:
         self._owner = weakref.ref(owner)
@@ -134,41 +137,53 @@ class Maker:
 
 
 def at_rest(entry: Mapping[Hashable, Any]) -> Mapping[Hashable, Any]:
-    """The values where they lie now, host tensors among them; nothing is brought."""
+    """Return the values where they are stored now, host tensors among them; nothing is reloaded."""
     return dict(dict.items(entry)) if isinstance(entry, dict) else entry
 
 
-# ------------------------------------------------------------------------ who else has a tensor
+# ------------------------------------------------------------------------ who else refers to a tensor
 
 
 def _references(holder: dict[Any, Any], key: Any) -> int:
-    """Of an object that a dict has, by which it is given: a variable here would count as well."""
+    """Return the number of references to the object under `key` of a dict.
+
+    It is given by dict and key: a variable here would count as well.
+    """
     return sys.getrefcount(dict.__getitem__(holder, key))
 
 
 def _uses(holder: dict[Any, Any], key: Any) -> int:
-    """Of a tensor by C++, autograd's graphs among it."""
+    """Return the number of references to a tensor from C++, autograd's graphs among it."""
     return int(dict.__getitem__(holder, key)._use_count())
 
 
 def _memory_uses(holder: dict[Any, Any], key: Any) -> int:
-    """Of its memory, by tensors, views and storage objects: those without a base (`detach`, `.data`) show here only."""
+    """Return the number of references to a tensor's memory, by tensors, views and storage objects.
+
+    Those without a base (`detach`, `.data`) show here only.
+    """
     return int(torch._C._storage_Use_Count(dict.__getitem__(holder, key).untyped_storage()._cdata))
 
 
 def alias(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The first bytes of a tensor's memory, uint8 [nbytes], as a tensor that neither keeps it nor counts as a use."""
+    """Return the first bytes of a tensor's memory, uint8 [nbytes], as a tensor.
+
+    It neither keeps the memory nor counts as a use of it.
+    """
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 _PROBE: dict[Any, Any] = {0: torch.empty(1)}
 _REFERENCES, _USES, _MEMORY_USES = _references(_PROBE, 0), _uses(_PROBE, 0), _memory_uses(_PROBE, 0)
-"""Of what nobody has but one dict. Counted, since Python versions count differently."""
+"""Counts for a tensor that only one dict refers to. They are measured, since Python versions count differently."""
 
 
 def only_here(holder: dict[Any, Any], key: Any) -> bool:
-    """Whether nobody but this dict has the object under `key`: no variable, list, attribute, or view of a tensor."""
+    """Return whether only this dict refers to the object under `key`.
+
+    There is no variable, list, attribute, or view of a tensor then.
+    """
     if _references(holder, key) > _REFERENCES:
         return False
     if isinstance(dict.__getitem__(holder, key), torch.Tensor):
@@ -177,7 +192,10 @@ def only_here(holder: dict[Any, Any], key: Any) -> bool:
 
 
 def had_elsewhere(entry: dict[Hashable, Any], given: dict[Hashable, torch.Tensor]) -> bool:
-    """Whether somebody has a tensor of `given`, or one that `entry` has in its place, besides these two dicts."""
+    """Return whether anything besides these two dicts refers to a tensor of `given`.
+
+    A tensor that `entry` has in place of one of `given` counts as well.
+    """
     for key in given:
         if _references(given, key) > _REFERENCES + _times(entry, given, key):
             return True
