@@ -1,4 +1,4 @@
-"""`hostward.AdamW`: AdamW whose state lives partly on the host, with the same bits at every fraction."""
+"""Provide `hostward.AdamW`: AdamW with part of its state on the host, bitwise identical at every fraction."""
 
 from __future__ import annotations
 
@@ -103,26 +103,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("hostward")
 
 
-# What a training loop tells the optimizer between steps: microbatches, waits, traces.
+# What a training loop reports to the optimizer between steps: microbatches, waits, traces.
 
 
 ROOT = "root"
-"""Stands for the layer of parameters that the module itself owns."""
+"""Layer name of parameters that the module itself owns."""
 
 
 class StepScalars(NamedTuple):
-    """What a step tells, on the device: float32 [1] norm before clipping, int32 [1] 1 where the step was skipped."""
+    """Holds the results of a step on the device.
+
+    float32 [1] norm before clipping, int32 [1] 1 where the step was skipped.
+    """
 
     norm: torch.Tensor
     skipped: torch.Tensor
 
 
-# One microbatch of a training step: which gradients the optimizer takes from its backward, and what if that fails.
+# One microbatch of a training step: which gradients are offloaded in its backward, and what happens if that fails.
 
 
 class Accumulation:
-    """What `AdamW.accumulate` returns: gradients are taken as they become final, and those that are added up on the
-    host in every microbatch.
+    """Offloads gradients of one microbatch as they become final; `AdamW.accumulate` returns it.
+
+    Gradients that are accumulated on the host are offloaded in every microbatch.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class Accumulation:
             return
         try:
             if self._last:
-                # Gradients that the last microbatch did not touch are final all the same.
+                # Gradients that the last microbatch did not touch are final as well.
                 for t in grad_hooks.waiting():
                     if t.name not in grad_hooks.tied:
                         grad_hooks.hand_over(t)
@@ -166,11 +170,11 @@ class Accumulation:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
+    """Runs AdamW with decoupled weight decay, gradient clipping and a share of its state on the host.
 
-    The update is defined in docs/exactness.md; weights and state are bit-identical at every `offload_fraction`.
-    State, step counts and checkpoints are keyed by parameter name. `optimizer.state` holds no tensor:
-    frameworks that move state about find nothing to move.
+    The update is defined in docs/exactness.md; weights and state are bitwise identical at every `offload_fraction`.
+    State, step counts and checkpoints are keyed by parameter name. `optimizer.state` holds no tensor: frameworks that
+    move state about find nothing to move.
 
     Args:
         params: a module (its trainable parameters), an iterable of (name, Parameter) or of parameters, or a list of
@@ -184,27 +188,30 @@ class AdamW(torch.optim.Optimizer):
             the step: do not call `clip_grad_norm_` as well. Non-finite gradients skip the step either way.
         offload_fraction: share of the optimizer state's bytes that lives on the host. "auto": the least that keeps
             weights, gradients and state on the device within `device_memory` (bytes, or a text like "40GiB").
-        streamed_fraction: of that, the share that comes to the device for its step and goes back; the rest is stepped
-            on the host. "auto": the mix that uses memory and link best, by rates measured on this machine. A function
-            of these rates (`hostward.core.host_limits.Rates`) tells it instead, where more is known of the step.
-        overlap: let gradients leave during backward (see `accumulate`) and weights arrive during the next forward.
+        streamed_fraction: of that, the share that takes a GPU step with state offload: it is copied to the device for
+            its step and back. The rest takes a CPU optimizer step. "auto": the mix that uses memory bandwidth and PCIe
+            or NVLink best, by rates measured on this machine. A function of these rates
+            (`hostward.core.host_limits.Rates`) returns it instead, where more is known of the step.
+        overlap: offload gradients during backward (see `accumulate`) and copy weights back during the next forward.
             False: everything happens within `step`.
-        pin_gradients, pin_weights: page-lock the host memory where gradients of host-stepped buckets arrive, and
-            where their weights come back from. Without it the caller waits for copies: same bits, much slower. The
-            state of these buckets never is. A plan may say so too.
-        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 masters: other bits, and slower.
-        gradients: where gradients of host-stepped buckets are added up over microbatches; None: as the plan says, or
-            "device". "device": in `.grad`, which they leave in the last backward. "host": in float32 on the host,
-            where they go in every backward; those of other buckets in `.grad`, in float32 too.
+        pin_gradients, pin_weights: pin the host memory to which gradients of buckets with a CPU optimizer step are
+            offloaded, and from which their weights are copied back. Without it the caller waits for copies: bitwise
+            identical, much slower. The state of these buckets is never pinned. A plan may say so too.
+        use_torch_optimizer: step the host share with torch.optim.AdamW on fp32 main weights: not bitwise identical, and
+            slower.
+        gradients: where gradients of buckets with a CPU optimizer step are accumulated over microbatches; None: as the
+            plan says, or "device". "device": in `.grad`, from which they are offloaded in the last backward. "host": in
+            float32 on the host, to which they are offloaded in every backward; those of other buckets in `.grad`, in
+            float32 too.
         grad_dtype: in which `.grad` accumulates, as torch.float32 for 16-bit models and several microbatches; or None.
-        staging_bytes: device memory for state that is being streamed, at least one bucket; None: as the plan says, or
+        staging_bytes: device memory for GPU staging buffers, at least one bucket; None: as the plan says, or
             what backward frees, and two buckets besides.
-        host_threads: threads of the host step; None: the CPUs of this process over its local ranks, less two.
+        host_threads: threads of the CPU optimizer step; None: the CPUs of this process over its local ranks, less two.
         plan: from `hostward plan --json FILE`, or that file: where each bucket goes, instead of `offload_fraction`.
         module: the module that holds the parameters, where `params` is not itself the module: its layers then wait
             for their own weights alone, and its `load_state_dict` is watched, so that loading equal weights leaves the
-            masters as they are.
-        stages: of a pipeline: the processes that hold the other stages of the model beside this one's, this one among
+            fp32 main weights as they are.
+        stages: of a pipeline: the processes that hold the other stages of the model, this process among
             them. The norm is over all of them, and all skip together. None: there are no stages.
         tied: by name, the weights that another stage has as well, and the processes that have this part of each. Call
             `add_up_tied` before `step`.
@@ -285,7 +292,7 @@ class AdamW(torch.optim.Optimizer):
         self._placements: list[PlacedBucket] = []
         self._pending: list[ParamRecord] = []
         self._waiting: list[ParamRecord] = []
-        """Those whose weights hostward.move() has left on the CPU, for attach()."""
+        """Parameters whose weights hostward.move() has left on the CPU, for attach()."""
         self._watch = WeightWatch([])
         self._readers = Readers()
         self._unchanged, self._told_of_writes, self._scaled = True, False, False
@@ -392,7 +399,7 @@ class AdamW(torch.optim.Optimizer):
         log.log(logging.WARNING if nothing else logging.INFO, "%s", self.plan.explain())
 
     def _connect(self, backend: Backend) -> None:
-        """Schedule, hooks and watches over all buckets that there are now."""
+        """Build the schedule, hooks and watches over all buckets that exist now."""
         partials, host_partials, first_chunks = allocate_partials(backend, self._states, on_host=bool(self._summed))
         scalars = allocate_scalars(backend, Tier.DEVICE), allocate_scalars(backend, Tier.HOST)
         groups = self._places.sharding
@@ -448,7 +455,10 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """Placement of every bucket; `plan.asked_fraction` and `plan.placed_fraction` tell the shares."""
+        """Return the placement of every bucket.
+
+        `plan.asked_fraction` and `plan.placed_fraction` are the shares.
+        """
         return Plan(self.offload_fraction, tuple(self._placements))
 
     @property
@@ -457,11 +467,11 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
+        """Return the schedule of a step, as data; `print(optimizer.schedule.to_text())` shows it."""
         return self._executor.schedule
 
     def weight_copies(self) -> WeightCopies:
-        """The host copies that the CPU step writes, for whoever offloads weights."""
+        """Return the host copies that the CPU optimizer step writes, for weight offloading."""
         return WeightCopies(
             self._tracked, self._states, self._executor, self._watch, self._access, self._follow_weights
         )
@@ -518,12 +528,15 @@ class AdamW(torch.optim.Optimizer):
                 fix="run a backward pass between two steps, or make the optimizer with overlap=False",
             )
         else:
-            # grad_norm and last_step_skipped speak of this step, not of the one before.
+            # grad_norm and last_step_skipped describe this step, not the one before.
             self._memory.device_scalars.norm.data.zero_()
             self._memory.device_scalars.skip.data.zero_()
 
     def _issue(self, waiting: Sequence[ParamRecord], gradients: Mapping[str, torch.Tensor]) -> None:
-        """The step proper. Cut short, by Ctrl-C or a failed kernel, it leaves some buckets stepped, others not."""
+        """Issue the step proper.
+
+        Interrupted, by Ctrl-C or a failed kernel, it leaves some buckets stepped and others not.
+        """
         stays = not self._overlap or self._grad_hooks.captured
         self._unchanged = False
         try:
@@ -549,7 +562,7 @@ class AdamW(torch.optim.Optimizer):
             self._fence.raise_all()
 
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What a gradient scaler says, if it looked at the gradients."""
+        """Return what a gradient scaler says, if it looked at the gradients."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
     __repr__ = described
@@ -558,8 +571,9 @@ class AdamW(torch.optim.Optimizer):
 
     @unfenced
     def reseed(self, names: Iterable[str] | None = None) -> None:
-        """Take the master anew from the weight: needed with `fence=False` after writes through `.data`, which nothing
-        else sees then.
+        """Set the fp32 main weight anew from the weight.
+
+        This is needed with `fence=False` after writes through `.data`, which nothing else sees then.
 
         Args:
             names: parameters to take; None for all. Moments and step counts stay.
@@ -587,8 +601,9 @@ class AdamW(torch.optim.Optimizer):
             self.reseed([t.name for t in changed])
 
     def _tell_changed(self, changed: Sequence[ParamRecord]) -> None:
-        """Loads, and whatever comes before the first step (DDP's broadcast, initialisation), are in order. Another
-        write may be a mistake, and is warned of once.
+        """Report writes to weights, and warn once of those that may be a mistake.
+
+        Loads, and whatever comes before the first step (DDP's broadcast, initialisation), are in order.
         """
         written = [] if self._unchanged else [t for t in changed if not self._watch.was_loaded(t)]
         level = logging.INFO if self._told_of_writes or not written else logging.WARNING
@@ -603,16 +618,16 @@ class AdamW(torch.optim.Optimizer):
 
     @_disable_dynamo
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """State by parameter name, independent of placement; tensors on the CPU and plain values only.
+        """Return the state by parameter name, independent of placement; tensors on the CPU and plain values only.
 
-        The tensors are copies: 12 bytes of host memory per parameter, 8 for fp32 weights. torch.optim hands out its own
+        The tensors are copies: 12 bytes of host memory per parameter, 8 for fp32 weights. torch.optim returns its own
         tensors instead. Here they would change under a writer in the background, and each is a part of a slab that
         torch.save would write as a whole.
 
         Args:
-            copy: False: moments that lie on the host in one piece are views of the state itself, 8 bytes per parameter
-                less. They change with the next step. For writers that are done before it and take views as they are,
-                such as `hostward.checkpoint.save`; not for torch.save.
+            copy: False: moments that are stored on the host in one piece are views of the state itself, 8 bytes per
+                parameter less. They change with the next step. For writers that are done before it and take views as
+                they are, such as `hostward.checkpoint.save`; not for torch.save.
 
         Hooks run as in torch.optim.Optimizer: those of `register_state_dict_pre_hook` before anything is read, those of
         `register_state_dict_post_hook` on the result, which they may change or replace.
@@ -624,7 +639,7 @@ class AdamW(torch.optim.Optimizer):
             to the device and load it back where it wraps an optimizer, is given a token for the state that is there.
 
         Raises:
-            ModelError: a step was cut short, or module or groups are not as they were. MemoryLimitError: the host has
+            ModelError: a step was interrupted, or module or groups are not as they were. MemoryLimitError: the host has
                 no room for the copies.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -638,7 +653,7 @@ class AdamW(torch.optim.Optimizer):
     @unfenced
     def _state(self, copy: bool) -> dict[str, Any]:
         self._settle()
-        # Hooks of others expect tensors.
+        # Hooks of other libraries expect tensors.
         if not self._optimizer_state_dict_post_hooks and is_being_wrapped(self):
             state: object = Unmoved(self)
         else:
@@ -649,7 +664,7 @@ class AdamW(torch.optim.Optimizer):
         return {"format": STATE_FORMAT, "optimizer": OWNER, "state": state, "param_groups": groups}
 
     def _settle(self) -> None:
-        """The state is that of the last step, whole, and lanes are empty."""
+        """Wait until all streams are idle and the state is that of the last step, whole."""
         check_members(self.param_groups, self._tracked)
         self._follow_weights()
         self._executor.require_whole()
@@ -665,13 +680,13 @@ class AdamW(torch.optim.Optimizer):
     @_disable_dynamo
     @unfenced
     def sources(self) -> StateSources:
-        """State and weights as they lie, by parameter name, to be read from other threads; nothing is copied.
+        """Return state and weights as they are stored, by parameter name, to be read from other threads.
 
-        They are those of this moment until the next `step()`, which waits for registered readers, as everything does
-        that changes them. `hostward.checkpoint` writes from them.
+        Nothing is copied. They are those of this moment until the next `step()`, which waits for registered readers, as
+        everything does that changes them. `hostward.checkpoint` writes from them.
 
         Raises:
-            ModelError: a step was cut short, or module or groups are not as they were.
+            ModelError: a step was interrupted, or module or groups are not as they were.
         """
         self._settle()
         describer = Describer(self.backend, self._readers)
@@ -686,8 +701,9 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Host tensors of the names, shapes, dtypes and divisions of the state, to load a checkpoint into; their
-        contents are arbitrary. `load_state_dict` takes them over.
+        """Return host tensors with the names, shapes, dtypes and divisions of the state, to load a checkpoint into.
+
+        Their contents are arbitrary. `load_state_dict` takes them over.
 
         Raises:
             MemoryLimitError: the host has no room for them.
@@ -697,10 +713,11 @@ class AdamW(torch.optim.Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of `state_dict`, saved at any placement. Checked as a whole before anything is changed.
+        """Load a state of `state_dict`, saved at any placement. It is checked as a whole before anything is changed.
 
-        A master whose rounded bits differ from the present weight sets the weight (logged): model and optimizer may
-        so be loaded in either order. Names may carry what `torch.compile` or data parallelism put into them.
+        An fp32 main weight whose rounded bits differ from the present weight sets the weight (logged): model and
+        optimizer may so be loaded in either order. Names may carry what `torch.compile` or data parallelism put into
+        them.
 
         Hooks run as in torch.optim.Optimizer: those of `register_load_state_dict_pre_hook` on a shallow copy of
         `state_dict`, which they may change or replace, those of `register_load_state_dict_post_hook` at the end.
@@ -732,7 +749,7 @@ class AdamW(torch.optim.Optimizer):
         require_known(state, self._by_name)
         self._access.check(state)
         if self._executor.torn:
-            # What was taken for the step that was cut short must not be stepped with.
+            # Gradients offloaded for the step that was interrupted must not be stepped with.
             self._executor.abort()
             self._grad_hooks.forget()
         self._executor.torn = True  # until all of it is written
@@ -753,7 +770,7 @@ class AdamW(torch.optim.Optimizer):
         self.backend.synchronise()
 
     def _checked(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], list[dict[str, Any]]]:
-        """The state by the names of this optimizer, and what the groups set. Raises CheckpointError."""
+        """Return the state by this optimizer's names, and what the groups set. Raises CheckpointError."""
         state, groups = self._in_my_names(*saved_parts(given, STATE_FORMAT, OWNER))
         names = [g["param_names"] for g in self.param_groups]
         check_same_names("parameter group", [g["params"] for g in groups], names)
@@ -766,7 +783,7 @@ class AdamW(torch.optim.Optimizer):
     def _in_my_names(
         self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """A saved state under the names of this optimizer; names that mean none of its parameters stay."""
+        """Return a saved state under this optimizer's names; names that mean none of its parameters stay."""
         saved = [*state, *(name for group in groups for name in group["params"])]
         mine = {theirs: name for name, theirs in matched([t.name for t in self._tracked], saved).items()}
         renamed = [{**group, "params": [mine.get(name, name) for name in group["params"]]} for group in groups]
@@ -783,30 +800,30 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def backend(self) -> Backend:
-        """The backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
+        """Return the backend that carries out the steps; its `ledger` counts bytes by tier and owner."""
         if self._backend is None:
             raise ModelError("the optimizer has no backend yet")
         return self._backend
 
     def accumulate(self, *, last: bool) -> Accumulation:
-        """A context for the forward and backward of one microbatch.
+        """Return a context for the forward and backward of one microbatch.
 
             for i, batch in enumerate(microbatches):
                 with optimizer.accumulate(last=i == len(microbatches) - 1):
                     loss(model, batch).backward()
             optimizer.step()
 
-        In the last one gradients are taken as backward makes them: they leave for the host while backward goes on,
-        and their device memory is freed. `.grad` then holds a placeholder that raises ModelError when it is used.
-        Without this context gradients are taken at `step`, with the same result. Those that are added up on the host
-        (`gradients="host"`) leave in every backward, within this context or not.
+        In the last one gradients are offloaded as backward makes them: they are copied to the host while backward goes
+        on, and their device memory is freed. `.grad` then holds an `OffloadedGrad` that raises ModelError when it is
+        used. Without this context gradients are offloaded at `step`, with the same result. Gradients that are
+        accumulated on the host (`gradients="host"`) are offloaded in every backward, within this context or not.
 
-        Under DistributedDataParallel, which reduces gradients when backward is over, they are taken at the end of the
-        block.
+        Under DistributedDataParallel, which reduces gradients when backward is over, they are offloaded at the end of
+        the block.
 
-        Rounds add up until `step`, whichever of them was called the last one. `step` uses gradients up: the next round
-        starts anew, with `zero_grad` in between or without it. With `overlap=False` `.grad` stays as it is, and what
-        `zero_grad` does not clear is added to, as with torch.optim.
+        Rounds accumulate until `step`, whichever of them was called the last one. `step` uses gradients up: the next
+        round starts anew, with `zero_grad` in between or without it. With `overlap=False` `.grad` stays as it is, and
+        what `zero_grad` does not clear is added to, as with torch.optim.
 
         Args:
             last: whether no further microbatch will add to the gradients of this step.
@@ -817,51 +834,54 @@ class AdamW(torch.optim.Optimizer):
     @unfenced
     @torch.no_grad()
     def add_up_tied(self) -> None:
-        """Add up the gradients of `tied` weights over the processes that have them. All of these call it when the
-        backward passes of a step are over, before `step()`, and before a gradient scaler or a loop of one's own looks
-        at gradients. Until then these gradients stay in `.grad`. No wait of the host on a GPU.
+        """Add up the gradients of `tied` weights over the processes that have them.
+
+        All of these processes call it when the backward passes of a step are over, before `step()`, and before a
+        gradient scaler or a custom training loop looks at gradients. Until then these gradients stay in `.grad`. On a
+        GPU the host does not wait.
         """
         self._grad_hooks.add_up_tied()
 
     @unfenced
     def _abandon(self) -> None:
-        """Backward was cut short: what was taken is lost."""
+        """Mark offloaded gradients as lost, because backward was interrupted."""
         self._executor.discard()
         self._grad_hooks.mark(Where.LOST)
 
     @unfenced
     def discard_gradients(self) -> None:
-        """Forget what has been taken of gradients; `zero_grad` does this as well."""
+        """Forget the gradients that have been offloaded; `zero_grad` does this as well."""
         self._executor.discard()
         self._grad_hooks.forget()
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, taken ones included."""
+        """Clear all gradients, including offloaded ones."""
         self.discard_gradients()
         with without_functions():
             super().zero_grad(set_to_none)
 
     def replayed(self) -> None:
-        """Say that a CUDA graph has written the gradients in `.grad`: they stay there, whatever ran before the replay.
+        """Report that a CUDA graph has written the gradients in `.grad`.
 
-        A loop that does nothing but replay and step need not call this: the capture says it.
+        They stay there, whatever ran before the replay. A loop that does nothing but replay and step need not call
+        this: the capture reports it.
         """
         self._grad_hooks.captured = True
 
     def trace(self) -> Tracing:
-        """A context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
+        """Return a context that times every operation of the steps inside: `with optimizer.trace() as trace: ...`.
 
-        Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` tells what was hidden.
+        Afterwards `trace.write(path)` writes a file for Perfetto, and `trace.summary()` reports what was overlapped.
         """
         return Tracing(self.backend, self._executor)
 
     def find_unfenced_reads(self) -> UnfencedReads:
-        """A context, for debugging, in which a use of a weight that has not arrived raises OrderingError."""
+        """Return a debugging context in which a use of a weight before its new value is there raises OrderingError."""
         return UnfencedReads(self._executor, self._tracked, {t.name: t.layer or ROOT for t in self._tracked})
 
     def wait(self) -> None:
-        """Return when every weight has its new value. Raises what a host step reported."""
+        """Return when every weight has its new value. Raises errors that a CPU optimizer step reported."""
         self._executor.wait_for_all()
         self._executor.synchronise()
 
@@ -875,46 +895,53 @@ class AdamW(torch.optim.Optimizer):
         """
         self._executor.wait_for_weights()
         if not self.backend.capturing():
-            self.backend.follow_compute()  # what has arrived before was waited for on another stream, maybe
+            self.backend.follow_compute()  # earlier weights were perhaps waited for on another stream
 
     def arrive(self) -> None:
-        """Do the same as `wait_for_weights`, whose old name this is."""
+        """Do the same as `wait_for_weights`, under its old name."""
         warnings.warn("AdamW.arrive() is wait_for_weights() now", DeprecationWarning, stacklevel=2)
         self.wait_for_weights()
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm of the last step before clipping, inf where a gradient was not finite. Waits for the
-        norm, not for the host's part of the step.
+        """Return the global gradient norm of the last step before clipping, inf where a gradient was not finite.
+
+        It waits for the norm, not for the CPU optimizer step.
         """
         return float(self.step_scalars().norm.item())
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step found non-finite gradients and left everything as it was. Waits for the norm, not for
-        the host's part of the step.
+        """Report whether the last step found non-finite gradients and left everything as it was.
+
+        It waits for the norm, not for the CPU optimizer step.
         """
         return bool(self.step_scalars().skipped.item())
 
     @property
     def step_was_skipped(self) -> bool:
-        """What accelerate asks of an optimizer that it does not wrap, one that has `_is_accelerate_prepared = True`:
-        whether a gradient scaler took part in the last step and it was skipped. Waits for nothing without a scaler.
+        """Report whether a gradient scaler took part in the last step and it was skipped.
+
+        accelerate asks this of an optimizer that it does not wrap, one that has `_is_accelerate_prepared = True`. It
+        waits for nothing without a scaler.
         """
         return self._scaled and self.last_step_skipped
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer itself, for accelerate, which looks for what it believes to have wrapped. It exists only where
-        `_is_accelerate_prepared` is set: others unwrap for as long as there is an `optimizer`.
+        """Return the optimizer itself, for accelerate, which looks for what it believes to have wrapped.
+
+        It exists only where `_is_accelerate_prepared` is set: other libraries unwrap for as long as there is an
+        `optimizer`.
         """
         if not vars(self).get("_is_accelerate_prepared", False):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'optimizer'")
         return self
 
     def step_scalars(self) -> StepScalars:
-        """Norm and skip flag of the last step, on the device: for logs that do not wait. The next step overwrites both;
-        copy them on the current stream.
+        """Return norm and skip flag of the last step, on the device, for logs that do not wait.
+
+        The next step overwrites both; copy them on the current stream.
         """
         self.backend.mark("offload/scalars", Lane.COMPUTE).issue()
         scalars = self._memory.device_scalars
@@ -922,11 +949,11 @@ class AdamW(torch.optim.Optimizer):
 
 
 OPTIONS = frozenset(inspect.signature(AdamW).parameters)
-"""Names of what the optimizer takes as a whole."""
+"""Names of all arguments of the optimizer."""
 
 
 def _holders(groups: Groups | None, t: ParamRecord) -> int:
-    """Tensors that always lie in the memory of a parameter's part here: itself, and what FSDP2 has."""
+    """Count the tensors that always use the memory of a parameter's part here: itself, and what FSDP2 has."""
     return groups.holders(t.parameter) if t.sharded and groups is not None else 1
 
 
@@ -935,4 +962,4 @@ def _holders(groups: Groups | None, t: ParamRecord) -> int:
 
 STATE_FORMAT = 1
 OWNER = "hostward.AdamW"
-"""Whose a state dict is."""
+"""Owner recorded in a state dict."""

@@ -1,16 +1,15 @@
-"""The life of a bucket within one training step, and that of a layer's weights between two.
+"""Track the life of a bucket within one training step, and of a layer's weights between two steps.
 
-`StepExecutor` issues operations; what has happened to a bucket or a layer is written down here and nowhere else. Each
+`StepExecutor` issues operations; what has happened to a bucket or a layer is recorded here and nowhere else. Each
 method is one transition, and raises OrderingError where it is not legal. A transition is recorded after its operations
-have been issued: one that is cut short is issued again.
+have been issued, so one that is interrupted is issued again.
 
                  accept        sent              released         stepped    used
     host         IDLE -> ACCUMULATING -> GRAD_IN_FLIGHT -> GRAD_OFFLOADED -> STEPPED -> IDLE
     streamed     IDLE -> ACCUMULATING -> GRAD_READY  ----------------------> STEPPED -> IDLE
     device       IDLE -> ACCUMULATING -> GRAD_READY  ----------------------> IDLE
 
-`retract` and `reopen` lead back to ACCUMULATING. With overlap=False
-host buckets go the way of streamed ones.
+`retract` and `reopen` lead back to ACCUMULATING. With overlap=False host buckets take the transitions of streamed ones.
 """
 
 from __future__ import annotations
@@ -25,30 +24,35 @@ from hostward.errors import OrderingError
 
 
 class BucketPhase(Enum):
-    """How far a bucket has come in the present step, and where its bytes are meanwhile.
+    """Names how far a bucket has come in the present step, and where its bytes are meanwhile.
 
-    Optimizer state is stored where `Placement` says (in pinned host memory for streamed buckets, which visit a GPU
-    staging buffer for their step); weights are on the device, unless they are offloaded. Below is what differs.
+    Optimizer state is stored where `Placement` says (in pinned host memory for streamed buckets, which are copied to a
+    GPU staging buffer for their step); weights are on the device, unless they are offloaded. The members describe what
+    differs.
     """
 
     IDLE = "idle"
     """Gradient: none of this step. State and weights: final, of the last step that has stepped the bucket."""
     ACCUMULATING = "accumulating"
-    """Gradient: some ranges lie in device memory, where autograd has made them; ranges that are not `unsent` were sent
-    before (of an earlier microbatch, or before another range was retracted) and lie on the host. State and weights:
-    final."""
+    """Gradient: some ranges are in device memory, where autograd has made them. Ranges that are not `unsent` were sent
+    before (of an earlier microbatch, or before another range was retracted) and are on the host. State and weights:
+    final.
+    """
     GRAD_READY = "gradient ready"
-    """Gradient: all of it lies in device memory until the step; its partial sums for the norm are made, unless nothing
-    overlaps. State and weights: final."""
+    """Gradient: all of it is in device memory until the step. Its partial sums for the norm are made, unless nothing
+    overlaps. State and weights: final.
+    """
     GRAD_IN_FLIGHT = "gradient in flight"
     """Gradient: in device memory, and a D2H copy of it to the host is issued. State and weights: final."""
     GRAD_OFFLOADED = "gradient offloaded"
-    """Gradient: in host memory alone (its landing place, or the float32 total over the microbatches); the device memory
-    has been returned. State and weights: final."""
+    """Gradient: in host memory only, in its landing buffer or the float32 total over the microbatches. The device
+    memory has been returned. State and weights: final.
+    """
     STEPPED = "stepped"
     """The step is issued. Gradient: a host bucket's is read by the CPU optimizer step from host memory, a streamed
-    bucket's still lies in device memory. State: being updated. Weights: those on the device are old until the compute
-    lane has waited for the layer; the new ones are on the host, or in an H2D copy, or being written by the update lane.
+    bucket's is still in device memory. State: being updated. Weights: those on the device are old until the compute
+    stream has waited for the layer; the new ones are on the host, or in an H2D copy, or being written by the update
+    stream.
     """
 
 
@@ -56,14 +60,14 @@ _SENT = (BucketPhase.GRAD_READY, BucketPhase.GRAD_IN_FLIGHT, BucketPhase.GRAD_OF
 
 
 class BucketStep:
-    """One bucket's phase, and its ranges with gradients.
+    """Holds one bucket's phase, and which of its ranges have gradients.
 
     Args:
-        index: of the bucket, for errors.
+        index: the bucket's index, for errors.
         placement: where it is stepped.
         ranges: how many the bucket has.
-        overlap: its gradients leave during backward where it is stepped on the host.
-        accumulates: they are accumulated on the host, microbatch by microbatch.
+        overlap: its gradients are offloaded during backward if it takes a CPU optimizer step.
+        accumulates: its gradients are accumulated on the host, microbatch by microbatch.
     """
 
     __slots__ = (
@@ -79,32 +83,35 @@ class BucketStep:
         self._offloads = overlap and placement is Placement.HOST
         self.phase = BucketPhase.IDLE
         self.ranges: set[int] = set()
-        """Those with a gradient in this step."""
+        """Ranges with a gradient in this step."""
         self.unsent: set[int] = set()
-        """Of these, those whose gradient is in device memory and has not been sent anywhere."""
+        """Ranges with a gradient in device memory that has not been sent anywhere."""
         self.last_ranges: set[int] = set()
-        """Those with a gradient in the step before."""
+        """Ranges with a gradient in the previous step."""
         self.accumulated: set[int] = set()
-        """Those with a total of this step on the host."""
+        """Ranges with a total of this step on the host."""
         self.summed: set[int] = set()
-        """Of these, those whose partial sums for the norm are of the present total."""
+        """Accumulated ranges whose partial sums for the norm are of the present total."""
         self.on_device = False
         """Some device memory of its gradients has not been returned yet: of this step or, once stepped, of the last."""
         self.streams: set[int] = set()
-        """Keys of the streams whose memory its gradients may be."""
+        """Stream keys of possible owners of its gradients' memory."""
 
     @property
     def complete(self) -> bool:
-        """Whether every range has a gradient, of this microbatch where they are accumulated on the host."""
+        """Report whether every range has a gradient.
+
+        Where gradients are accumulated on the host, only gradients of this microbatch count.
+        """
         return len(self.unsent if self.accumulates else self.ranges) == self.size
 
     @property
     def was_sent(self) -> bool:
-        """Whether its gradient trigger has come, and none was retracted since."""
+        """Report whether its gradient trigger has come, and no gradient was retracted since."""
         return self.phase in _SENT
 
     def accept(self, index: int, streams: Set[int]) -> None:
-        """A range has a gradient, which is memory of one of these streams."""
+        """Record that a range has a gradient, which is memory of one of these streams."""
         if self.phase is not BucketPhase.ACCUMULATING:
             if self.phase is not BucketPhase.IDLE:
                 raise self._illegal(f"gets a gradient for range {index}", "retract it first")
@@ -115,15 +122,16 @@ class BucketStep:
         self.streams |= streams
 
     def accept_all(self, streams: Set[int]) -> None:
-        """All ranges have gradients, which are memory of these streams."""
+        """Record that all ranges have gradients, which are memory of these streams."""
         if self.phase is not BucketPhase.IDLE:
             raise self._illegal("gets all of its gradients at once", "retract those that it has first")
         for index in range(self.size):
             self.accept(index, streams)
 
     def retract(self, index: int) -> None:
-        """More will be added to the gradient of a range: it is no longer one of this step, until it is accepted again.
-        The other ranges stay as they are.
+        """Withdraw the gradient of a range from this step, because more will be added to it.
+
+        It counts again once it is accepted again. The other ranges stay as they are.
         """
         if index not in self.ranges or self.phase in (BucketPhase.IDLE, BucketPhase.STEPPED):
             raise self._illegal(f"is asked to reload the gradient of range {index}", "accept it first")
@@ -134,7 +142,9 @@ class BucketStep:
         self.phase = BucketPhase.ACCUMULATING if self.ranges else BucketPhase.IDLE
 
     def sent(self, *, last: bool = True) -> None:
-        """The operations of its gradient trigger are issued. `last`: no further microbatch is known to come."""
+        """Record that the operations of its gradient trigger are issued. `last`: no further microbatch is known to
+        come.
+        """
         if self.phase is not BucketPhase.ACCUMULATING:
             raise self._illegal("is sent", "accept a gradient first")
         if self.accumulates:
@@ -145,14 +155,16 @@ class BucketStep:
         self.phase = BucketPhase.GRAD_IN_FLIGHT if self._offloads else BucketPhase.GRAD_READY
 
     def released(self) -> None:
-        """The compute lane has waited for the copies of its gradients, and their memory is returned."""
+        """Record that the compute stream has waited for the copies of its gradients, and their memory is returned."""
         if self.phase is not BucketPhase.GRAD_IN_FLIGHT:
             raise self._illegal("returns the memory of gradients that were copied", "send it first")
         self.phase = BucketPhase.GRAD_OFFLOADED
 
     def reopen(self) -> None:
-        """More gradients come after it was sent: those of the next microbatch, where they are accumulated on the host
-        and those before have been released, or of a step that failed before anything was stepped.
+        """Accept more gradients after the bucket was sent.
+
+        They are those of the next microbatch, where gradients are accumulated on the host and the previous ones have
+        been released, or of a step that failed before anything was stepped.
         """
         if self.phase not in ((BucketPhase.GRAD_OFFLOADED,) if self.accumulates else _SENT):
             raise self._illegal("gets more gradients after it was sent", "send it first, and release what is summed")
@@ -164,7 +176,7 @@ class BucketStep:
         return streams
 
     def stepped(self) -> None:
-        """The step's operations are issued."""
+        """Record that the step's operations are issued."""
         if self.phase in (BucketPhase.ACCUMULATING, BucketPhase.GRAD_IN_FLIGHT, BucketPhase.STEPPED):
             raise self._illegal("is stepped", "send and release its gradients, and let its layer be used first")
         self.last_ranges = self.ranges
@@ -173,19 +185,22 @@ class BucketStep:
         self.phase = BucketPhase.IDLE if here else BucketPhase.STEPPED
 
     def used(self) -> None:
-        """The compute lane has waited for its new weights."""
+        """Record that the compute stream has waited for its new weights."""
         if self.phase is not BucketPhase.STEPPED:
             raise self._illegal("has its new weights waited for", "step it first")
         self.phase = BucketPhase.IDLE
 
     def discard(self) -> None:
-        """No step will be made with its gradients. What was stepped before stays so. Legal in every phase."""
+        """Drop its gradients, with which no step will be made.
+
+        A bucket that was stepped before stays so. Legal in every phase.
+        """
         self._clear()
         if self.phase is not BucketPhase.STEPPED:
             self.phase = BucketPhase.IDLE
 
     def abort(self) -> None:
-        """Lanes are empty, and state and weights are about to be replaced. Legal in every phase."""
+        """Reset the bucket while all streams are idle, before state and weights are replaced. Legal in every phase."""
         self._clear()
         self.phase = BucketPhase.IDLE
 
@@ -201,18 +216,18 @@ class BucketStep:
 
 
 class LayerPhase(Enum):
-    """Who has waited for the weights of a layer since the last step."""
+    """Names who has waited for the weights of a layer since the last step."""
 
     READY = "ready"
-    """The compute lane has waited for them, for a use of the layer; or no step was made yet."""
+    """The compute stream has waited for them, for a use of the layer; or no step was made yet."""
     PENDING = "pending"
-    """A step has been issued, and the compute lane has not waited for the new weights."""
+    """A step has been issued, and the compute stream has not waited for the new weights."""
     UNREPORTED = "unreported"
-    """The compute lane has waited for them because the next step began: no use of the layer was ever reported."""
+    """The compute stream has waited for them because the next step began: no use of the layer was ever reported."""
 
 
 class LayerStep:
-    """The weights of one layer between two steps: who has waited for them, and whether uploads were issued for them."""
+    """Records, for one layer between two steps, who has waited for its weights and whether uploads were issued."""
 
     __slots__ = ("external", "name", "phase", "upload_issued", "waited_by")
 
@@ -220,39 +235,41 @@ class LayerStep:
         self.name = name
         self.phase = LayerPhase.READY
         self.waited_by: set[int] = set()
-        """Keys of the compute streams that have waited for them since the last step; empty before the first."""
+        """Stream keys of the compute streams that have waited for them since the last step; empty before the first."""
         self.external: set[torch.Stream] | None = None
-        """Streams besides the compute lane that have; None: no step was made, and there is nothing to wait for."""
+        """Streams other than the compute stream that have waited. None: no step was made, and there is nothing to wait
+        for.
+        """
         self.upload_issued = False
         """Its upload trigger has come since the last step."""
 
     def stepped(self) -> None:
-        """A step has been issued."""
+        """Record that a step has been issued."""
         if self.phase is LayerPhase.PENDING:
             raise self._illegal("is stepped again", "let the compute lane wait for it first")
         self.phase = LayerPhase.PENDING
         self.waited_by, self.external, self.upload_issued = set(), set(), False
 
     def waited(self, key: int) -> None:
-        """The compute lane, which is the stream of this key, has waited for its weights."""
+        """Record that the compute stream, whose key is `key`, has waited for its weights."""
         if self.phase is not LayerPhase.PENDING:
             raise self._illegal("is waited for", "ask whether it is pending")
         self.phase = LayerPhase.READY
         self.waited_by = {key}
 
     def unreported(self) -> None:
-        """The wait was that of the next step: no use of the layer was reported."""
+        """Record that the next step waited for its weights because no use of the layer was reported."""
         if self.phase is not LayerPhase.READY:
             raise self._illegal("is found not to have been used", "let the compute lane wait for it first")
         self.phase = LayerPhase.UNREPORTED
 
     def reported(self) -> None:
-        """A use of it is reported, if late. Legal in every phase."""
+        """Record that a use of the layer is reported, if late. Legal in every phase."""
         if self.phase is LayerPhase.UNREPORTED:
             self.phase = LayerPhase.READY
 
     def abort(self) -> None:
-        """Lanes are empty, and the weights are about to be replaced. Legal in every phase."""
+        """Reset the layer while all streams are idle, before its weights are replaced. Legal in every phase."""
         if self.phase is LayerPhase.PENDING:
             self.phase = LayerPhase.READY
 

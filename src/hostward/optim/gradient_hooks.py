@@ -1,7 +1,7 @@
-"""Gradients on their way from autograd to the optimizer: taken in backward as they become final, or at the step.
+"""Offload gradients from autograd to the optimizer, in backward as they become final, or at the step.
 
-A gradient that has been taken leaves a placeholder in `.grad`. Any use of it raises a typed error, so that a norm of
-0.0 is never reported for gradients that are elsewhere.
+An offloaded gradient is replaced by an `OffloadedGrad` in `.grad`. Any use of it raises a typed error, so that a norm
+of 0.0 is never reported for gradients that are elsewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from hostward.runtime.backend import DTYPES, Clipping
 
 
 def gradient_of(t: ParamRecord) -> torch.Tensor:
-    """The gradient of a parameter, or this process's part of it, contiguous, in the shape and dtype in which autograd
-    left it.
+    """Return the gradient of a parameter, or this process's part of it, contiguous.
+
+    It has the shape and dtype in which autograd left it.
 
     Raises:
-        ModelError: it is not a dense floating tensor on the parameter's device, placed as the parameter is.
+        ModelError: the gradient is not a dense floating tensor on the parameter's device, placed as the parameter is.
     """
     parameter: torch.Tensor = t.parameter
     grad = parameter.grad
@@ -69,39 +70,44 @@ def _unfit(t: ParamRecord) -> ModelError:
 
 
 class Taker(Protocol):
-    """Gets gradients that leave `.grad`."""
+    """Receives gradients that are offloaded from `.grad`."""
 
     def require_used(self, name: str) -> None:
-        """Backward has made a gradient of this parameter. Raises OrderingError where its value had not arrived."""
+        """Check a parameter of which backward has made a gradient. Raises OrderingError where its new value was not
+        waited for.
+        """
 
     def grad_made(self) -> None:
-        """Backward has made a gradient, or added to one, on the stream that is current. It stays in `.grad` for now."""
+        """Record that backward made or added to a gradient on the current stream. It stays in `.grad` for now."""
 
     def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
-        """A parameter's gradient, contiguous, leaves. `last`: no further microbatch is known to come."""
+        """Offload a parameter's gradient, which is contiguous. `last`: no further microbatch is known to come."""
 
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """`offload_gradient` for each of these, which are all final."""
+        """Call `offload_gradient` for each of these gradients, which are all final."""
 
     def flush(self, name: str) -> None:
-        """A parameter whose gradients are added up on the host is about to get another one."""
+        """Send the gradient of a parameter that is accumulated on the host, because another one is about to come."""
 
     def discard(self) -> None:
-        """No step will be made with what was taken."""
+        """Drop the gradients that were offloaded: no step will be made with them."""
 
     def reload_gradient(self, name: str) -> torch.Tensor:
-        """Return a gradient that was taken, in a tensor of its own if need be: more is to be added to it."""
+        """Return an offloaded gradient, because more is to be added to it.
+
+        It is a tensor of its own if need be.
+        """
 
 
 class GradientHooks:
-    """Takes gradients from parameters and gives them to `take`, and knows which ones are in `.grad` and which are not.
+    """Offloads gradients from parameters to `taker`, and knows which gradients are in `.grad` and which are offloaded.
 
     Args:
         tracked: the parameters.
-        taker: is given each gradient that has become final, and those of `summed` in every microbatch.
-        summed: names of parameters whose gradients are added up on the host.
-        tied: those that wait until `add_up_tied`, for another stage has the other part.
-        leave: is told each parameter of which backward has made a gradient.
+        taker: receives each gradient that has become final, and those of `summed` in every microbatch.
+        summed: names of parameters whose gradients are accumulated on the host.
+        tied: parameters that wait until `add_up_tied`, because another stage has the other part of their gradient.
+        leave: called with the name of each parameter of which backward has made a gradient.
     """
 
     def __init__(
@@ -120,14 +126,14 @@ class GradientHooks:
         self._leave = leave
         self._placeholders: dict[str, OffloadedGrad] = {}
         self._fate = Fate()
-        """Of what is taken now."""
+        """Fate shared by the gradients that are offloaded now."""
         self.taken: set[str] = set()
         self.unscaled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(found_inf, inverse scale) that a gradient scaler passed for gradients that were taken."""
+        """(found_inf, inverse scale) that a gradient scaler passed for gradients that were offloaded."""
         self.armed = False
         """No further microbatch adds to what backward makes now: it is final."""
         self.inside = False
-        """Within `accumulate`."""
+        """The program is within `accumulate`."""
         self.reduced_later = False
         """DistributedDataParallel ran the forward of this microbatch: no gradient is final before backward ends."""
         self.captured = False
@@ -140,11 +146,14 @@ class GradientHooks:
             self._hook(t)
 
     def _hook(self, t: ParamRecord) -> None:
-        """Parameters that are frozen now cannot have hooks; they get them with their first gradient."""
+        """Install the hooks of a parameter.
+
+        Parameters that are frozen now cannot have hooks; they get them with their first gradient.
+        """
         p, this = t.parameter, self._this
         if t.name not in self._hooked and p.requires_grad and p.is_leaf:
             self._hooked.add(t.name)
-            if not t.sharded:  # autograd does not know the part: FSDP2 tells
+            if not t.sharded:  # autograd does not know the part: FSDP2 reports it
                 self._handles.append(p.register_hook(_Before(this, t.name)))  # type: ignore[no-untyped-call]
             self._handles.append(p.register_post_accumulate_grad_hook(_After(this, t.name)))  # type: ignore[no-untyped-call]
 
@@ -154,7 +163,7 @@ class GradientHooks:
         self._handles.clear()
 
     def before(self, name: str) -> None:
-        """Autograd is about to add to the parameter's gradient."""
+        """Prepare the parameter's `.grad` for autograd, which is about to add to it."""
         t = self._by_name[name]
         if name in self.tied:
             self.tied.before(t)
@@ -182,13 +191,18 @@ class GradientHooks:
             t.parameter.grad = None
 
     def drop_cleared(self) -> None:
-        """If all that was taken has been cleared through the module, forget it: as what is in `.grad` would be."""
+        """Forget all offloaded gradients if they were all cleared through the module.
+
+        Gradients in `.grad` would be forgotten in the same way.
+        """
         if self.taken and not any(isinstance(self._by_name[n].parameter.grad, OffloadedGrad) for n in self.taken):
             self._taker.discard()
             self.forget()
 
     def after(self, name: str) -> None:
-        """Autograd has added to the parameter's gradient."""
+        """Offload the parameter's gradient, to which autograd has just added, if it is final or accumulated on the
+        host.
+        """
         t = self._by_name[name]
         self.captured = _capturing(t.parameter)
         self._taker.require_used(t.name)
@@ -203,10 +217,10 @@ class GradientHooks:
             self._taker.grad_made()
 
     def in_ddp(self) -> None:
-        """DistributedDataParallel runs the forward. It reduces gradients in `.grad`, at the end of backward.
+        """Note that DistributedDataParallel runs the forward, and reduces gradients in `.grad` at the end of backward.
 
         Raises:
-            ModelError: gradients are added up on the host, where it cannot reach them.
+            ModelError: gradients are accumulated on the host, where DistributedDataParallel cannot reach them.
         """
         if self.summed:
             raise ModelError(
@@ -217,19 +231,22 @@ class GradientHooks:
         self.reduced_later = True
 
     def add_up_tied(self) -> None:
-        """All backward passes of a step are over. Where others have left, what is whole now leaves, too."""
+        """Add up tied gradients after all backward passes of a step, and offload those that are now complete.
+
+        They are offloaded only where other gradients have been.
+        """
         for t in self.tied.add_up(self._by_name):
             if self.taken and t.parameter.grad is not None and t.parameter.numel():
                 self.hand_over(t)
 
     def hand_over(self, t: ParamRecord, *, last: bool = True) -> None:
-        """Take what is in `.grad`. Raises ModelError for a gradient that no step is defined for."""
+        """Offload the gradient in `.grad`. Raises ModelError for a gradient that no step is defined for."""
         gradient = gradient_of(t)
         self._put_placeholder(t, gradient.dtype)
         self._taker.offload_gradient(t.name, gradient, last=last)
 
     def hand_over_all(self, waiting: Sequence[ParamRecord], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take what is in `.grad` of all these, which are `gradients` by name. They are final."""
+        """Offload the gradients in `.grad` of all these parameters, which are `gradients` by name. They are final."""
         for t in waiting:
             self._put_placeholder(t, gradients[t.name].dtype)
         self._taker.offload_gradients(gradients)
@@ -250,10 +267,10 @@ class GradientHooks:
         self.unscaled.append((found_inf, inv_scale))
 
     def waiting(self) -> list[ParamRecord]:
-        """Parameters whose gradient is still in `.grad`.
+        """Return the parameters whose gradient is still in `.grad`.
 
         Raises:
-            ModelError: a gradient was lost, or was cleared or replaced by hand after it had been taken.
+            ModelError: a gradient was lost, or was cleared or replaced by hand after it had been offloaded.
         """
         found, cleared, taken = [], [], self.taken
         for t in self._tracked:
@@ -287,16 +304,16 @@ class GradientHooks:
         return found
 
     def clipping(self, max_norm: float, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> Clipping:
-        """What scales this step's gradients: the limit of the norm, and a gradient scaler's factors and flags."""
+        """Return what scales this step's gradients: the norm's limit, and a gradient scaler's factors and flags."""
         clipping = Clipping(max_norm, None if grad_scale is None else grad_scale.reciprocal(), found_inf)
         for flag, inverse in self.unscaled:
-            # The scaler could not look at gradients that were taken: it reads the norm's verdict from its flag.
+            # The scaler could not look at offloaded gradients: it reads the norm's verdict from its flag.
             clipping.overflow_out = flag
             clipping.inv_scale = inverse if clipping.inv_scale is None else clipping.inv_scale * inverse
         return clipping
 
     def forget(self) -> None:
-        """What was taken is cleared."""
+        """Clear the offloaded gradients from `.grad` and forget them."""
         for name in self.taken:
             parameter = self._by_name[name].parameter
             if parameter.grad is self._placeholders[name]:
@@ -306,32 +323,35 @@ class GradientHooks:
         self.tied.forget()
 
     def mark(self, where: Where) -> None:
-        """Say what became of everything taken; nothing is taken any more."""
+        """Record what became of all offloaded gradients; afterwards none counts as offloaded."""
         self._fate.now = where
         self._fate = Fate()
         self.taken.clear()
         self.unscaled.clear()
 
     def used_only(self) -> bool:
-        """Whether some gradients are there, and a step has used all of them."""
+        """Report whether there are gradients and a step has used all of them."""
         grads = [t.parameter.grad for t in self._tracked if t.parameter.grad is not None]
         return bool(grads) and all(isinstance(g, OffloadedGrad) and g.became is Where.USED for g in grads)
 
 
 class GradientsClearedError(ModelError):
-    """Every gradient that the optimizer had taken was cleared through the module: there is nothing to step with."""
+    """Reports that every offloaded gradient was cleared through the module, so there is nothing to step with."""
 
 
 def _capturing(parameter: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured: it keeps its gradients where they are, and no hook runs at its replay."""
+    """Report whether a CUDA graph is being captured.
+
+    It keeps its gradients where they are, and no hook runs at its replay.
+    """
     return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Unscaled:
-    """Called in place of a gradient scaler's look at gradients that were taken."""
+    """Takes a gradient scaler's call to unscale gradients that were offloaded."""
 
     def __init__(self, grad_hooks: weakref.ref[GradientHooks]) -> None:
-        # Not the optimizer: placeholders in `.grad` hold this, and the model outlives the optimizer.
+        # Not the optimizer: each OffloadedGrad in `.grad` holds this, and the model outlives the optimizer.
         self._grad_hooks = grad_hooks
 
     def __call__(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -341,7 +361,7 @@ class _Unscaled:
 
 
 class _Before:
-    """Tensor hook: runs before autograd accumulates into the parameter."""
+    """Runs as a tensor hook before autograd accumulates into the parameter."""
 
     def __init__(self, grad_hooks: weakref.ref[GradientHooks], name: str) -> None:
         # Not the parameter: it holds this hook.
@@ -357,7 +377,7 @@ class _Before:
 
 
 class _After:
-    """Post-accumulate hook."""
+    """Runs as a hook after autograd has accumulated into the parameter."""
 
     def __init__(self, grad_hooks: weakref.ref[GradientHooks], name: str) -> None:
         # Not the parameter: it holds this hook.

@@ -1,4 +1,4 @@
-"""Gradients that are accumulated on the host: where each microbatch's land before they are added to the totals."""
+"""Accumulate gradients on the host: each microbatch's gradients land in a buffer and are added to the totals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hostward.schedule.optimizer import landing_buffer_by_bucket, landing_buffer
 
 
 class HostGradAccumulator:
-    """The totals of the buckets `summed`, float32 at `state.gradient`. Each microbatch's gradients land in an inbox and
-    are added from there.
+    """Holds the accumulated gradients of the buckets `summed`, float32 at `state.gradient`.
+
+    Each microbatch's gradients land in a landing buffer and are added to the totals from there.
 
     Args:
-        pinned: page-lock the inboxes.
+        pinned: allocate the landing buffers in pinned memory.
     """
 
     def __init__(
@@ -32,13 +33,16 @@ class HostGradAccumulator:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def lands(self, bucket: int, dtype: torch.dtype) -> bool:
-        """Gradients of the bucket are about to land in this dtype. Whether they did in another one before."""
+        """Record the dtype in which the bucket's next gradients land, and report whether it has changed.
+
+        The first dtype recorded for a bucket is no change.
+        """
         before = self._dtypes.get(bucket)
         self._dtypes[bucket] = dtype
         return before is not None and before is not dtype
 
     def inbox(self, bucket: int, index: int) -> Buffer:
-        """Where the gradient of one range lands."""
+        """Return the part of the landing buffer where the gradient of one range lands."""
         slot, whole, dtype = self._inboxes[self._inbox_of[bucket]], self._states[bucket], self._dtypes[bucket]
         start = whole.bucket.offsets[index]
         data = slot.data.view(dtype)[start : start + whole.bucket.ranges[index].numel]

@@ -1,4 +1,4 @@
-"""What stands in `.grad` for a gradient that is elsewhere. Any use of it raises a typed error."""
+"""Put a stand-in into `.grad` for a gradient that is offloaded. Any use of the stand-in raises a typed error."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hostward.errors import ModelError
 
 
 class Where(StrEnum):
-    """What became of a gradient that is no longer in `.grad`."""
+    """Names what became of a gradient that is no longer in `.grad`."""
 
     TAKEN = "taken"
     """The optimizer has it and will step with it."""
     USED = "used"
-    """A step was made with it; the next backward starts anew."""
+    """A step was made with it; the next backward starts a new gradient."""
     LOST = "lost"
-    """The backward that made it did not end."""
+    """Its backward pass did not end."""
 
 
 _TOLD = {
@@ -36,7 +36,7 @@ _FIXES = {
 
 
 class Fate:
-    """What became of the gradients that one step takes, or would have."""
+    """Holds what became of the gradients that one step takes, or would have taken."""
 
     __slots__ = ("now",)
 
@@ -45,11 +45,11 @@ class Fate:
 
 
 class OffloadedGrad(torch.Tensor):
-    """Stands in `.grad` for a gradient that is elsewhere: shape, dtype and device of it, and no bytes."""
+    """Stands in `.grad` for an offloaded gradient: it has the gradient's shape, dtype and device, and no bytes."""
 
     parameter_name: str
     made_for: torch.dtype
-    """`dtype`, which is slow to ask of a subclass of tensors."""
+    """`dtype`, which is slow to read from a subclass of tensors."""
     fate: Fate
     unscaled: Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -89,7 +89,10 @@ class OffloadedGrad(torch.Tensor):
         raise moved[0]._error(name)
 
     def _like(self, options: Mapping[str, Any]) -> OffloadedGrad:
-        """For `module.to(...)`, which casts gradients along with weights: there is none to cast, and no harm in it."""
+        """Return a stand-in with the options of `module.to(...)`, which casts gradients along with weights.
+
+        There is no gradient to cast, and casting the stand-in does no harm.
+        """
         made: OffloadedGrad = torch.Tensor._make_wrapper_subclass(
             type(self),
             self.shape,
@@ -107,7 +110,7 @@ class OffloadedGrad(torch.Tensor):
             fix=_FIXES[self.became],
         )
 
-    # What torch does in Python or on raw memory, without asking the dispatcher.
+    # Methods that torch runs in Python or on raw memory, without going through the dispatcher.
 
     def share_memory_(self) -> NoReturn:
         raise self._error("share_memory_")
@@ -133,5 +136,5 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 
 def raise_lost(name: str) -> NoReturn:
-    """Raises ModelError: a backward that did not end has made the gradient."""
+    """Raises ModelError because the backward that made the gradient did not end."""
     raise ModelError(f"the gradient of parameter {name!r} is incomplete", why=_TOLD[Where.LOST], fix=_FIXES[Where.LOST])

@@ -1,4 +1,4 @@
-"""Operations of a schedule bound to the buffers of bucket states, and what they read anew in every step."""
+"""Bind operations of a schedule to the buffers of bucket states, and set what they read in every step."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from hostward.schedule.optimizer import StepShape, lower_step
 _FIRST_TABLE_LENGTH = 1024
 _KEPT_WORKS = 4096
 _KEPT_CHOICES = 4
-"""Of each point: microbatches that begin totals, go on with them, or make their sums take turns."""
+"""Choices kept per trigger: microbatches that begin totals, add to them, or make their sums alternate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What all buckets share: scalars on both sides and the partial sums of the norm, by bucket."""
+    """Holds what all buckets share: scalars on both sides, and the partial sums of the norm by bucket."""
 
     device_scalars: Scalars
     host_scalars: Scalars
     partials: Partials
     host_partials: Partials | None
-    """Those of gradients that are added up on the host."""
+    """Partial sums of gradients that are accumulated on the host."""
     first_chunks: Sequence[Sequence[int]]
-    """By bucket and range: the first chunk in both."""
+    """First chunk of each range in both partial sums, by bucket and range."""
     across: Across | None = None
-    """Of parameters that several processes share out."""
+    """Combines the partial sums of parameters that several processes share."""
 
 
 class Bindings:
@@ -88,7 +88,7 @@ class Bindings:
         self._by_torch = by_torch
         self.gradients = [[empty_buffer("gradients") for _ in s.bucket.ranges] for s in states]
         self.events: defaultdict[str, Event] = defaultdict(backend.event)
-        """By name of the operation."""
+        """Events by name of the operation."""
         self.clipping = Clipping()
         self._constants: dict[int, Constants] = {}
         self._tables: dict[tuple[float, float], tuple[FloatTable, FloatTable]] = {}
@@ -97,8 +97,10 @@ class Bindings:
         self._points: defaultdict[tuple[str, ...], list[PointWorks]] = defaultdict(list)
 
     def at(self, triggers: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], *, last: bool) -> PointWorks:
-        """The works of triggers, in this order and that of the schedule, over the ranges that have gradients now: those
-        of an earlier time when schedule and all choices were the same. `last`: no further microbatch is known to come.
+        """Return the works of triggers over the ranges that have gradients now.
+
+        They are in the order of `triggers` and then of the schedule. Works of an earlier time are returned when
+        schedule and all choices were the same. `last`: no further microbatch is known to come.
         """
         kept = self._points[triggers]
         choice = self._choice
@@ -123,7 +125,7 @@ class Bindings:
     def _gather(self, triggers: tuple[str, ...], schedule: Mapping[str, tuple[Op, ...]], *, last: bool) -> PointWorks:
         ops_here = [op for trigger in triggers for op in schedule.get(trigger, ()) if op.kind is not Kind.MODEL]
         asks = {op: (op.bucket, which(op)) for op in ops_here if op.bucket is not None}
-        # What is asked for goes on to change; an answer that is kept must not.
+        # The requested sets go on to change; an answer that is kept must not.
         answers = {ask: _frozen(self._choice(*ask, last)) for ask in asks.values()}
         before: list[Work] = []
         stepping: list[Work] = []
@@ -144,8 +146,9 @@ class Bindings:
         return [self.work(op, chosen), *self._kept_fragments(op, chosen)]
 
     def _kept_fragments(self, op: Op, chosen: Choice) -> list[Work]:
-        """What keeps elements of these gradients for the norm, behind their partial sums; of totals on the host they
-        are lifted with the sums.
+        """Return the works that keep elements of these gradients for the norm, after their partial sums.
+
+        Elements of totals on the host are copied to the device with the sums.
         """
         if op.kind is not Kind.PARTIALS or op.lane is Lane.HOST or op.bucket is None or isinstance(chosen, Addition):
             return []
@@ -154,14 +157,15 @@ class Bindings:
         return [KeepFragments(self._backend, name, parts)] if parts else []
 
     def _fragments(self, b: int, chosen: Iterable[int]) -> list[tuple[int, Buffer, slice]]:
-        """Of the chosen ranges: range, where elements are kept, and which."""
+        """Return, for each fragment of the chosen ranges, its range, where elements are kept, and which elements."""
         across, wanted = self._memory.across, frozenset(chosen)
         found = () if across is None else across.of(b)
         return [(f.range, kept, slice(f.start, f.stop)) for f, kept in found if f.range in wanted]
 
     def work(self, op: Op, chosen: Iterable[int]) -> Work:
-        """The operation over the chosen ranges of its bucket; `chosen` is empty for operations on all buckets, and for
-        the partial sums of a bucket without gradients.
+        """Return the work of an operation over the chosen ranges of its bucket.
+
+        `chosen` is empty for operations on all buckets, and for the partial sums of a bucket without gradients.
         """
         key = (op, tuple(sorted(chosen)), ())
         found = self._works.get(key)
@@ -170,8 +174,9 @@ class Bindings:
         return found
 
     def addition(self, op: Op, chosen: Iterable[int], *, first: bool, last: bool) -> Work:
-        """The addition of landed gradients to totals that begin with it (`first`), which also makes the partial sums
-        (`last`).
+        """Return the work that adds landed gradients to totals.
+
+        `first`: the totals begin with it. `last`: it also makes the partial sums.
         """
         key = (op, tuple(sorted(chosen)), (first, last))
         found = self._works.get(key)
@@ -180,13 +185,16 @@ class Bindings:
         return found
 
     def forget(self, bucket: int | None = None) -> None:
-        """Bind the operations of a bucket, or all, anew: buffers have changed. Nothing of them is pending."""
+        """Discard the bound operations of a bucket, or all, because buffers have changed. None of them is pending."""
         kept = {} if bucket is None else {k: work for k, work in self._works.items() if k[0].bucket != bucket}
         self._works = kept
         self._points.clear()
 
     def trim(self) -> None:
-        """Selections of ranges may differ in every step: do not keep all there ever were. Nothing is pending."""
+        """Limit how many bound operations are kept, because selections of ranges may differ in every step.
+
+        None of them is pending.
+        """
         if max(len(self._works), len(self._points)) > _KEPT_WORKS:
             self.forget()
 
@@ -271,13 +279,13 @@ class Bindings:
             what = "weight"
             chosen = tuple(
                 i for i in chosen if self._targets.weights[b][i].data.numel()
-            )  # the others are fetched later
+            )  # the others are prefetched later
             there, here = [self._targets.weights[b][i] for i in chosen], [state.weights[i] for i in chosen]
         pairs = list(zip(here, there, strict=True) if down else zip(there, here, strict=True))
         return self._backend.copy(op.lane, pairs, name=f"offload/{op.lane.value}/{what}/{state.bucket.name}", **rest)
 
     def _partial_sums(self, b: int, chosen: tuple[int, ...]) -> tuple[list[Buffer], list[Buffer]]:
-        """Partial sums of ranges, on the device and on the host, in as few pieces as they lie in."""
+        """Return the partial sums of ranges, on the device and on the host, in as few contiguous pieces as possible."""
         runs: list[list[int]] = []
         for i in chosen:
             first = self._memory.first_chunks[b][i]
@@ -293,7 +301,7 @@ class Bindings:
     def _operands(
         self, b: int, chosen: tuple[int, ...], gradients: Sequence[Buffer], weights: Sequence[Buffer]
     ) -> AdamWOperands:
-        """A bucket's state with these gradients and weights, one for each chosen range."""
+        """Return a bucket's state with these gradients and weights, one for each chosen range."""
         state = self._states[b]
         if state.placement is Placement.STREAMED:
             exp_avg, exp_avg_sq, *rest = self._slots.of(b)
@@ -307,7 +315,7 @@ class Bindings:
         return AdamWOperands(ranges, state.bucket.kind, exp_avg, exp_avg_sq, low, self._constants[state.bucket.group])
 
     def clear(self, b: int, missing: Iterable[int], **rest: Any) -> Work:
-        """Let ranges without a gradient count as all zero."""
+        """Make ranges without a gradient count as all zero."""
         first, ranges = self._memory.first_chunks[b], self._states[b].bucket.ranges
         parts = [self._memory.partials.part(first[i], chunks_of(ranges[i].numel)) for i in missing]
 
@@ -320,11 +328,11 @@ class Bindings:
         return self._backend.launch("offload/norm/clear", run, reads=[], writes=writes, **rest)
 
     def forget_step_bound(self) -> None:
-        """Step counts were loaded: look them up again before the next step."""
+        """Make the next step look up the step counts again, because they were loaded."""
         self._step_bound = None
 
     def set_constants(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the hyper-parameters of a step that is about to be issued."""
+        """Set the hyper-parameters of a step that is about to be issued."""
         # A schedule that changes betas at every step would otherwise leave a table behind at every step.
         betas = {(float(g["betas"][0]), float(g["betas"][1])) for g in groups}
         self._tables = {key: tables for key, tables in self._tables.items() if key in betas}
@@ -345,7 +353,7 @@ class Bindings:
                 constants.hyper, constants.tables = hyper, tables
 
     def _bias_tables(self, hyper: Hyper) -> tuple[FloatTable, FloatTable]:
-        """Bias corrections that reach the step about to be taken."""
+        """Return bias corrections that reach the step about to be made."""
         key = (hyper.beta1, hyper.beta2)
         need = (self._step_bound or 0) + 1
         tables = self._tables.get(key)
@@ -359,7 +367,7 @@ def _frozen(chosen: Choice) -> Choice:
 
 
 def mixed_gradients(state: BucketState, found: Sequence[str]) -> ModelError:
-    """The error for a bucket whose gradients differ in dtype."""
+    """Return the error for a bucket whose gradients differ in dtype."""
     return ModelError(
         f"gradients of bucket {state.bucket.name} have dtypes {', '.join(found)}",
         why="one kernel steps a bucket, and takes gradients of one dtype",
@@ -367,7 +375,7 @@ def mixed_gradients(state: BucketState, found: Sequence[str]) -> ModelError:
     )
 
 
-# The schedules that turns of one optimizer go by: one for each set of buckets without a gradient.
+# The schedules of one optimizer's steps: one for each set of buckets without a gradient.
 
 
 _KEPT_SCHEDULES = 64
@@ -377,15 +385,18 @@ class Schedules:
     """Lowers schedules of a shape when they are needed, each checked by the ordering rule."""
 
     def __init__(self, shape: StepShape) -> None:
-        """Raises OrderingError for a shape whose schedule has a race, which is a defect of the lowering."""
+        """Lower the schedule in which every bucket has a gradient.
+
+        Raises OrderingError for a shape whose schedule has a race, which is a defect of the lowering.
+        """
         self.shape = shape
         self.whole = lower_step(shape)
         self._kept: dict[frozenset[int], Mapping[str, tuple[Op, ...]]] = {}
 
     def points(self, absent: frozenset[int] = frozenset()) -> Mapping[str, tuple[Op, ...]]:
-        """Operations by point, of a turn in which the buckets `absent` have no gradient.
+        """Return operations by trigger, of a step in which the buckets `absent` have no gradient.
 
-        Raises OrderingError as above.
+        Raises OrderingError for a schedule that has a race, which is a defect of the lowering.
         """
         found = self._kept.get(absent)
         if found is None:
@@ -400,11 +411,11 @@ class Schedules:
 
 
 Part = tuple[Buffer, Buffer, slice]
-"""Where to, from which gradient, and which elements of that."""
+"""Destination, gradient that it is copied from, and the elements of that gradient."""
 
 
 class KeepFragments(Work):
-    """Copies parts of the gradients that there are when it is issued, as float32, on the compute lane."""
+    """Copies parts of the gradients that exist when it is issued, as float32, on the compute stream."""
 
     __slots__ = ("_launch", "_parts", "_pending")
 
@@ -429,15 +440,15 @@ class KeepFragments(Work):
             to.copy_(from_)
 
 
-# The host share stepped by torch.optim.AdamW, for `use_torch_optimizer_for_cpu_offload`.
+# CPU optimizer step by torch.optim.AdamW, for `use_torch_optimizer_for_cpu_offload`.
 #
 # Torch's kernels round differently (fused multiply-adds, a square root that is not correctly rounded), so the bits are
-# torch's own. The step runs on the calling thread, on fp32 masters; its moments are views of the same slabs, so
+# torch's own. The step runs on the calling thread, on fp32 main weights; its moments are views of the same slabs, so
 # checkpoints do not differ.
 
 
 class TorchHostStep(Work):
-    """Steps a host bucket with torch.optim.AdamW, on the calling thread, between empty lanes."""
+    """Steps a host bucket with torch.optim.AdamW, on the calling thread, while all streams are idle."""
 
     __slots__ = ("_backend", "_operands", "_scalars")
 
@@ -448,7 +459,7 @@ class TorchHostStep(Work):
         self._scalars = scalars
 
     def issue(self) -> Event:
-        """One step of every range, unless the skip flag is set; writes the rounded weights."""
+        """Make one step of every range, unless the skip flag is set; writes the rounded weights."""
         self._backend.synchronise()
         operands, scalars = self._operands, self._scalars
         if not int(scalars.skip.data.item()):

@@ -1,10 +1,10 @@
-"""Device staging of streamed buckets: slots that several buckets take in turn, and when they are there.
+"""Manage the GPU staging buffers of streamed buckets, and when each is acquired and released.
 
-Slots are taken during backward, when it has freed enough, and given back during the next forward, one by one, before
-activations or gathered weights need the memory. How many fit, and when, comes from a profile of one step: the most
-device memory that was allocated from each gradient point or use point to the next. Staging may then use what backward
-has freed, and two slots besides. State is read as soon as there is room, unless activations or weights are read back
-in backward, which come first.
+Several buckets use each buffer alternately. Buffers are acquired during backward, when it has freed enough memory, and
+released during the next forward, one by one, before activations or gathered weights need the memory. How many fit, and
+when, comes from a profile of one step: the most device memory that was allocated from each gradient trigger or
+pre-forward trigger to the next. Staging may then use what backward has freed, and two buffers besides. State is read as
+soon as there is room, unless activations or weights are reloaded in backward, which come first.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ if TYPE_CHECKING:
     from hostward.runtime.cuda.backend import CudaBackend
 
 
-# How much state is read while backward runs, and how much in order of use behind the norm, with the host's weights.
+# How much state is read while backward runs, and how much in order of use after the norm, with the host's weights.
 #
-# Reads stand on the link's lane before every upload of the step. Those that backward hides cost nothing there; those
-# that it does not hide let the first layers wait for the last ones' state. How many it hides is measured once, in the
-# turn after the slots were settled, in which every slot is filled as soon as it is taken.
+# Reads are on the H2D stream before every upload of the step. Those that are overlapped with backward cost nothing
+# there; exposed ones make the first layers wait for the last ones' state. How many are overlapped is measured once, in
+# the step after the buffers were settled, in which every buffer is filled as soon as it is acquired.
 
 
 class Clock(Protocol):
-    """When lanes come to a place."""
+    """Measures when streams reach a place in their order."""
 
     def stamp(self, lane: Lane) -> Any:
-        """This place on the lane."""
+        """Mark the present place on the stream of `lane`."""
 
     def seconds(self, first: Any, last: Any) -> float | None:
-        """From one place to another, which may be on another lane; None while the device has not been to both."""
+        """Return the seconds between two places, which may be on different streams.
+
+        None while the device has not reached both.
+        """
 
 
 class Pace:
-    """Times one turn's staging. Without a clock there is never an answer."""
+    """Times the staging of one step. Without a clock it never has a result."""
 
     def __init__(self, clock: Clock | None) -> None:
         self._clock = clock
@@ -63,29 +66,31 @@ class Pace:
         self._over: Any = None
 
     def arm(self) -> None:
-        """Time the next turn."""
+        """Time the next step."""
         self._armed = self._clock is not None
         self._began, self._read, self._over = None, [], None
 
     def begins(self) -> None:
-        """A slot is taken, and a read issued next."""
+        """Record that a buffer is acquired and its read is issued next."""
         if self._armed and self._began is None and self._clock is not None:
             self._began = self._clock.stamp(Lane.COMPUTE)
 
     def issued(self) -> None:
-        """It has been."""
+        """Record that the read was issued."""
         if self._began is not None and self._over is None and self._clock is not None:
             self._read.append(self._clock.stamp(Lane.H2D))
 
     def backward_is_over(self) -> None:
-        """The norm comes next."""
+        """Record that backward is over and the norm comes next."""
         if self._read and self._over is None and self._clock is not None:
             self._over = self._clock.stamp(Lane.COMPUTE)
             self._armed = False
 
     def ahead(self, reads: int) -> int | None:
-        """Of so many reads, those that had begun when backward was over, and MIN_STAGING_BUFFERS at least, so that one
-        is read while another is stepped. None: not measured, or told before.
+        """Return how many of `reads` reads had begun when backward was over.
+
+        It is at least MIN_STAGING_BUFFERS, so that one buffer is read while another is stepped. None: not measured, or
+        already returned.
         """
         if self._over is None or self._clock is None:
             return None
@@ -102,7 +107,7 @@ _Layout = tuple[tuple[int, torch.dtype], ...]
 
 
 class Gauge(Clock, Protocol):
-    """Device bytes allocated by this process, at most since `restart`; and a clock."""
+    """Measures the peak of device bytes allocated by this process since `restart`, and is a clock."""
 
     def peak_bytes(self) -> int: ...
 
@@ -110,7 +115,10 @@ class Gauge(Clock, Protocol):
 
 
 class CudaGauge:
-    """Torch's own counters. `restart` resets the peak that `torch.cuda.max_memory_allocated` tells."""
+    """Reads torch's own counters.
+
+    `restart` resets the peak that `torch.cuda.max_memory_allocated` reports.
+    """
 
     def __init__(self, backend: CudaBackend) -> None:
         self._context = backend.context
@@ -134,12 +142,13 @@ class CudaGauge:
 
 
 class StagingBuffers:
-    """Slots for the streamed buckets among `states`; `count` is 0 without any, and `ahead` of them are filled in
-    backward.
+    """Holds the GPU staging buffers for the streamed buckets among `states`.
+
+    `count` is 0 if there are no streamed buckets, and `ahead` of the buffers are filled in backward.
 
     Args:
-        gauge: the profile's measure; None where there is none, and then the fewest slots are taken.
-        staging_bytes: the most memory that all slots take; one is always there.
+        gauge: measures the profile; None: there is none, and the fewest buffers are acquired.
+        staging_bytes: the most memory that all buffers use; one buffer is always there.
     """
 
     def __init__(
@@ -162,22 +171,22 @@ class StagingBuffers:
         self._set_count(min(MIN_STAGING_BUFFERS, self._most))
         self.pace = Pace(gauge)
         self.stream: torch.Stream | None = None
-        """Whose memory they are; None: of the stream that is current when they are taken."""
+        """Stream that owns the buffers' memory; None: the stream that is current when they are acquired."""
         self.transient = True
         self._held: dict[int, Buffer] = {}
-        """Memory of slots, by slot."""
+        """Buffer memory, by buffer index."""
         self._taken_from: dict[int, torch.Stream | None] = {}
-        """Whose memory that is, by slot."""
+        """Stream that owns this memory, by buffer index."""
         self._gauge = gauge
         self._spans: list[TriggerInterval] = []
         self._profiled = gauge is None or not self._streamed
         self._seen = 0
         self._uploaded: list[int] = []
-        """Bytes that had been enqueued to go to the device at each gradient point of the profiled step."""
+        """Bytes that had been enqueued to go to the device at each gradient trigger of the profiled step."""
         self._profiling = False
 
     def _set_count(self, count: int) -> None:
-        """Lay the slots out anew. Memory that is taken stays so."""
+        """Lay out `count` buffers anew. Memory that is acquired stays so."""
         slots = staging_buffer_by_bucket(self._placements, count)
         views: dict[tuple[int, _Layout], list[Buffer]] = {}
         for b, slot in slots.items():
@@ -186,26 +195,30 @@ class StagingBuffers:
         self._slot_of, self._by_last_use, self._views = slots, staging_buffers_by_last_use(slots, count), views
         self._stage_at: tuple[int, ...] = (self._late,) * count
         self._unstage_at: tuple[str | None, ...] = (None,) * count
-        self.count = self.ahead = count  # last: by this the step knows that its schedule is of other slots
+        self.count = self.ahead = count  # last: shows the step that its schedule is of other buffers
 
     # ---------------------------------------------------------------- memory
 
     def of(self, bucket: int) -> list[Buffer]:
-        """The slot of a streamed bucket as its state's tensors: exp_avg, exp_avg_sq, and the remainder or master."""
+        """Return the staging buffer of a streamed bucket as its state's tensors.
+
+        They are exp_avg, exp_avg_sq, and the low 16 bits of the fp32 main weight or that weight itself.
+        """
         return self._views[self._slot_of[bucket], self._layouts[bucket]]
 
     def all_of(self, slot: int) -> list[Buffer]:
-        """A slot as the tensors of any bucket that takes it."""
+        """Return a staging buffer as the tensors of any bucket that uses it."""
         return [view for (taken, _), views in self._views.items() if taken == slot for view in views]
 
     @property
     def held(self) -> list[int]:
-        """Slots that have memory, first those that are written back first."""
+        """List the buffers that have memory, first those that are written back first."""
         return [slot for slot in self._by_last_use if slot in self._held]
 
     def acquire(self, count: int) -> None:
-        """Take the memory of the first `count` slots, on the compute lane, unless it is taken. Raises MemoryLimitError,
-        and those that were taken before stay: they are being filled.
+        """Allocate the memory of the first `count` buffers, on the compute stream, unless they have it.
+
+        Raises MemoryLimitError. Buffers acquired before the call stay: they are being filled.
         """
         taken: list[int] = []
         with self._backend.memory_of(self.stream):
@@ -227,8 +240,10 @@ class StagingBuffers:
                     self._backend.refill(view, data)
 
     def give_back(self, slots: Collection[int]) -> None:
-        """Return the memory of these, behind what the compute lane has waited for. It goes back to the stream that it
-        was taken from, which waits for that as well: it need not be the one that is current now.
+        """Return the memory of these buffers, after what the compute stream has waited for.
+
+        It goes back to the stream that it was allocated from, which waits for that as well: this need not be the stream
+        that is current now.
         """
         nothing = torch.empty(0, device="cpu")
         self._backend.return_memory("slots", [self._taken_from.pop(slot, None) for slot in slots])
@@ -240,22 +255,22 @@ class StagingBuffers:
     # ---------------------------------------------------------------- when
 
     def ready(self, bucket: int) -> int:
-        """How many slots may be taken, and are filled in backward, at this bucket's gradient point."""
+        """Return how many buffers may be acquired, and are filled in backward, at this bucket's gradient trigger."""
         return sum(bucket <= at for at in self._stage_at[: self.ahead]) if self._profiled else 0
 
     def wanted_back(self, layers: Collection[str]) -> list[int]:
-        """Slots that must be back before the forward of one of these layers."""
+        """List the buffers that must be released before the forward of one of these layers."""
         wanted = zip(self._by_last_use, self._unstage_at, strict=True)
         return [slot for slot, layer in wanted if slot in self._held and layer in layers]
 
     def sample(self, bucket: int) -> None:
-        """Backward has reached a bucket's gradient point."""
+        """Sample memory when backward has reached a bucket's gradient trigger."""
         if self._profiling:
             self._uploaded.append(self._backend.ledger.copied_bytes[Lane.H2D])
         self._begin_span(None, bucket)
 
     def sample_use(self, layer: str) -> None:
-        """Forward has reached a layer."""
+        """Sample memory when forward has reached a layer."""
         self._begin_span(layer, None)
 
     def _begin_span(self, layer: str | None, bucket: int | None) -> None:
@@ -269,10 +284,13 @@ class StagingBuffers:
         gauge.restart()
 
     def settle(self) -> bool:
-        """A step has been issued: choose number and time of the slots once the profile is whole, and later how many are
-        filled in backward. Whether there is anything new for the schedule.
+        """Adapt the buffers after a step has been issued, and report whether the schedule must change.
 
-        The first step allocates what others keep (cuBLAS workspaces, tables), so the second is the one profiled.
+        Once the profile is complete, it chooses number and time of the buffers, and later how many are filled in
+        backward.
+
+        The first steps allocate what others keep (cuBLAS workspaces, tables), so step `_PROFILED_STEP` is the one
+        profiled.
         """
         self._seen += 1
         if self._gauge is None or self._profiled:
@@ -291,12 +309,12 @@ class StagingBuffers:
             slot_size_bytes=self.slot_bytes,
             most=self._most,
             acquire_at=self._late,
-            early=self._uploaded[:1] == self._uploaded[-1:],  # activations and weights that come back would wait
+            early=self._uploaded[:1] == self._uploaded[-1:],  # reloaded activations and weights would wait
         )
         if settled is None:
             return False
         before = self.count
-        if settled.count != before:  # else operations stay bound to the views that there are
+        if settled.count != before:  # else operations stay bound to the existing views
             self._set_count(settled.count)
         self._stage_at, self._unstage_at = settled.acquire_at, settled.release_at
         if self.count > MIN_STAGING_BUFFERS:

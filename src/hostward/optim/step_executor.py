@@ -1,4 +1,4 @@
-"""A training step carried out: the operations of its schedule, bound to buffers, issued as training reaches triggers.
+"""Carry out a training step: issue the operations of its schedule, bound to buffers, as training reaches triggers.
 
 `hostward.schedule.optimizer` decides what is issued when, and what waits for what; `bucket_lifecycle` records how far
 each bucket and layer has come.
@@ -45,7 +45,9 @@ from hostward.schedule.optimizer import (
 )
 
 TOGETHER = 8
-"""Buckets whose triggers are issued together, at most: the device need not wait for the last of hundreds."""
+"""Maximum number of buckets whose triggers are issued together: the device need not wait for the last of
+hundreds.
+"""
 
 log = logging.getLogger("hostward")
 
@@ -66,19 +68,19 @@ def serialised(method: Callable[Concatenate[_Self, _Given], _Result]) -> Callabl
 
 
 class WeightFetcher(Protocol):
-    """Brings offloaded weights to the device when their layers are used; all the executor knows of weight offloading.
+    """Brings offloaded weights to the device when their layers are used.
 
-    `hostward.weights.residency.Residency` is one.
+    The executor knows nothing else of weight offloading. `hostward.weights.residency.Residency` is one.
     """
 
     def bring_all(self) -> None:
-        """Bring all offloaded weights to the device, on the compute lane."""
+        """Reload all offloaded weights on the compute stream."""
 
     def before_step(self) -> None:
         """Make the CPU optimizer steps that are issued next wait for what still reads the weights' host copies."""
 
     def after_step(self) -> None:
-        """Make fetches from now on wait for the CPU optimizer steps that have been issued, and begin the first ones."""
+        """Make later prefetches wait for the CPU optimizer steps that have been issued, and begin the first ones."""
 
     def use_held(self) -> Sequence[str]:
         """Wait for offloaded weights whose memory others hold. Returns their names."""
@@ -91,9 +93,9 @@ class StepExecutor:
     Args:
         layers: of each bucket, the layer whose use waits for its weights; in order of use in forward.
         slots: GPU staging buffers of streamed buckets.
-        totals: of the host buckets whose gradients are accumulated on the host.
+        totals: accumulates on the host the gradients of host buckets that are accumulated there.
         together: names of parameters whose gradients are made in one memory, for each such memory.
-        holders: how many tensors always lie in the memory of a parameter's part here, itself among them. None: weights
+        holders: how many tensors always use the memory of a parameter's part here, itself among them. None: weights
             of which there are more are not waited for at once.
         overlap: False: everything happens within `step`.
         use_torch_optimizer: torch.optim.AdamW steps the host buckets.
@@ -127,17 +129,17 @@ class StepExecutor:
         self._grad_triggers = [grad_ready_trigger(b) for b in range(len(states))]
         self._release_triggers = [release_grad_trigger(b) for b in range(len(states))]
         self._layers = {name: LayerStep(name) for name in layers}
-        """In order of use."""
+        """Layers by name, in order of use."""
         self._wait_triggers = {name: pre_forward_trigger(name) for name in layers}
         self._buckets_of: dict[str, list[BucketStep]] = {name: [] for name in layers}
         for name, bucket in zip(layers, self._buckets, strict=True):
             self._buckets_of[name].append(bucket)
         self._read_with = {name: self._layers_with(name, tuple(Placement)) for name in tracked}
-        """By parameter: the layers whose waits come before everything that its bytes are read for."""
-        # What the compute lane steps is there for whatever that does next.
+        """Layers whose waits come before everything that a parameter's bytes are read for, by parameter."""
+        # What the compute stream steps is there for whatever that stream does next.
         elsewhere = (Placement.HOST, Placement.STREAMED)
         self._waits_of = {name: self._layers_with(name, elsewhere) for name in tracked}
-        """By parameter: of these the layers whose new values come from elsewhere."""
+        """Layers in `_read_with` whose new values come from elsewhere, by parameter."""
         self._watches_holders = holders is not None
         self._targets = ParamViews(backend, states, tracked, holders or (lambda _: 1))
         self._bindings = Bindings(
@@ -150,13 +152,15 @@ class StepExecutor:
         self._held: dict[str, torch.Tensor] = {}
         """Gradients that were offloaded and whose device memory is not returned yet, as autograd left them."""
         self._in_flight: deque[BucketStep] = deque()
-        """The buckets whose gradients are in flight, the oldest first."""
+        """Buckets whose gradients are in flight, the oldest first."""
         self._staged = 0
         """Staging buffers that have been acquired, and filled, for this step."""
         self.in_step = False
         """Gradients of a step have come, or the step itself has begun."""
         self.torn = False
-        """Some buckets may have taken a step that others have not. Set here; cleared by who sees the step through."""
+        """Some buckets may have taken a step that others have not. Set here; cleared by the caller that completes the
+        step.
+        """
         self.issuing = False
         """Operations of the step itself are being issued; on the simulated backend some of them run now."""
         self.read_by_graph = False
@@ -170,12 +174,12 @@ class StepExecutor:
         weakref.finalize(self, backend.drain)  # what is pending writes to memory that this object holds
 
     def _layers_with(self, name: str, placements: Collection[Placement]) -> tuple[LayerStep, ...]:
-        """Layers with a part of a parameter in a bucket of one of these placements."""
+        """Return the layers with a part of a parameter in a bucket of one of these placements."""
         held = [b for b, *_ in self._map.parts[name] if self._states[b].placement in placements]
         return tuple(dict.fromkeys(self._layers[self._layer_of_bucket[b]] for b in held))
 
     def _lower(self) -> None:
-        """Make the schedule anew: staging buffers, or who brings weights, have changed. Nothing is pending."""
+        """Lower the schedule anew, because staging buffers, or who brings weights, have changed. Nothing is pending."""
         slots = self._slots
         shape = StepShape(
             tuple(s.placement for s in self._states),
@@ -194,7 +198,7 @@ class StepExecutor:
         self._shape = shape  # last: an interrupt before this is noticed below
 
     def _follow_slots(self) -> None:
-        """An interrupt may have come between the settling of staging buffers and the schedule for them."""
+        """Lower the schedule again if an interrupt came between the settling of staging buffers and their schedule."""
         if (self._shape.staging_buffers, self._shape.prefetch_depth) != (self._slots.count, self._slots.ahead):
             self._lower()
 
@@ -202,19 +206,19 @@ class StepExecutor:
 
     @property
     def schedule(self) -> Schedule:
-        """That of a step in which every bucket has a gradient."""
+        """Return the schedule of a step in which every bucket has a gradient."""
         return self._schedules.whole
 
     @property
     def pending(self) -> set[str]:
-        """Layers whose weights the compute lane has not waited for since the last step."""
+        """Return the layers whose weights the compute stream has not waited for since the last step."""
         return {layer.name for layer in self._pending()}
 
     def _pending(self) -> list[LayerStep]:
         return [layer for layer in self._layers.values() if layer.phase is LayerPhase.PENDING]
 
     def step_event(self, b: int) -> Event:
-        """That of the CPU optimizer step of a bucket."""
+        """Return the event of the CPU optimizer step of a bucket."""
         return self._bindings.events[f"step/{b}"]
 
     def require_whole(self) -> None:
@@ -227,7 +231,9 @@ class StepExecutor:
             )
 
     def require_used(self, name: str) -> None:
-        """Backward has made a gradient of this parameter. Raises OrderingError if forward never reported its use."""
+        """Check a parameter of which backward has made a gradient. Raises OrderingError if forward never reported its
+        use.
+        """
         for layer in self._waits_of[name]:
             if layer.phase is not LayerPhase.READY:
                 raise OrderingError(
@@ -248,8 +254,9 @@ class StepExecutor:
             )
 
     def check(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Raises ModelError for gradients that cannot be stepped, before anything is changed, at any placement; and
-        while a CUDA graph is captured.
+        """Raises ModelError for gradients that cannot be stepped, before anything is changed.
+
+        Gradients are checked at any placement. It is also raised while a CUDA graph is captured.
         """
         require_no_capture(self._backend)
         dtypes = {name: gradient.dtype for name, gradient in gradients.items()}
@@ -265,16 +272,18 @@ class StepExecutor:
     # ---------------------------------------------------------------- gradients, during backward and at the step
 
     def grad_made(self) -> None:
-        """Backward has made a gradient, or added to one, on the current stream. It stays in `.grad` for now."""
+        """Record that backward made or added to a gradient on the current stream. It stays in `.grad` for now."""
         self._sync.grad_made()
 
     def grads_made_on(self, stream: torch.Stream) -> None:
-        """Gradients that are offloaded from here on may be memory of this stream, whichever their hooks run on."""
+        """Record that gradients offloaded later may be memory of `stream`, on whichever stream their hooks run."""
         self._sync.grads_made_on(stream)
 
     @serialised
     def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
-        """A gradient is final, or that of a microbatch is. Once all those of a bucket are, its gradient trigger comes.
+        """Offload a gradient that is final, or that of a microbatch.
+
+        Once the bucket has all of its gradients, its gradient trigger comes.
 
         Args:
             gradient: of the parameter `name`, contiguous.
@@ -296,8 +305,9 @@ class StepExecutor:
 
     @serialised
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """`offload_gradient` for each of these, which are all final: the triggers of buckets whose gradients are all
-        among them come together.
+        """Call `offload_gradient` for each of these gradients, which are all final.
+
+        The triggers of buckets whose gradients are all among them come together.
         """
         if not self.in_step:
             self._begin_step()
@@ -341,8 +351,9 @@ class StepExecutor:
                 self._send(bucket, last=last)
 
     def _reopen(self, bucket: BucketStep) -> None:
-        """Another gradient comes for a bucket that was sent: of the next microbatch, or of a step that failed before
-        anything was stepped.
+        """Accept another gradient for a bucket that was sent.
+
+        It is one of the next microbatch, or of a step that failed before anything was stepped.
         """
         if bucket.phase is BucketPhase.GRAD_IN_FLIGHT:
             self._in_flight.remove(bucket)
@@ -356,7 +367,7 @@ class StepExecutor:
         """Return an offloaded gradient, on the device, because more will be added to it; it is then offloaded again."""
         parameter, parts = self._tracked[name].local, self._map.parts[name]
         held = self._held.pop(name, None)
-        # Autograd adds in place: not while a copy still reads.
+        # Autograd adds in place, which must not happen while a copy still reads.
         waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if self._buckets[b].was_sent]
         self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
         if held is None:
@@ -366,7 +377,7 @@ class StepExecutor:
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
             streams = self._sync.sources()
             for b, i, span in parts:
-                self._buckets[b].streams |= streams  # its memory is of here, and it may be sent on another stream
+                self._buckets[b].streams |= streams  # its memory is of this stream, and it may be sent on another
                 target = held if span is None else held[span]
                 if self._gradients[b][i].data.numel():
                     target.copy_(self._gradients[b][i].data.view(-1))
@@ -381,7 +392,9 @@ class StepExecutor:
         return held
 
     def _fetch_back(self, b: int, i: int, target: torch.Tensor) -> None:
-        """Copy one range of a gradient from its landing place to the device, before whatever comes on compute."""
+        """Copy one range of a gradient from its landing buffer to the device, before whatever comes on the compute
+        stream.
+        """
         backend, state = self._backend, self._states[b]
         pairs = [(backend.adopt(target, "gradients"), state.gradients[i])]
         made = backend.mark("offload/gradient/wanted", Lane.COMPUTE).issue()
@@ -391,8 +404,9 @@ class StepExecutor:
 
     @serialised
     def flush(self, name: str | None = None, *, last: bool = False) -> None:
-        """Send gradients that wait for others of their bucket to be accumulated on the host: that of one parameter,
-        because it is about to get another one, or all.
+        """Send gradients that wait for others of their bucket to be accumulated on the host.
+
+        `name`: only the gradient of this parameter, because it is about to get another one; None: all.
         """
         if name is None:
             waiting = [bucket for bucket in self._accumulating if bucket.unsent]
@@ -404,7 +418,7 @@ class StepExecutor:
 
     @serialised
     def discard(self) -> None:
-        """No step will be made with what was offloaded; its memory is returned."""
+        """Drop the offloaded gradients and return their memory: no step will be made with them."""
         if not self.in_step:
             return
         self._release_in_flight()
@@ -414,16 +428,16 @@ class StepExecutor:
         self._held.clear()
         self._sync.forget()
         # What has been read stays in its staging buffers, and counts for the step that follows.
-        self._points = self._schedules.points()  # a step that was cut short may have left those without absent buckets
+        self._points = self._schedules.points()  # an interrupted step may have left those without absent buckets
 
     def _send(self, bucket: BucketStep, *, last: bool = True) -> None:
-        """All gradients of a bucket are there, or no more will come."""
+        """Send the gradients of a bucket, all of which are there, or no more of which will come."""
         if bucket.unsent:
             self._require_one_dtype(bucket)
         self._on_grads_ready([bucket], last=last)
 
     def _on_grads_ready(self, buckets: Sequence[BucketStep], *, last: bool = True) -> None:
-        """The gradient triggers of these have come."""
+        """Issue the gradient triggers of these buckets."""
         self._issue([self._grad_triggers[bucket.index] for bucket in buckets], last=last)
         for bucket in buckets:
             bucket.sent(last=last)
@@ -437,13 +451,13 @@ class StepExecutor:
                 self._stage_behind(bucket.index)
 
     def _stage_behind(self, b: int) -> None:
-        """All gradients of a bucket are final: there may be room for staging buffers."""
+        """Acquire staging buffers for which there may be room, as all gradients of a bucket are final."""
         self._slots.sample(b)
         if self._overlap and self._staged < self._slots.ahead and self._staged < (n := self._slots.ready(b)):
             self._stage(n)
 
     def _release_in_flight(self, but: int = 0) -> None:
-        """Release the gradients that are in flight, but for the newest of them."""
+        """Release the gradients that are in flight, except the newest `but` of them."""
         while (excess := len(self._in_flight) - but) > 0:
             oldest = [self._in_flight[i] for i in range(min(excess, TOGETHER))]
             self._release_memory(oldest)
@@ -451,8 +465,9 @@ class StepExecutor:
                 self._in_flight.popleft().released()
 
     def _release_memory(self, buckets: Iterable[BucketStep], *, triggers: bool = True) -> None:
-        """Forget gradients that the compute lane may overwrite from here on; their release triggers come first, where
-        nothing else has made it wait for their readers.
+        """Forget gradients that the compute stream may overwrite from here on.
+
+        Their release triggers come first, where nothing else has made it wait for their readers.
         """
         dropped = [bucket for bucket in buckets if bucket.on_device or triggers]
         if triggers:
@@ -466,7 +481,7 @@ class StepExecutor:
                 held.pop(name, None)
 
     def _require_one_dtype(self, bucket: BucketStep) -> None:
-        """Raises ModelError if the gradients about to be sent together differ; makes landing places fit them."""
+        """Make landing buffers fit gradients about to be sent together. Raises ModelError if their dtypes differ."""
         buffers = self._gradients[bucket.index]
         dtypes = {buffers[i].data.dtype for i in bucket.unsent}
         if len(dtypes) > 1:
@@ -474,7 +489,7 @@ class StepExecutor:
         self._fit_landing(bucket, dtypes.pop())
 
     def _fit_landing(self, bucket: BucketStep, dtype: torch.dtype) -> None:
-        """Gradients of a bucket are about to be sent in this dtype: make landing places fit it."""
+        """Make landing buffers fit the dtype in which gradients of a bucket are about to be sent."""
         state, b = self._states[bucket.index], bucket.index
         if bucket.accumulates:
             if self._totals.lands(b, dtype):
@@ -488,7 +503,7 @@ class StepExecutor:
 
     @serialised
     def step(self, groups: Sequence[Mapping[str, Any]], clipping: Clipping) -> None:
-        """Step every range whose gradient was offloaded. `clipping` is this step's."""
+        """Step every range whose gradient was offloaded. `clipping` is that of this step."""
         if not self.in_step:
             self._begin_step()
         self.forward_is_here()
@@ -529,7 +544,7 @@ class StepExecutor:
         self.in_step = True
 
     def _stepped(self) -> Iterator[str]:
-        """Names of parameters with a gradient, some more than once."""
+        """Yield the names of parameters with a gradient, some more than once."""
         for bucket in self._buckets:
             if len(bucket.ranges) == bucket.size:
                 yield from self._map.names[bucket.index]
@@ -543,7 +558,7 @@ class StepExecutor:
             self._bindings.clear(bucket.index, sorted(missing)).issue()
 
     def _end_step(self, scattered: bool) -> None:
-        """Everything of the step has been issued but the waits for its weights."""
+        """Finish a step of which everything has been issued but the waits for its weights."""
         here = [bucket for bucket in self._buckets if bucket.placement is not Placement.STREAMED]
         self._release_memory(here, triggers=False)
         for bucket in self._buckets:
@@ -579,8 +594,10 @@ class StepExecutor:
             self._staged = slots
 
     def forward_is_here(self) -> None:
-        """The caller's forward and backward run on the current stream, or begin there: under FSDP2 that of forward,
-        else, as far as is known, that of `step`. Staging takes memory of theirs, also where gradients come on another.
+        """Record that the caller's forward and backward run on the current stream, or begin there.
+
+        Under FSDP2 it is the stream of forward; otherwise, as far as is known, that of `step`. Staging allocates memory
+        of this stream, also where gradients come on another.
         """
         self._slots.stream = self._backend.caller_stream()
 
@@ -588,10 +605,10 @@ class StepExecutor:
 
     @serialised
     def wait_for_params(self, name: str) -> None:
-        """The caller is about to use a layer's weights: its stream waits for them, and for nothing else."""
+        """Make the caller's stream wait for the weights of a layer it is about to use, and nothing else."""
         if not self.read_by_graph and self._backend.capturing():
             self.read_by_graph = True
-        layer = self._layers.get(name)  # None: all of its parameters lie with other ranks
+        layer = self._layers.get(name)  # None: other ranks hold all of its parameters
         if layer is None:
             return
         layer.reported()
@@ -604,24 +621,27 @@ class StepExecutor:
 
     @serialised
     def wait_for_all(self) -> None:
-        """The same for all layers."""
+        """Make the caller's stream wait for the weights of all layers."""
         for layer in self._layers.values():
             layer.reported()
         layers = self._pending()
-        at_once = 1 if self._uploads else TOGETHER  # triggers of uploads stand between those of waits
+        at_once = 1 if self._uploads else TOGETHER  # triggers of uploads come between those of waits
         for first in range(0, len(layers), at_once):
             self._wait_for(layers[first : first + at_once])
 
     @serialised
     @unfenced
     def wait_for_weights(self) -> None:
-        """Wait for all layers, and bring offloaded weights to the device."""
+        """Wait for all layers, and reload offloaded weights."""
         self.wait_for_all()
         if self._fetcher is not None:
             self._fetcher.bring_all()
 
     def _wait_for(self, layers: Sequence[LayerStep]) -> None:
-        """These are pending, and used now; several at once where no upload waits for a use."""
+        """Wait for these layers, which are pending and used now.
+
+        They are several at once where no upload waits for a use.
+        """
         if self._backend.capturing():
             raise pending_in_capture(f"weights of layer {layers[0].name!r} are")
         if self._slots.count:
@@ -631,7 +651,7 @@ class StepExecutor:
         key = self._backend.compute_key()
         for layer in layers:
             layer.waited(key)
-            # What stands behind it in order of use and is not fetched comes now.
+            # What comes after it in order of use and is not prefetched is uploaded now.
             self._upload(self._layers[name] for name in self._uploads.get(layer.name, ()))
             stepped = [bucket for bucket in self._buckets_of[layer.name] if bucket.phase is BucketPhase.STEPPED]
             self._release_memory(stepped, triggers=False)
@@ -651,7 +671,7 @@ class StepExecutor:
             self._slots.sample_use(layer.name)
 
     def _upload(self, layers: Iterable[LayerStep]) -> None:
-        """The upload triggers of these layers have come, unless they had."""
+        """Issue the upload triggers of these layers, unless they were issued."""
         for layer in layers:
             if self._uploads and not layer.upload_issued:
                 self._issue([upload_trigger(layer.name)])
@@ -659,8 +679,9 @@ class StepExecutor:
 
     @serialised
     def wait_on_stream(self, name: str, stream: torch.Stream) -> None:
-        """Another stream is about to read a layer's weights: it waits for them, and for nothing else. The compute lane
-        may have waited already, or does so later.
+        """Make another stream, which is about to read a layer's weights, wait for them and for nothing else.
+
+        The compute stream may have waited already, or does so later.
         """
         layer = self._layers.get(name)
         if layer is None:
@@ -679,14 +700,15 @@ class StepExecutor:
 
     @serialised
     def before_read(self, names: Sequence[str]) -> None:
-        """The caller is about to read or write these weights, outside of their layers' forward or before it: the
-        current stream waits for them.
+        """Make the current stream wait for weights that the caller is about to read or write.
+
+        The read or write is outside of their layers' forward, or before it.
 
         Raises:
-            ModelError: they are on their way while a CUDA graph is captured.
+            ModelError: their new values are pending while a CUDA graph is captured.
         """
         if self.issuing:
-            return  # by the step's own operations, which somebody's dispatch mode looks at
+            return  # by the step's own operations, seen by another dispatch mode
         backend = self._backend
         if backend.capturing():
             for name in names:
@@ -698,11 +720,14 @@ class StepExecutor:
         for layer in dict.fromkeys(layer for name in names for layer in self._read_with[name]):
             if stream is None:
                 self.wait_for_params(layer.name)
-            else:  # the compute lane need not wait for what this stream does besides
+            else:  # the compute stream need not wait for this stream's other work
                 self.wait_on_stream(layer.name, stream)
 
     def _wait_for_shared(self) -> None:
-        """Wait now for what others hold memory of: a view that was kept, or `.data`, is read without the weight."""
+        """Wait now for weights whose memory others hold.
+
+        A view that was kept, or `.data`, is read without the weight.
+        """
         if self._watches_holders:
             shared = self._targets.shared().union(() if self._fetcher is None else self._fetcher.use_held())
         else:
@@ -720,7 +745,7 @@ class StepExecutor:
 
     @serialised
     def offload_weights(self, names: Collection[str], fetcher: WeightFetcher | None) -> None:
-        """From now on `fetcher` brings these weights, all of host buckets, and no others.
+        """Make `fetcher` bring these weights, all of host buckets, and no others from now on.
 
         Raises:
             ModelError: gradients have been offloaded.
@@ -740,7 +765,9 @@ class StepExecutor:
     # ---------------------------------------------------------------- state that is read or replaced
 
     def synchronise(self) -> None:
-        """Return when all lanes are empty. Raises NativeError for a host step that failed; the state is torn then."""
+        """Return when all streams are idle. Raises NativeError for a CPU optimizer step that failed; the state is torn
+        then.
+        """
         try:
             self._backend.synchronise()
         except NativeError:
@@ -748,16 +775,16 @@ class StepExecutor:
             raise
 
     def state_changed(self) -> None:
-        """State on the host was written between empty lanes: what has been staged of it is read again."""
+        """Make staging read the state again, because state on the host was written while all streams were idle."""
         self._staged = 0
 
     def forget_step_bound(self) -> None:
-        """Step counts were loaded: look them up again before the next step."""
+        """Make the next step look up the step counts again, because they were loaded."""
         self._bindings.forget_step_bound()
 
     @serialised
     def abort(self) -> None:
-        """Forget the step that was cut short. All lanes are empty, and the state is about to be replaced."""
+        """Forget the step that was interrupted. All streams are idle, and the state is about to be replaced."""
         for layer in self._layers.values():
             layer.abort()
         self._slots.give_back(self._slots.held)
@@ -774,8 +801,9 @@ class StepExecutor:
     # ---------------------------------------------------------------- issuing
 
     def _issue(self, triggers: Sequence[str], *, last: bool = True) -> None:
-        """Issue the operations of triggers, in this order; only STEP, which comes alone, steps a bucket. `last`: no
-        further microbatch is known to come.
+        """Issue the operations of triggers, in this order; only STEP, which comes alone, steps a bucket.
+
+        `last`: no further microbatch is known to come.
         """
         self.issuing = True
         try:
@@ -785,7 +813,7 @@ class StepExecutor:
                 self.torn = True
                 works.stepping.issue()
         except NativeError:
-            self.torn = True  # of some earlier step: its host function has reported now
+            self.torn = True  # of some earlier step, whose host function has reported only now
             raise
         finally:
             self.issuing = False
