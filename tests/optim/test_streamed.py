@@ -117,7 +117,7 @@ def with_profile(monkeypatch: pytest.MonkeyPatch, slots: int) -> list[Profile]:
         found._gauge, found._profiled = made[-1], not found.count
         return found
 
-    monkeypatch.setattr(building, "Slots", build)
+    monkeypatch.setattr(building, "StagingBuffers", build)
     return made
 
 
