@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import networkx  # torch brings it
+
 PACKAGE = "hostward"
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, TESTS = ROOT / "src" / PACKAGE, ROOT / "tests"
@@ -178,30 +180,9 @@ def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of names that reach each other, by Tarjan's algorithm; each sorted."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for target in sorted(graph[name]):
-            if target not in index:
-                visit(target)
-            if target in stack:
-                low[name] = min(low[name], low[target])
-        if low[name] == index[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
-    return found
+    """Groups of names that reach each other, each sorted."""
+    groups = networkx.strongly_connected_components(networkx.DiGraph(graph))
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def level_of(room: str) -> int:

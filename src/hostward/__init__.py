@@ -56,6 +56,7 @@ _HOMES = {
 
 _MOVED = {
     "hostward.adapters": "hostward.distributed",
+    "hostward.adapters.experts": "hostward.distributed.expert_parallel",
     "hostward.run_report": "hostward.report.schema",
     "hostward.training": "hostward.optim",
     "hostward.training.scaling": "hostward.optim.sharded",
@@ -91,7 +92,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "convert":
-        return importlib.import_module("hostward.checkpoint.torch_adamw")
+        return importlib.import_module("hostward.convert")
     raise AttributeError(f"module 'hostward' has no attribute {name!r}")
 
 

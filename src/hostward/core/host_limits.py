@@ -26,54 +26,54 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         key, _, rest = line.partition(":")
         meminfo[key] = int(rest.split()[0]) * 1024 if rest.split() else 0
     best = HostMemory(meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo["MemTotal"]), "the machine")
-    for limit, used, cache in _cgroup_limits(root):
+    limits = map(_memory_limit, cgroup_directories("memory", root))
+    for limit, used, cache in filter(None, limits):
         available = max(0, limit - used + cache)
         if available < best.available_bytes:
             best = HostMemory(min(limit, best.total_bytes), available, "the container's cgroup")
     return best
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int, int]]:
-    """Return (limit, used, reclaimable cache) of every cgroup of this process that has a limit, ancestors included."""
+def cgroup_directories(controller: str, root: Path = Path("/")) -> list[Path]:
+    """Return the folders of this process's cgroup for a controller, innermost first, ancestors included (v1 and v2)."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    found = []
+    directories = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
-        folder = base / path.lstrip("/")
-        # Inside a container the path may be the host's while the mount shows the container's own group at its root.
-        for directory in (folder, *folder.parents):
-            entry = _read_cgroup(directory, *names)
-            if entry is not None:
-                found.append(entry)
-            if directory == base:
-                break
-    return found
+        # Controllers of v1 that are mounted together have a folder of their names together, or of one of them.
+        for name in dict.fromkeys([controllers, controller if controllers else ""]):
+            mount = root / "sys/fs/cgroup" / name
+            group = mount / path.strip("/")
+            # Inside a container the path may be the host's, while the mount shows the container's group at its root.
+            directories += [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
+    return directories
 
 
-def _read_cgroup(directory: Path, limit_name: str, used_name: str, cache_prefix: str) -> tuple[int, int, int] | None:
-    try:
-        limit_text = (directory / limit_name).read_text().strip()
-        used = int((directory / used_name).read_text())
-    except OSError:
-        return None
-    if limit_text == "max":  # v1 writes a number near 2^63 instead, which is never the least
-        return None
-    try:
-        rows = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
-    except OSError:
-        rows = []
-    cache_keys = (f"{cache_prefix}inactive_file", f"{cache_prefix}active_file")
-    return int(limit_text), used, sum(int(row[1]) for row in rows if row[0] in cache_keys)
+def _memory_limit(directory: Path) -> tuple[int, int, int] | None:
+    """Return (limit, used, reclaimable cache) of a cgroup; None for one without a limit."""
+    for limit_name, used_name, cache_prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            limit_text = (directory / limit_name).read_text().strip()
+            used = int((directory / used_name).read_text())
+        except OSError:
+            continue
+        if limit_text == "max":  # v1 writes a number near 2^63 instead, which is never the least
+            return None
+        try:
+            rows = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
+        except OSError:
+            rows = []
+        cache_keys = (f"{cache_prefix}inactive_file", f"{cache_prefix}active_file")
+        return int(limit_text), used, sum(int(row[1]) for row in rows if row[0] in cache_keys)
+    return None
 
 
 def resident_bytes(root: Path = Path("/")) -> int:

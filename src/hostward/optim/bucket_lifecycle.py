@@ -125,8 +125,10 @@ class BucketStep:
         """Record that all ranges have gradients, which are memory of these streams."""
         if self.phase is not BucketPhase.IDLE:
             raise self._illegal("gets all of its gradients at once", "retract those that it has first")
-        for index in range(self.size):
-            self.accept(index, streams)
+        self.phase = BucketPhase.ACCUMULATING
+        self.ranges, self.unsent = set(range(self.size)), set(range(self.size))
+        self.on_device = True
+        self.streams |= streams
 
     def retract(self, index: int) -> None:
         """Withdraw the gradient of a range from this step, because more will be added to it.
@@ -256,6 +258,12 @@ class LayerStep:
             raise self._illegal("is waited for", "ask whether it is pending")
         self.phase = LayerPhase.READY
         self.waited_by = {key}
+
+    def waited_on(self, stream: torch.Stream) -> None:
+        """Record that a stream besides the compute stream has been made to wait for its weights."""
+        if self.external is None:
+            raise self._illegal("is waited for on another stream", "make a step first")
+        self.external.add(stream)
 
     def unreported(self) -> None:
         """Record that the next step waited for its weights because no use of the layer was reported."""

@@ -662,7 +662,9 @@ class StepExecutor:
         """Release staging buffers that must be back before the forward of one of these layers."""
         names = {layer.name for layer in layers}
         held = self._slots.held
-        if held and len(layers) < len(self._pending()):
+        # From the last in order of use: while forward runs, that one is pending, and no other is looked at.
+        last_first = reversed(self._layers.values())
+        if held and any(layer.phase is LayerPhase.PENDING and layer.name not in names for layer in last_first):
             held = self._slots.wanted_back(names)
         if held:
             self._issue([release_staging_trigger(slot) for slot in held])
@@ -693,6 +695,8 @@ class StepExecutor:
         self._wait_on_stream(layer, stream)
 
     def _wait_on_stream(self, layer: LayerStep, stream: torch.Stream) -> None:
+        if not self._sync.must_wait(layer, stream):
+            return
         makers = {Placement.HOST: "upload", Placement.STREAMED: "step"}
         held = [bucket for bucket in self._buckets_of[layer.name] if bucket.placement in makers]
         events = [self._bindings.events[f"{makers[bucket.placement]}/{bucket.index}"] for bucket in held]

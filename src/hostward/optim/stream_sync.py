@@ -64,14 +64,16 @@ class StreamSync:
         if others or self._makers:
             self._backend.return_memory("gradient", {self._streams[key] for key in others} | self._makers)
 
-    def wait(self, layer: LayerStep, stream: torch.Stream, weights: Sequence[Event]) -> None:
-        """Make a stream other than the compute stream wait once for the events that make a layer's `weights` new.
+    def must_wait(self, layer: LayerStep, stream: torch.Stream) -> bool:
+        """Return whether a stream has not waited for a layer's weights since the last step.
 
-        Nothing happens before the first step, and within the capture of a CUDA graph.
+        It need not before the first step, nor within the capture of a CUDA graph.
         """
-        if layer.external is None or stream in layer.external or self._backend.capturing():
-            return
-        layer.external.add(stream)
+        return layer.external is not None and stream not in layer.external and not self._backend.capturing()
+
+    def wait(self, layer: LayerStep, stream: torch.Stream, weights: Sequence[Event]) -> None:
+        """Make a stream other than the compute stream wait for the events that make a layer's `weights` new."""
+        layer.waited_on(stream)
         self._backend.wait_on_stream(stream, weights)
 
     def _here(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from hostward.core.inventory import Range
 from hostward.core.placement import Placement
 from hostward.model.parameters import ParamRecord
-from hostward.optim.bucket_state import BucketState
+from hostward.optim.bucket_state import BucketState, pieces
 from hostward.optim.master_sync import WeightWatch
 from hostward.optim.state_dict import StateAccess
 from hostward.optim.step_executor import StepExecutor, WeightFetcher
@@ -37,12 +37,9 @@ class WeightCopies:
         access: StateAccess,
         follow: Callable[[], None],
     ) -> None:
-        self._states, self._steps, self._watch, self._access = tuple(states), steps, watch, access
-        self._places: dict[str, list[tuple[int, int]]] = {}
-        """Bucket and range within it of each part of a parameter, by parameter name, in order of start."""
-        for b, state in enumerate(states):
-            for i, r in enumerate(state.bucket.ranges):
-                self._places.setdefault(r.name, []).append((b, i))
+        self._steps, self._watch, self._access = steps, watch, access
+        self._parts = pieces(states)
+        self._index = {state: b for b, state in enumerate(states)}
         self.tracked = {t.parameter: t for t in tracked}
         """Records by parameter object."""
         self.lock = steps.lock
@@ -52,13 +49,12 @@ class WeightCopies:
 
     def placements(self, name: str) -> set[Placement]:
         """Return where the state of a parameter is; empty for one of which this process has no element."""
-        return {self._states[b].placement for b, _ in self._places.get(name, ())}
+        return {state.placement for state, _, _ in self._parts.get(name, ())}
 
     def parts(self, name: str) -> Iterator[tuple[Range, Buffer, Event]]:
         """Yield each part's range, the host copy of its weight, and the event after the CPU step writing it."""
-        for b, i in self._places.get(name, ()):
-            state = self._states[b]
-            yield state.bucket.ranges[i], state.weights[i], self._steps.step_event(b)
+        for state, i, r in self._parts.get(name, ()):
+            yield r, state.weights[i], self._steps.step_event(self._index[state])
 
     def changed(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether other code wrote the weight and the optimizer has not followed that yet."""

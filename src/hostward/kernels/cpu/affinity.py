@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from hostward.core.host_limits import cgroup_directories
+
 LAUNCH_THREADS_PER_RANK = 2
 """Kept free on each rank: one for Python, which launches kernels, and one for autograd."""
 
@@ -48,12 +50,8 @@ def read_cpu_facts(root: Path = Path("/")) -> CpuFacts:
 
 def read_quota_cpus(root: Path) -> float | None:
     """Return the smallest CPU quota between this process's cgroup and the root, in CPUs, or None."""
-    quotas = []
-    for directory in _cgroup_directories(root):
-        quota = _quota_of(directory)
-        if quota is not None:
-            quotas.append(quota)
-    return min(quotas, default=None)
+    quotas = map(_quota_of, cgroup_directories("cpu", root))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def cpu_list(text: str) -> frozenset[int]:
@@ -75,26 +73,6 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except OSError:
         return None
-
-
-def _cgroup_directories(root: Path) -> list[Path]:
-    directories = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            mount = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / controllers
-        else:
-            continue
-        group = mount / path.strip("/")
-        # Inside a container the path may be one of the host that is not mounted here; then its parents count.
-        while group != mount:
-            directories.append(group)
-            group = group.parent
-        directories.append(mount)
-    return directories
 
 
 def _quota_of(directory: Path) -> float | None:
