@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--model", default="8b", choices=list(SHAPES))
     parser.add_argument("--tokens", default="131072,196608,262144")
     parser.add_argument("--device-gib", type=float, default=139.8, help="an H200's")
-    parser.add_argument("--host-gib", type=float, default=113.0, help="for page-locked memory")
+    parser.add_argument("--host-gib", type=float, default=113.0, help="for pinned memory")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
@@ -62,7 +62,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"{tokens:>8} tokens, {row['share_on_host']:.2f} of the state on the host: device "
-            f"{row['device_bytes'] / GIB:.1f} GiB, page-locked {row['pinned_bytes'] / GIB:.1f} GiB, "
+            f"{row['device_bytes'] / GIB:.1f} GiB, pinned {row['pinned_bytes'] / GIB:.1f} GiB, "
             f"{'fits' if row['fits'] else 'does not fit'}"
         )
     if arguments.json is not None:

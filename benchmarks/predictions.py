@@ -5,7 +5,7 @@
 Rows of step.py, activations.py and scaling.py, and runs of `hostward train --json`. Nothing is allocated: the models
 are built on the meta device, and what they hold is found there (`hostward.profiler.workload`). `device` is the peak
 of torch's allocator; `host` is what was taken of the host, for activations alone in rows of activations.py. (Older
-results of step.py tell what was page-locked, which then was all of it.) Of several GPUs both are of one of them.
+results of step.py tell what was pinned, which then was all of it.) Of several GPUs both are of one of them.
 
 A row is left out where the result does not tell enough: other libraries, skipped rows, streamed state that was cut into
 other buckets than today, rows of scaling.py that do not tell rates (they are of versions with other slots), and rows

@@ -12,7 +12,7 @@ first for each length, and is what the others are compared with. Columns:
     floor      the same ratio, if the host's memory and each direction of the link did what they do alone (below)
     both       the same, if a link besides carried in both directions together what it does when both are full
     held       the same, if before the norm no more is read than the staging slots of the row hold
-    device     most bytes allocated on a GPU, and reserved; host: bytes of all ranks, page-locked ones in brackets
+    device     most bytes allocated on a GPU, and reserved; host: bytes of all ranks, pinned ones in brackets
     same       losses and norms of all iterations are those of fraction 0 in every bit (with --deterministic)
 
     python benchmarks/scaling.py --again RESULTS.json ... --json benchmarks/results/DATE-floors.json

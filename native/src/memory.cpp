@@ -17,7 +17,7 @@ int32_t hostward_bind_memory(void* memory, int64_t bytes, int32_t node) {
 #if defined(SYS_mbind)
   unsigned long nodes[kMaxNodes / kWordBits] = {};
   nodes[node / kWordBits] = 1ul << (node % kWordBits);
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the count that it gets.
   if (syscall(SYS_mbind, memory, bytes, kPreferred, nodes, kMaxNodes + 1ul, 0) == 0) return 0;
   return errno;
 #else

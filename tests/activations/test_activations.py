@@ -64,7 +64,7 @@ def test_gradients_keep_their_bits_in_every_order_of_lanes(name: str, num_layers
         assert report.offloaded_bytes > 0
         assert report.on_demand_bytes == 0, "something had to be reloaded that nobody had foreseen"
         assert report.reloaded_bytes == report.offloaded_bytes
-        assert run.backend.ledger.by_owner(Tier.HOST) == {}, "page-locked memory is left"
+        assert run.backend.ledger.by_owner(Tier.HOST) == {}, "pinned memory is left"
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")

@@ -60,7 +60,7 @@ def refused(words: list[str], recipe: str, plan: str) -> str:
     return "no error"
 
 
-# ---------------------------------------------------------------- a loop of one's own
+# ---------------------------------------------------------------- a custom training loop
 
 
 def net_inventory(ranks: int) -> Inventory:

@@ -118,7 +118,7 @@ CASES = [
         "page_locking",
         sound(devices=dataclasses.replace(ONE_GPU, pinned_error="probe: 67,108,864 bytes\n  why: CUDA_ERROR")),
         ERROR,
-        "could not be page-locked: probe",
+        "could not be pinned: probe",
         "ulimit -l",
     ),
     ("page_locking", sound(wsl=True), WARNING, "this is WSL", ".wslconfig"),

@@ -141,7 +141,7 @@ overloaded, please further tune the variable""",
     (
         "page-locking-refused",
         (
-            "error: exp_avg: 1,073,741,824 bytes could not be page-locked\n  why: cuMemHostRegister: "
+            "error: exp_avg: 1,073,741,824 bytes could not be pinned\n  why: cuMemHostRegister: "
             "CUDA_ERROR_OUT_OF_MEMORY; this is host memory, not GPU memory"
         ),
         1,

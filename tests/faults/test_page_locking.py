@@ -1,8 +1,8 @@
-"""T08 and T10 of the project's list of faults: a limit of locked pages, and a driver that page-locks little, as under
-WSL. The first is told at the start; under the second what must be page-locked is kept small, what is refused says what
+"""T08 and T10 of the project's list of faults: a limit of locked pages, and a driver that pins little, as under
+WSL. The first is told at the start; under the second what must be pinned is kept small, what is refused says what
 needs less, and results are those without a cap.
 
-Seen red with: state of host buckets page-locked, the explanation left out, what was taken before a refusal not given
+Seen red with: state of host buckets pinned, the explanation left out, what was taken before a refusal not given
 back, buffers of a save that insist on locked pages, no limit told.
 """
 
@@ -30,7 +30,7 @@ from hostward.trainer.memory_check import lock_limit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALARS_BYTES = 12
-"""Scale, norm and skip flag on the host: the only bytes that every optimizer page-locks."""
+"""Scale, norm and skip flag on the host: the only bytes that every optimizer pins."""
 HOST = {"offload_fraction": 1.0, "streamed_fraction": 0.0}
 STREAMED = {"offload_fraction": 1.0, "streamed_fraction": 1.0}
 MIXED = {"offload_fraction": 0.7, "streamed_fraction": 0.5}
@@ -38,7 +38,7 @@ NOTHING_LOCKED = {"pin_gradients": False, "pin_weights": False}
 
 
 class Capped(SimulatedBackend):
-    """A machine whose driver page-locks so many bytes."""
+    """A machine whose driver pins so many bytes."""
 
     def __init__(self, locked_bytes: int) -> None:
         super().__init__(order=Order(seed=5), threads=1)
@@ -56,7 +56,7 @@ class Capped(SimulatedBackend):
     ) -> list[Buffer]:
         size_bytes = sum(sizes) * dtype.itemsize
         if pinned and self.ledger.pinned_bytes + size_bytes > self.locked_bytes:
-            raise PageLockError(f"{owner}: {size_bytes:,} bytes could not be page-locked", fix="ulimit -l unlimited")
+            raise PageLockError(f"{owner}: {size_bytes:,} bytes could not be pinned", fix="ulimit -l unlimited")
         return super().allocate(tier, sizes, dtype, owner, pinned=pinned, zero=zero)
 
 
@@ -160,10 +160,10 @@ def test_t10_what_a_refusal_names_fits_and_has_the_same_bits(
     dtype: torch.dtype, mix: dict[str, float], count: int, gradients: str
 ) -> None:
     backend = Capped(1000)
-    with pytest.raises(PageLockError, match="could not be page-locked") as caught:
+    with pytest.raises(PageLockError, match="could not be pinned") as caught:
         make(network(dtype), backend, gradients=gradients, **mix)
     assert not any(backend.ledger.held_bytes.values())
-    asked = int(re.findall(r"page-locks ([\d,]+) bytes", caught.value.why)[0].replace(",", ""))
+    asked = int(re.findall(r"pins ([\d,]+) bytes", caught.value.why)[0].replace(",", ""))
     assert "optimizer.pin_cpu_grads=False" in caught.value.fix
     assert caught.value.fix.endswith("or ulimit -l unlimited")
     changes = told(caught.value)
@@ -181,7 +181,7 @@ def test_t10_what_a_refusal_names_fits_and_has_the_same_bits(
         if size_bytes:
             with pytest.raises(PageLockError) as caught:
                 make(network(dtype), Capped(size_bytes - 1), **options)
-            assert f"page-locks {size_bytes:,} bytes" in caught.value.why
+            assert f"pins {size_bytes:,} bytes" in caught.value.why
 
 
 def test_t10_a_refusal_half_way_gives_everything_back() -> None:
@@ -190,7 +190,7 @@ def test_t10_a_refusal_half_way_gives_everything_back() -> None:
     whole = make(model, SimulatedBackend(threads=1), **MIXED)
     locked_bytes = whole.backend.ledger.pinned_bytes
     backend = Capped(locked_bytes - 5000)
-    with pytest.raises(MemoryLimitError, match=r"gradients: [0-9,]+ bytes could not be page-locked") as caught:
+    with pytest.raises(MemoryLimitError, match=r"gradients: [0-9,]+ bytes could not be pinned") as caught:
         make(network(torch.bfloat16), backend, **MIXED)
     assert f"{locked_bytes - SCALARS_BYTES:,} bytes" in caught.value.why
     assert not any(backend.ledger.held_bytes.values())

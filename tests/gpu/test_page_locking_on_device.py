@@ -1,4 +1,4 @@
-"""T04 and T10 of the project's list of faults, with the driver's own refusal: the k-th block cannot be page-locked, or
+"""T04 and T10 of the project's list of faults, with the driver's own refusal: the k-th block cannot be pinned, or
 no more than so many bytes can. What was taken goes back, torch goes on, and what needs less trains to the same bits.
 
 Seen red with: blocks that were locked before the refusal not given back; gradients locked all the same.
@@ -26,7 +26,7 @@ NOTHING_LOCKED = {"pin_gradients": False, "pin_weights": False}
 
 
 class Driver:
-    """The driver's page-locking up to a number of blocks or of bytes. Then it is asked to lock what is not mapped, and
+    """The driver's pinning up to a number of blocks or of bytes. Then it is asked to lock what is not mapped, and
     refuses.
     """
 
@@ -56,7 +56,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def torch_goes_on() -> bool:
-    """Memory of the device, memory that torch page-locks, and a copy between them."""
+    """Memory of the device, memory that torch pins, and a copy between them."""
     host = torch.arange(1 << 16, dtype=torch.float32).pin_memory()
     return bool(torch.equal(host.to(DEVICE, non_blocking=True).cpu(), host))
 
@@ -76,7 +76,7 @@ def test_t04_the_kth_block_cannot_be_page_locked(mix: str, refusing: Driver) -> 
     assert nothing_locked(refusing)
     for k in range(blocks):
         refusing.most_blocks = k
-        with pytest.raises(PageLockError, match="could not be page-locked"):
+        with pytest.raises(PageLockError, match="could not be pinned"):
             make(mix)
         assert nothing_locked(refusing)
         assert torch_goes_on()

@@ -16,7 +16,7 @@ from hostward.runtime.calibrate import RMW_BYTES, ReadModifyWrite
 SMALL = measure._Effort((1 << 20, 4 << 20), 16 << 20, 32 << 20, 1 << 20, 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="takes page-locked memory; tests/gpu measures with a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes pinned memory; tests/gpu measures with a GPU")
 def test_a_machine_without_a_gpu_is_measured_as_far_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "QUICK", SMALL)
     stages: list[str] = []

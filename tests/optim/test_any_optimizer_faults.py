@@ -234,7 +234,7 @@ class Small(SimulatedBackend):
 
     def allocate(self, tier: Tier, sizes: Any, dtype: torch.dtype, owner: str, **options: Any) -> list[Buffer]:
         if tier is Tier.HOST and self.ledger.pinned_bytes + sum(sizes) * dtype.itemsize > self.room_bytes:
-            raise MemoryLimitError(f"{owner}: {sum(sizes)} bytes could not be page-locked", fix="ulimit -l")
+            raise MemoryLimitError(f"{owner}: {sum(sizes)} bytes could not be pinned", fix="ulimit -l")
         return super().allocate(tier, sizes, dtype, owner, **options)
 
 
@@ -242,7 +242,7 @@ def test_t07_a_full_host_at_attach_changes_nothing() -> None:
     plain = OPTIMIZERS["adagrad"](groups(parameters()))
     optimizer = OPTIMIZERS["adagrad"](groups(parameters()))
     backend = Small(1 << 20)
-    with pytest.raises(MemoryLimitError, match=f"{OWNER}: [0-9]+ bytes could not be page-locked"):
+    with pytest.raises(MemoryLimitError, match=f"{OWNER}: [0-9]+ bytes could not be pinned"):
         offload_optimizer_states(optimizer, chunk_size_mb=1, backend=backend)
     assert "step" not in vars(optimizer)
     assert backend.ledger.held_bytes[Tier.HOST, OWNER] == 0
@@ -254,7 +254,7 @@ def test_t07_a_host_that_is_full_in_the_first_step_leaves_a_whole_step() -> None
     plain = OPTIMIZERS["adam"](groups(parameters()))
     backend = Small(3 << 20)
     optimizer, states = offloaded(OPTIMIZERS["adam"], backend=backend)
-    with pytest.raises(MemoryLimitError, match=re.escape("could not be page-locked")):
+    with pytest.raises(MemoryLimitError, match=re.escape("could not be pinned")):
         train(optimizer, steps=1)
     train(plain, steps=1)
     assert_same(optimizer, plain)
@@ -271,7 +271,7 @@ def test_t07_a_host_that_is_full_while_loading_asks_for_the_load_again() -> None
     train(plain, optimizer, steps=1)
     saved = optimizer.state_dict()
     backend.room_bytes = 3 << 20
-    with pytest.raises(MemoryLimitError, match=re.escape("could not be page-locked")):
+    with pytest.raises(MemoryLimitError, match=re.escape("could not be pinned")):
         optimizer.load_state_dict(saved)
     with pytest.raises(ModelError, match="loading the state of this Adam failed half way"):
         optimizer.step()

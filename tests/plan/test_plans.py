@@ -110,7 +110,7 @@ def test_what_the_device_has_no_memory_for_changes_no_plan(several: bool, share:
 
 
 def test_a_cap_on_locked_pages_is_kept_by_stepping_on_the_host() -> None:
-    """With half of the device's memory something has to leave; streaming any of it would page-lock more."""
+    """With half of the device's memory something has to leave; streaming any of it would pin more."""
     of = frontier(False)
     short = Budgets(of.base.needs.device_peak_bytes // 2)
     free = [c for c in of.candidates if not short.over(c.needs)]

@@ -26,7 +26,7 @@ MIB = 1024**2
 
 @dataclass
 class FakeLock:
-    """Stands for page-locking: remembers what was locked and released, and refuses the call with index `refused`."""
+    """Stands for pinning: remembers what was locked and released, and refuses the call with index `refused`."""
 
     refused: int = -1
     locked: list[tuple[int, int]] = field(default_factory=list)

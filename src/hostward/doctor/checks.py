@@ -35,7 +35,7 @@ def gib(size_bytes: int) -> str:
 def native_library(facts: Facts) -> list[Finding]:
     if facts.native_error is None:
         return []
-    why = "the host step, and page-locked slabs, are in it"
+    why = "the host step, and pinned slabs, are in it"
     return [Finding(ERROR, facts.native_error, why, facts.native_fix)]
 
 
@@ -79,7 +79,7 @@ def threads(facts: Facts) -> list[Finding]:
     if facts.cpu.affinity_cpus < facts.machine_cpus:
         what = f"this process is bound to {facts.cpu.affinity_cpus} of {facts.machine_cpus} CPUs"
         why = "an affinity mask or cpuset; where a launcher binds each rank, the ranks should not be divided by again"
-        fix = "nothing where it is meant; in a loop of one's own with bound ranks hostward.AdamW(host_threads=N)"
+        fix = "nothing where it is meant; in a custom training loop with bound ranks hostward.AdamW(host_threads=N)"
         found.append(Finding(NOTE, what, why, fix))
     return found
 
@@ -150,7 +150,7 @@ def limits(facts: Facts) -> list[Finding]:
             Finding(WARNING, what, why, "docker --shm-size=8g (or --ipc=host); of a pod: an emptyDir in memory")
         )
     if facts.transparent_huge_pages == "never":
-        why = "the host step over small pages is slower, and page-locking them takes longer"
+        why = "the host step over small pages is slower, and pinning them takes longer"
         fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         found.append(Finding(WARNING, "transparent huge pages are off", why, fix))
     return found
@@ -159,14 +159,14 @@ def limits(facts: Facts) -> list[Finding]:
 def page_locking(facts: Facts) -> list[Finding]:
     found = []
     if facts.devices.pinned_error is not None:
-        what = f"host memory could not be page-locked: {facts.devices.pinned_error.splitlines()[0]}"
+        what = f"host memory could not be pinned: {facts.devices.pinned_error.splitlines()[0]}"
         why = "\n".join(facts.devices.pinned_error.splitlines()[1:]).strip() or "the driver refused 64 MiB"
-        fix = "ulimit -l unlimited; under WSL raise memory in .wslconfig; end processes that hold page-locked memory"
+        fix = "ulimit -l unlimited; under WSL raise memory in .wslconfig; end processes that hold pinned memory"
         found.append(Finding(ERROR, what, why, fix))
     if facts.wsl and (facts.devices.gpus or facts.devices.cuda_build):
-        why = "Windows allows little page-locked memory, often 1 to 2 GiB; beyond it the driver says 'out of memory'"
+        why = "Windows allows little pinned memory, often 1 to 2 GiB; beyond it the driver says 'out of memory'"
         fix = (
-            "raise memory= in .wslconfig, train on Linux itself, or page-lock less: state that the host steps is not, "
+            "raise memory= in .wslconfig, train on Linux itself, or pin less: state that the host steps is not, "
             "nor are gradients and weights with optimizer.pin_cpu_grads=False and optimizer.pin_cpu_params=False"
         )
         found.append(Finding(WARNING, "this is WSL", why, fix))
@@ -303,7 +303,7 @@ def _slow_locking(hardware: Hardware) -> list[Finding]:
     cost = hardware.pinned_s_per_gib
     if cost is None or cost <= _PINNED_S_PER_GIB:
         return []
-    what = f"page-locking takes {cost:.2f} s per GiB"
+    what = f"pinning takes {cost:.2f} s per GiB"
     why = "0.1 to 0.2 are usual: small pages, few threads, or a memory-starved machine; it delays each start"
     fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, and more CPUs"
     return [Finding(WARNING, what, why, fix)]
@@ -524,7 +524,7 @@ def _allocator_option(name: str, key: str, value: str) -> list[Finding]:
         why = "helps against fragmentation. Allocators that pause and resume memory (in colocated rollouts) refuse it"
         return [Finding(NOTE, shown, why, "nothing, unless such an allocator is in the process")]
     if key.startswith("pinned_"):
-        why = "has no effect on hostward's page-locked memory, which does not come from torch"
+        why = "has no effect on hostward's pinned memory, which does not come from torch"
         return [Finding(NOTE, shown, why, "nothing")]
     return []
 

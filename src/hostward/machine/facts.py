@@ -31,7 +31,7 @@ VARIABLES = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )
 """Environment variables that findings are about."""
-LOCK_LIMIT_WHY = "memory locked by the NVIDIA driver is normally not counted; look here first if page-locking fails"
+LOCK_LIMIT_WHY = "memory locked by the NVIDIA driver is normally not counted; look here first if pinning fails"
 LOCK_LIMIT_FIX = "ulimit -l unlimited, or docker --ulimit memlock=-1"
 SLOW_HALVES_WHY = "torch multiplies 16-bit matrices with AVX-512 or newer, and in plain loops without it"
 SLOW_HALVES_FIX = "model.params_dtype=fp32"
@@ -338,7 +338,7 @@ def _pinned_error() -> str | None:
 
     try:
         device = torch.device("cuda", torch.cuda.current_device())
-        host_blocks(device, 1, None, [PROBE_BYTES], torch.uint8, "probe of page-locked memory", True)
+        host_blocks(device, 1, None, [PROBE_BYTES], torch.uint8, "probe of pinned memory", True)
     except (HostwardError, RuntimeError) as error:
         return str(error)
     return None

@@ -133,7 +133,7 @@ def _pinned_s_per_gib(backend: Backend) -> float:
     seconds = []
     for _ in range(_ROUNDS):
         started_s = time.perf_counter()
-        block = backend.allocate(Tier.HOST, [GIB], torch.uint8, "cost of page-locking", pinned=True)
+        block = backend.allocate(Tier.HOST, [GIB], torch.uint8, "cost of pinning", pinned=True)
         seconds.append(time.perf_counter() - started_s)
         backend.free(block)
     return statistics.median(seconds)

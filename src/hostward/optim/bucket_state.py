@@ -393,9 +393,7 @@ def explained(backend: Backend, asked: AllocationRequest) -> Iterator[None]:
     try:
         yield
     except PageLockError as error:
-        there = (
-            f"the optimizer page-locks {asked.locked_bytes():,} bytes, and {backend.ledger.pinned_bytes:,} were locked"
-        )
+        there = f"the optimizer pins {asked.locked_bytes():,} bytes, and {backend.ledger.pinned_bytes:,} were locked"
         smaller = "; ".join(f"{changes} leaves {size:,} bytes" for changes, size in asked.smaller().items())
         cures = [f"{smaller} (in a run: {_OPTIONS})"] if smaller else []
         raise PageLockError(

@@ -142,7 +142,7 @@ def _measured(backend: Backend, ranks: Ranks | None) -> Rates:
             error.what,
             why="; ".join(filter(None, (error.why, "the rate of copies is measured to choose what is streamed"))),
             fix="streamed_fraction=0.0 (in a run: no optimizer.offload_mix) steps all of it on the host, whose state "
-            f"is not page-locked; or {error.fix}",
+            f"is not pinned; or {error.fix}",
         ) from error
 
 

@@ -210,12 +210,12 @@ def _predictions(report: RunReport) -> Iterator[str]:
     pairs = {
         "device memory, peak": (guess.device_peak_bytes, measured.device_peak_bytes, size),
         "host memory of the run": (guess.host_bytes, measured.host_bytes, size),
-        "page-locked": (guess.pinned_bytes, measured.pinned_bytes, size),
+        "pinned": (guess.pinned_bytes, measured.pinned_bytes, size),
         "step": (guess.step_s, measured.step_s, duration),
         "of it, GPU idle": (guess.exposed_s, measured.exposed_s, duration),
     }
     if report.simulated:
-        del pairs["page-locked"]
+        del pairs["pinned"]
     rows = [
         (name, "no prediction" if predicted is None else shown(p), shown(m), error_percent(p, m))
         for name, (p, m, shown) in pairs.items()

@@ -71,7 +71,7 @@ class HostArena:
         if self._fixed:
             raise ModelError(
                 f"{self._owner}: {self.slab_bytes:,} bytes of host memory do not suffice for a CUDA graph",
-                why="no memory is page-locked during a capture: the graph gets what the iterations before it have used",
+                why="no memory is pinned during a capture: the graph gets what the iterations before it have used",
                 fix="run a few iterations of the same shapes, backward included, directly before each capture",
             )
         held_bytes = self.slab_bytes + self._handed_bytes

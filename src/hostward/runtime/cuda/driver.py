@@ -160,7 +160,7 @@ def lock_pages(address: int, size_bytes: int, *, owner: str) -> None:
     code = _library().cuMemHostRegister_v2(address, size_bytes, _PORTABLE)
     if code != _SUCCESS:
         raise PageLockError(
-            f"{owner}: {size_bytes:,} bytes could not be page-locked",
+            f"{owner}: {size_bytes:,} bytes could not be pinned",
             why=f"cuMemHostRegister: {error_name(code)}; this is host memory, not GPU memory",
             fix="ulimit -l unlimited; under WSL memory= in .wslconfig",
         )
