@@ -193,7 +193,7 @@ def test_ranks_without_one_of_them_stop_soon_and_leave_a_whole_checkpoint(accide
         assert all(end in ("saved", "interrupted") or end.startswith("CheckpointError: cannot save") for end in ends)
     told = [end for end in ends if end.startswith("CheckpointError")]
     assert told or way != "killed", "no save was hit half-way: the times are off"
-    causes = ("KeyboardInterrupt", "given up", "another rank ended or did not answer")
+    causes = ("KeyboardInterrupt", "cancelled", "another rank ended or did not answer")
     assert all(any(cause in end for cause in causes) for end in told)
 
 
