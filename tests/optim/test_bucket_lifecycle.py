@@ -230,3 +230,16 @@ def test_aborting_waits_for_nothing() -> None:
     made = layer(LayerPhase.PENDING)
     made.abort()
     assert made.phase is LayerPhase.READY
+
+
+def test_before_the_first_step_no_other_stream_waits_for_a_layer() -> None:
+    made, stream = LayerStep("layers.0"), OtherStream()
+    with pytest.raises(OrderingError, match=r"layer 'layers\.0' is waited for on another stream"):
+        made.waited_on(stream)  # type: ignore[arg-type]
+    made.stepped()
+    made.waited_on(stream)  # type: ignore[arg-type]
+    assert made.external == {stream}
+
+
+class OtherStream:
+    """Stands for a stream of a device: a CPU has none."""
