@@ -58,7 +58,7 @@ def test_a_run_on_a_gpu_reports_what_the_allocator_says(tmp_path: Path) -> None:
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
     assert "activations and workspaces" in page
-    assert "the GPU stood still for it" in page
+    assert "the GPU was idle for it" in page
 
 
 def test_taking_a_report_waits_for_nothing(no_host_waits: Callable[[], AbstractContextManager[None]]) -> None:
