@@ -446,6 +446,24 @@ def test_the_state_dict_functions_of_distributed_checkpoint(fraction: float, who
     assert_equal(expected, snapshot(other, target))
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_flattened_state_is_refused_before_it_is_written(both: bool) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+
+    model = mlp()
+    optimizer = adamw(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    ask = get_state_dict if both else get_optimizer_state_dict
+    with pytest.raises(CheckpointError, match="leave flatten_optimizer_state_dict out"):
+        ask(model, optimizer, options=options)
+    other = mlp()
+    plain = torch.optim.AdamW(other.parameters())
+    seen: list[int] = []
+    plain.register_state_dict_pre_hook(lambda _: seen.append(len(optimizer.state_dict()["state"])))  # not flattened
+    get_optimizer_state_dict(other, plain, options=options)
+    assert seen == [len(list(model.parameters()))]
+
+
 def test_a_numbered_state_of_torch_is_not_taken_for_ours() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -76,7 +76,7 @@ from hostward.optim.sharded import (
     require_sharding,
 )
 from hostward.optim.staging_slots import CudaGauge, StagingBuffers
-from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped
+from hostward.optim.state_dict import StateAccess, Unmoved, is_being_wrapped, require_not_flattened
 from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepExecutor
 from hostward.optim.tied_weights import checked_tied
@@ -640,8 +640,9 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ModelError: a step was interrupted, or module or groups are not as they were. MemoryLimitError: the host has
-                no room for the copies.
+                no room for the copies. CheckpointError: torch.distributed.checkpoint asks for a flattened state.
         """
+        require_not_flattened(self)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         saved = self._state(copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -252,7 +253,7 @@ def _refresh_host_weight(state: BucketState, index: int, weight: torch.Tensor) -
         state.weights[index].data.copy_(weight)
 
 
-# accelerate's preparation of an optimizer, which moves the state to the device and back unless prevented.
+# Callers whose use of a state dict differs from that of all others.
 
 
 class Unmoved:
@@ -281,12 +282,34 @@ def is_being_wrapped(optimizer: object) -> bool:
     in dicts (torch.distributed.checkpoint fills the dicts that it is given, and no other mappings), so the caller
     decides.
     """
-    accelerate = sys.modules.get("accelerate.optimizer")
-    made = getattr(accelerate, "AcceleratedOptimizer", None)
-    code = getattr(getattr(made, "__init__", None), "__code__", None)
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    return any(f.f_locals.get("optimizer") is optimizer for f in _frames_of(getattr(wrapper, "__init__", None)))
+
+
+def require_not_flattened(optimizer: object) -> None:
+    """Refuse to be flattened by `torch.distributed.checkpoint.state_dict`, for the result could not be loaded.
+
+    torch flattens by parameter numbers, and unflattens by the names of the entries in `optimizer.state`, which are
+    empty here because the state is stored elsewhere.
+
+    Raises:
+        CheckpointError: `StateDictOptions(flatten_optimizer_state_dict=True)` is what asks for the state.
+    """
+    functions = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    for frame in _frames_of(getattr(functions, "_get_optim_state_dict", None)):
+        if frame.f_locals.get("optim") is optimizer and frame.f_locals["info"].flatten_optimizer_state_dict:
+            raise CheckpointError(
+                "hostward.AdamW's state cannot be flattened by StateDictOptions(flatten_optimizer_state_dict=True)",
+                why="torch could not load the result into any optimizer",
+                fix="leave flatten_optimizer_state_dict out: names of parameters are the keys already, at any sharding",
+            )
+
+
+def _frames_of(function: object) -> Iterator[FrameType]:
+    """Yield the frames of this function on the stack, the innermost first."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     frame: FrameType | None = None if code is None else sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("optimizer") is optimizer:
-            return True
+        if frame.f_code is code:
+            yield frame
         frame = frame.f_back
-    return False
