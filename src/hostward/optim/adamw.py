@@ -642,7 +642,7 @@ class AdamW(torch.optim.Optimizer):
             ModelError: a step was interrupted, or module or groups are not as they were. MemoryLimitError: the host has
                 no room for the copies. CheckpointError: torch.distributed.checkpoint asks for a flattened state.
         """
-        require_not_flattened(self)
+        require_not_flattened()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         saved = self._state(copy)

@@ -286,7 +286,7 @@ def is_being_wrapped(optimizer: object) -> bool:
     return any(f.f_locals.get("optimizer") is optimizer for f in _frames_of(getattr(wrapper, "__init__", None)))
 
 
-def require_not_flattened(optimizer: object) -> None:
+def require_not_flattened() -> None:
     """Refuse to be flattened by `torch.distributed.checkpoint.state_dict`, for the result could not be loaded.
 
     torch flattens by parameter numbers, and unflattens by the names of the entries in `optimizer.state`, which are
@@ -295,9 +295,11 @@ def require_not_flattened(optimizer: object) -> None:
     Raises:
         CheckpointError: `StateDictOptions(flatten_optimizer_state_dict=True)` is what asks for the state.
     """
-    functions = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    for frame in _frames_of(getattr(functions, "_get_optim_state_dict", None)):
-        if frame.f_locals.get("optim") is optimizer and frame.f_locals["info"].flatten_optimizer_state_dict:
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    functions = [getattr(module, name, None) for name in ("get_optimizer_state_dict", "get_state_dict")]
+    for frame in (frame for function in functions for frame in _frames_of(function)):
+        options = frame.f_locals.get("options")
+        if options is not None and options.flatten_optimizer_state_dict:
             raise CheckpointError(
                 "hostward.AdamW's state cannot be flattened by StateDictOptions(flatten_optimizer_state_dict=True)",
                 why="torch could not load the result into any optimizer",
