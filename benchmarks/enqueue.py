@@ -158,7 +158,7 @@ class OffDevice(CudaBackend):
 
     def free(self, buffers: Sequence[Buffer], after: Sequence[Event] = ()) -> None:
         for buffer in buffers:
-            buffer.data = buffer.data.new_empty(0)
+            buffer.point_to(buffer.data.new_empty(0))
 
     def launch(
         self,
@@ -225,7 +225,7 @@ class Buckets:
         now = self._gradients[self.backend.context.turn % 2]
         for buffers, tensors in zip(self.gradients, now, strict=True):
             for buffer, tensor in zip(buffers, tensors, strict=True):
-                buffer.data = tensor
+                buffer.point_to(tensor)
         self.constants.hyper = Hyper(1e-3 / self.backend.context.turn, 0.1, 0.9, 0.95, 1e-8)
 
     def _made_events(self, n: int) -> list[Event]:

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import hostward
 from hostward.errors import ModelError
 from hostward.runtime.backend import Buffer, Event, Tier
-from hostward.runtime.simulated.backend import Order, SimulatedBackend
-from hostward.runtime.simulated.race_detector import Operation, operation_of
+from hostward.runtime.simulated.backend import Order, SimulatedBackend, operation_of
+from hostward.runtime.simulated.race_detector import Operation
 from hostward.schedule.ops import Lane
 
 ORDERS = [Order(eager=True), Order(late=frozenset(LANES)), Order(late=frozenset({Lane.D2H})), Order(seed=3)]
@@ -46,6 +46,9 @@ class Captures(SimulatedBackend):
 
     def capture(self) -> int:
         return self.number
+
+    def capturing(self) -> bool:
+        return self.capture() != 0
 
     @contextmanager
     def capturing_a_graph(self) -> Iterator[None]:

@@ -120,6 +120,9 @@ class Capturing(SimulatedBackend):
     def capture(self) -> int:
         return 7
 
+    def capturing(self) -> bool:
+        return self.capture() != 0
+
 
 def test_a_step_in_a_capture_is_refused() -> None:
     optimizer, _ = offloaded(OPTIMIZERS["adam"], backend=Capturing(threads=1))

@@ -16,6 +16,6 @@ def test_elements_are_counted_in_the_flattened_gradient_and_kept_in_float32() ->
     work = KeepFragments(backend, "kept", [(kept, gradient, slice(3, 8))])
     work.issue()
     # Issued for the gradient that there was then.
-    gradient.data = torch.zeros(12, dtype=torch.bfloat16)
+    gradient.point_to(torch.zeros(12, dtype=torch.bfloat16))
     backend.synchronise()
     assert torch.equal(kept.data, torch.arange(3.0, 8.0))

@@ -39,7 +39,7 @@ class Batches(SimulatedBackend):
         super().__init__(threads=1)
         self.works: list[Sequence[Work]] = []
 
-    def batch(self, works: Sequence[Work]) -> Batch:
+    def batch(self, works: Sequence[Work]) -> Work | Batch:
         self.works.append(works)
         return super().batch(works)
 

@@ -67,12 +67,12 @@ def test_partial_sums_get_a_row_for_each_gradient() -> None:
     first, second = addresses(*gradients)
     assert int64_at(source, 6) == [first, 5000, 7, second, 3, 9]
     assert kernel.prepare(1) == ((0,), launches)
-    gradients[1].data = torch.ones(3)
+    gradients[1].point_to(torch.ones(3))
     (source,), again = kernel.prepare(2)
     assert int64_at(source, 6) == [first, 5000, 7, gradients[1].data.data_ptr(), 3, 9]
     assert again is launches
     for g in gradients:
-        g.data = g.data.bfloat16()
+        g.point_to(g.data.bfloat16())
     _, other = kernel.prepare(3)
     assert other is not launches
     assert [made[2] for made in FakeLaunch.made] == [0, 1]
@@ -94,13 +94,13 @@ def test_the_state_of_a_launch_follows_its_slot_and_nothing_is_bound_anew() -> N
     assert bucket.low is not None
     for slot in range(3):
         for state in (bucket.exp_avg, bucket.exp_avg_sq, bucket.low):
-            state.data = torch.zeros(32)
+            state.point_to(torch.zeros(32))
         _, launches = kernel.prepare(slot)
         words = [launches[0].words[at] for at in adamw.STATE_PARAMETERS]
         assert words == addresses(bucket.exp_avg, bucket.exp_avg_sq, bucket.low)
         assert not any(launches[1].words)
     assert len(FakeLaunch.made) == 2
-    bucket.exp_avg.data = torch.zeros(33)[1:]  # other code for an address that is not 16-byte aligned
+    bucket.exp_avg.point_to(torch.zeros(33)[1:])  # other code for an address that is not 16-byte aligned
     kernel.prepare(3)
     assert len(FakeLaunch.made) == 4
 
@@ -114,7 +114,7 @@ def test_rows_hold_what_changes_and_what_does_not() -> None:
     expected = [[r.offset, r.length, *addresses(r.gradient, r.weight, r.count)] for r in bucket.ranges]
     assert int64_at(rows, 10) == [*expected[0], *expected[1]]
     assert kernel.prepare(0) == ((0, 0), launches)
-    bucket.ranges[1].weight.data = torch.ones(16)
+    bucket.ranges[1].weight.point_to(torch.ones(16))
     (hyper, rows), _ = kernel.prepare(1)
     assert hyper == 0
     assert int64_at(rows, 10)[8] == bucket.ranges[1].weight.data.data_ptr()
@@ -143,7 +143,7 @@ def test_other_bias_corrections_and_other_gradients_are_bound_anew() -> None:
     assert longer is not before
     assert FakeLaunch.made[-1][5][3] == len(constants.tables[0])
     for r in bucket.ranges:
-        r.gradient.data = r.gradient.data.bfloat16()
+        r.gradient.point_to(r.gradient.data.bfloat16())
     assert kernel.prepare(2)[1] is not longer
     assert FakeLaunch.made[-1][3] == (1, 0, 2)
 

@@ -258,7 +258,7 @@ def test_copies_take_addresses_when_they_are_issued() -> None:
     work = CommandWork(context, "copy", Lane.D2H, waits, done, [(host, device), (host, device)])  # type: ignore[arg-type]
     stream = STREAM_OF[Lane.D2H]
     for _ in range(3):
-        device.data = torch.ones(5)
+        device.point_to(torch.ones(5))
         work.issue()
         copy = ("copy", host.data.data_ptr(), device.data.data_ptr(), 20, stream)
         begin = [("wait", stream, event.native, 0) for event in waits]
@@ -555,7 +555,7 @@ def test_a_long_copy_goes_to_both_streams_of_its_lane() -> None:
     memory = [torch.empty(2 * PIECE_BYTES + rest, dtype=torch.uint8) for _ in range(3)]
     source, target = Buffer(Tier.DEVICE, memory[0], "test"), Buffer(Tier.HOST, memory[1], "test")
     work = CommandWork(context, "copy", Lane.D2H, [], done, [(target, source)])  # type: ignore[arg-type]
-    source.data = memory[2]  # it has moved since
+    source.point_to(memory[2])  # it has moved since
     work.issue()
     to, of = memory[1].data_ptr(), memory[2].data_ptr()
     assert context.calls() == [

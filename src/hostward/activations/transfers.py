@@ -145,7 +145,7 @@ class ActivationTransfers:
         self._backend.retire(gone, LAYER_CALL_OPS["release"].lane, waits=waits).issue()
         self._backend.return_memory("activations", [g.stream for g in groups if not g.capture])
         for buffer in gone:
-            buffer.data = buffer.data.new_empty(0)
+            buffer.point_to(buffer.data.new_empty(0))
 
     def reload(self, group: TransferGroup, name: str, *, on_demand: bool = False) -> None:
         """Reload the spans of a group that live handles need and that are not on the device."""

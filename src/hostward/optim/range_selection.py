@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from hostward.optim.bucket_state import BucketState, pieces
-from hostward.runtime.backend import Batch
+from hostward.runtime.backend import Batch, Work
 from hostward.schedule.ops import Kind, Lane, Op
 from hostward.schedule.optimizer import grads_to_copy_out
 
@@ -62,8 +62,8 @@ class PointWorks:
     """Selections that the operations depend on, by bucket."""
     chosen: list[Choice]
     """Ranges selected, one entry for each of `asked`."""
-    before: Batch
-    stepping: Batch | None
+    before: Work | Batch
+    stepping: Work | Batch | None
 
 
 # Where parameters are stored.

@@ -249,7 +249,7 @@ class StagingBuffers:
         self._backend.return_memory("slots", [self._taken_from.pop(slot, None) for slot in slots])
         for (slot, _), views in self._views.items():
             for view in views if slot in slots else ():
-                view.data = nothing
+                view.point_to(nothing)
         self._backend.free([self._held.pop(slot) for slot in slots])
 
     # ---------------------------------------------------------------- when

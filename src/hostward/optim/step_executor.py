@@ -384,7 +384,7 @@ class StepExecutor:
                 else:
                     self._fetch_back(b, i, target)
         for b, i, _ in parts:
-            self._gradients[b][i].data = self._nothing
+            self._gradients[b][i].point_to(self._nothing)
             bucket = self._buckets[b]
             if bucket.phase is BucketPhase.GRAD_IN_FLIGHT:
                 self._in_flight.remove(bucket)  # the rest of it is released once all of it is sent again
@@ -476,7 +476,7 @@ class StepExecutor:
         nothing, held = self._nothing, self._held
         for bucket in dropped:
             for buffer in self._gradients[bucket.index]:
-                buffer.data = nothing
+                buffer.point_to(nothing)
             for name in self._map.names[bucket.index]:
                 held.pop(name, None)
 

@@ -59,7 +59,7 @@ class ParamViews:
         for name in names:
             self._storages.pop(name, None)
             for buffer, _ in self._pieces[name]:
-                buffer.data = torch.empty(0, dtype=buffer.data.dtype, device=buffer.data.device)
+                buffer.point_to(torch.empty(0, dtype=buffer.data.dtype, device=buffer.data.device))
         for name in back:
             self._bind(name)
 

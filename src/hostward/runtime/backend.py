@@ -318,9 +318,9 @@ class Backend(ABC):
             for stream in others:
                 self.wait_on_stream(stream, [behind])
 
-    def batch(self, works: Sequence[Work]) -> Batch:
-        """Return a batch that issues these works together; each can still be issued alone."""
-        return Batch(works)
+    def batch(self, works: Sequence[Work]) -> Work | Batch:
+        """Return what issues these works together; each can still be issued alone."""
+        return works[0] if len(works) == 1 else Batch(works)
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -394,8 +394,13 @@ class Backend(ABC):
         """Return facts for reports: name, device, CPU threads, instruction set."""
 
 
-def require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
-    """Raise PlacementError unless both sides have the dtype, length and tier that `lane` copies."""
+def require_copyable(lane: Lane, pairs: Iterable[tuple[Buffer, Buffer]]) -> None:
+    """Raise PlacementError unless both sides of all pairs have the dtype, length and tier that `lane` copies."""
+    for destination, source in pairs:
+        _require_copyable(lane, destination, source)
+
+
+def _require_copyable(lane: Lane, destination: Buffer, source: Buffer) -> None:
     down, up = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
     tiers = {Lane.D2H: down, Lane.H2D: up}
     if lane not in tiers or (source.tier, destination.tier) != tiers[lane]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +29,18 @@ class Tier(StrEnum):
 class Buffer:
     """Holds bytes of one tier with an owner, for operations to read or write and the memory report to count.
 
-    `data` is a contiguous tensor, and `address` its address when it was assigned: asking the tensor again would cost a
-    work more than all else it does. `resized`: the storage is freed and allocated again, so the tensor has to be asked.
-    `pinned`: the host pages are pinned, or would be on a machine with a GPU.
+    `data` is a contiguous tensor that `point_to` sets, and `address` its address at that time: asking the tensor again
+    would cost a work more than all else it does. `resized`: the storage is freed and allocated again, so the tensor has
+    to be asked. `pinned`: the host pages are pinned, or would be on a machine with a GPU.
     """
 
-    __slots__ = ("_data", "address", "owner", "pinned", "resized", "tier")
+    __slots__ = ("address", "data", "owner", "pinned", "resized", "tier")
+
+    if TYPE_CHECKING:
+
+        @property
+        def data(self) -> torch.Tensor:
+            """An attribute, which a step reads very often. An assignment would leave the address behind."""
 
     def __init__(
         self, tier: Tier, data: torch.Tensor, owner: str, pinned: bool = False, *, resized: bool = False
@@ -42,20 +49,16 @@ class Buffer:
         self.owner = owner
         self.pinned = pinned
         self.resized = resized
-        self.data = data
+        self.point_to(data)
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self._data
-
-    @data.setter
-    def data(self, tensor: torch.Tensor) -> None:
-        self._data = tensor
+    def point_to(self, tensor: torch.Tensor) -> None:
+        """Let the buffer be the memory of another contiguous tensor."""
+        self.data = tensor  # type: ignore[misc]
         self.address = tensor.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes
+        return self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,8 @@ class LayerWeights:
     room: Work
     fetch: Work
     arrive: Work
-    empty: Batch
-    save: Batch | None
+    empty: Work | Batch
+    save: Work | Batch | None
     """Copies to those host copies that are ours."""
     resident: bool = True
     stale: bool = False

@@ -247,7 +247,9 @@ def adamw_step(task: AdamWTask) -> None:
     Raises:
         NativeError: the native code does not support the task; it has written nothing.
     """
-    check(load().adamw_step(ctypes.byref(task.struct)), "hostward_adamw_step")
+    code = load().adamw_step(ctypes.byref(task.struct))
+    if code:
+        check(code, "hostward_adamw_step")
 
 
 def _master_kind(weight_dtype: Dtype, has_remainder: bool, has_master: bool) -> MasterKind:

@@ -83,7 +83,7 @@ class CudaBackend(Backend):
             self.mark("free", Lane.COMPUTE, waits=after).issue()
         for buffer in buffers:
             self.ledger.add(buffer, -1)
-            buffer.data = buffer.data.new_empty(0)
+            buffer.point_to(buffer.data.new_empty(0))
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         # Not on a copy lane: gradients queue there, so the fetch would wait for the backward that produces them.
@@ -96,7 +96,7 @@ class CudaBackend(Backend):
         return buffer
 
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        buffer.data = tensor
+        buffer.point_to(tensor)
 
     # ---------------------------------------------------------------- operations
 
@@ -112,8 +112,7 @@ class CudaBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        for destination, source in pairs:
-            require_copyable(lane, destination, source)
+        require_copyable(lane, pairs)
         copy = CommandWork(self.context, name, lane, waits, done or self.event(), pairs)
         if lane is Lane.H2D and not all(source.pinned for _, source in pairs):
             return UnlockedCopy(self.context, copy, waits)

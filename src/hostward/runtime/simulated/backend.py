@@ -22,7 +22,7 @@ import torch
 from hostward.errors import OrderingError
 from hostward.kernels import reference
 from hostward.kernels.cpu.accumulate import accumulate
-from hostward.kernels.cpu.adamw import adamw_step
+from hostward.kernels.cpu.adamw import AdamWTask, adamw_step
 from hostward.kernels.cpu.norm import norm_partials
 from hostward.runtime.backend import (
     AdamWOperands,
@@ -30,6 +30,7 @@ from hostward.runtime.backend import (
     Buffer,
     Clipping,
     Event,
+    Hyper,
     Ledger,
     Partials,
     Scalars,
@@ -42,7 +43,7 @@ from hostward.runtime.backend import (
 from hostward.runtime.global_norm import Across
 from hostward.runtime.host_tasks import add_task, added_partials, host_task, isa_name, own_threads
 from hostward.runtime.pinned_memory import host_slab
-from hostward.runtime.simulated.race_detector import ByteRule, Operation, operation_of
+from hostward.runtime.simulated.race_detector import ByteRule, Operation
 from hostward.schedule.ops import Lane
 from hostward.schedule.race_check import LaneClocks
 
@@ -65,6 +66,13 @@ class Order:
 LATEST = Order(late=frozenset(set(Lane) - {Lane.COMPUTE}))
 """Runs everything but the compute lane as late as possible, so that code that reads too early on a GPU does so here.
 """
+
+
+def operation_of(event: Event) -> Operation | None:
+    """Return the operation that an event stands for; None if nothing has been issued yet."""
+    if event.native is not None and not isinstance(event.native, Operation):
+        raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
+    return event.native
 
 
 class _SimulatedWork(Work):
@@ -130,7 +138,7 @@ class SimulatedBackend(Backend):
             poison = functools.partial(self._overwrite, buffer.data)
             self._issue(Lane.COMPUTE, f"free {buffer.owner}", poison, (), (buffer,), ())
             self.ledger.add(buffer, -1)
-            buffer.data = buffer.data.new_empty(0)
+            buffer.point_to(buffer.data.new_empty(0))
 
     def adopt(self, tensor: torch.Tensor, owner: str, *, counted: bool = False) -> Buffer:
         buffer = Buffer(Tier.DEVICE, tensor, owner)
@@ -140,7 +148,7 @@ class SimulatedBackend(Backend):
         return buffer
 
     def refill(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        buffer.data = tensor.view(-1)
+        buffer.point_to(tensor.view(-1))
         if tensor.numel():
             self._made(buffer)
 
@@ -157,16 +165,16 @@ class SimulatedBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         def enqueue() -> Operation:
-            for destination, source in pairs:
-                require_copyable(lane, destination, source)
             tensors = [(destination.data, source.data) for destination, source in pairs]
-            nbytes = sum(source.nbytes for _, source in pairs)
+            if _kinds(tensors) != bound:
+                require_copyable(lane, pairs)
+            nbytes = sum(source.nbytes for _, source in tensors)
             self.ledger.copied_bytes[lane] += nbytes
-            reads, writes = [s for _, s in pairs], [d for d, _ in pairs]
             return self._issue(lane, name, lambda: _copy(tensors), reads, writes, waits, nbytes)
 
-        for destination, source in pairs:
-            require_copyable(lane, destination, source)
+        require_copyable(lane, pairs)
+        reads, writes = [s for _, s in pairs], [d for d, _ in pairs]
+        bound = _kinds([(destination.data, source.data) for destination, source in pairs])
         return _SimulatedWork(name, lane, done or Event(), enqueue)
 
     def launch(
@@ -200,18 +208,21 @@ class SimulatedBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         require_tier((*gradients, *out.all()), Tier.HOST if lane is Lane.HOST else Tier.DEVICE, name)
-        parts = [out.part(first, chunks_of(length)) for first, length in zip(firsts, lengths, strict=True)]
+        sizes = [chunks_of(length) for length in lengths]
+        parts = [out.part(first, size) for first, size in zip(firsts, sizes, strict=True)]
+        writes = [buffer for part in parts for buffer in part.all()]
 
         def enqueue() -> Operation:
             tensors = [g.data for g in gradients]
 
             def run() -> None:
-                for tensor, part in zip(tensors, parts, strict=True):
-                    sums, exponents = norm_partials([tensor], threads=self.threads)
-                    part.sums.data.copy_(torch.from_numpy(sums))
-                    part.exponents.data.copy_(torch.from_numpy(exponents))
+                sums, exponents = map(torch.from_numpy, norm_partials(tensors, threads=self.threads))
+                start = 0
+                for part, size in zip(parts, sizes, strict=True):
+                    part.sums.data.copy_(sums[start : start + size])
+                    part.exponents.data.copy_(exponents[start : start + size])
+                    start += size
 
-            writes = [buffer for part in parts for buffer in part.all()]
             return self._issue(lane, name, run, gradients, writes, waits)
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
@@ -227,11 +238,11 @@ class SimulatedBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        require_tier([*totals, *gradients, *added_partials(totals, partials)], Tier.HOST, name)
+        reads, writes = [*gradients, *([] if first else totals)], [*totals, *added_partials(totals, partials)]
+        require_tier([*writes, *gradients], Tier.HOST, name)
 
         def enqueue() -> Operation:
             task = add_task(totals, gradients, self.threads, first=first, partials=partials)
-            reads, writes = [*gradients, *([] if first else totals)], [*totals, *added_partials(totals, partials)]
             return self._issue(Lane.HOST, name, lambda: accumulate(task), reads, writes, waits)
 
         return _SimulatedWork(name, Lane.HOST, done or Event(), enqueue)
@@ -246,13 +257,14 @@ class SimulatedBackend(Backend):
         waits: Sequence[Event] = (),
         done: Event | None = None,
     ) -> Work:
-        require_tier((*partials.all(), *out.all()), Tier.DEVICE, "norm")
+        writes = out.all()
+        require_tier((*partials.all(), *writes), Tier.DEVICE, "norm")
+        reads = [*partials.all(), *([] if across is None else across.kept())]
 
         def enqueue() -> Operation:
             taken = replace(clipping)  # the caller changes its own for the next step
             run = functools.partial(finish_norm, partials, out, taken, across)
-            reads = [*partials.all(), *([] if across is None else across.kept())]
-            return self._issue(Lane.COMPUTE, "norm", run, reads, out.all(), waits)
+            return self._issue(Lane.COMPUTE, "norm", run, reads, writes, waits)
 
         return _SimulatedWork("offload/norm", Lane.COMPUTE, done or Event(), enqueue)
 
@@ -267,12 +279,17 @@ class SimulatedBackend(Backend):
         done: Event | None = None,
     ) -> Work:
         tier = Tier.HOST if lane is Lane.HOST else Tier.DEVICE
-        require_tier([*operands.read(), *operands.written(), *scalars.all()], tier, name)
+        reads, writes = [*operands.read(), scalars.scale, scalars.skip], operands.written()
+        require_tier([*reads, *writes, scalars.norm], tier, name)
+        made: tuple[AdamWTask, Hyper, object] | None = None
 
         def enqueue() -> Operation:
-            task = host_task(operands, scalars, self.threads)
-            reads = [*operands.read(), scalars.scale, scalars.skip]
-            return self._issue(lane, name, lambda: adamw_step(task), reads, operands.written(), waits)
+            nonlocal made
+            now = operands.constants
+            # Tasks are immutable, and host memory keeps its address.
+            if made is None or lane is not Lane.HOST or made[1] != now.hyper or made[2] is not now.tables:
+                made = host_task(operands, scalars, self.threads), now.hyper, now.tables
+            return self._issue(lane, name, functools.partial(adamw_step, made[0]), reads, writes, waits)
 
         return _SimulatedWork(name, lane, done or Event(), enqueue)
 
@@ -312,6 +329,10 @@ class SimulatedBackend(Backend):
     def wait_on_stream(self, stream: object, waits: Sequence[Event]) -> None:
         # There are no streams, so the only caller waits.
         self.mark("offload/hold", Lane.COMPUTE, waits=waits).issue()
+
+    # One queue for each lane, whoever asks, and no graphs: 0 and False without a call into this file.
+    compute_key = follow_compute = staticmethod(int)
+    capturing = staticmethod(bool)
 
     def begin_step(self) -> None:
         self._turn += 1
@@ -388,6 +409,11 @@ class SimulatedBackend(Backend):
     def _overwrite(self, data: torch.Tensor) -> None:
         if self._poison:
             data.view(torch.uint8).fill_(POISON)
+
+
+def _kinds(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[object]:
+    """Return what a copy depends on, apart from where the bytes are."""
+    return [(tensor.dtype, tensor.shape, tensor.stride()) for pair in pairs for tensor in pair]
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

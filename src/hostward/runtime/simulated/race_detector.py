@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hostward.errors import OrderingError
-from hostward.runtime.backend import Buffer, Event
+from hostward.runtime.backend import Buffer
 from hostward.schedule.ops import Lane
 from hostward.schedule.race_check import Accesses, Stamp, unordered
 
@@ -72,11 +71,3 @@ class ByteRule:
             own = _Span(start, stop, buffer.data)
             spans.append(own)
         return own, [s for s in spans if s.start < stop and start < s.stop]
-
-
-def operation_of(event: Event) -> Operation | None:
-    """Return the operation that an event stands for; None if nothing has been issued yet."""
-
-    if event.native is not None and not isinstance(event.native, Operation):
-        raise OrderingError("an event of another backend", fix="use events of the backend that is waited on")
-    return event.native
