@@ -204,7 +204,7 @@ def test_gradients_leave_in_every_microbatch() -> None:
             loss_of(model, i).backward()
         for name, p in model.named_parameters():
             assert isinstance(p.grad, OffloadedGrad), name
-            assert p.grad.became is Where.TAKEN
+            assert p.grad.fate.now is Where.TAKEN
             assert p.grad.dtype is torch.bfloat16
     held = {t.untyped_storage().data_ptr() for t in optimizer._executor._held.values()}
     assert len(held) < len(list(model.parameters())) / 2, "most have been released"

@@ -39,7 +39,7 @@ from hostward.optim.bucket_state import (
     take_states,
 )
 from hostward.optim.diagnostics import Tracing, UnfencedReads
-from hostward.optim.forward_hooks import ForwardHooks
+from hostward.optim.forward_hooks import ForwardHooks, WeightFence
 from hostward.optim.gradient_hooks import GradientHooks, GradientsClearedError, gradient_of
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.master_sync import WeightWatch
@@ -81,7 +81,6 @@ from hostward.optim.state_reader import Describer, Readers, StateSources
 from hostward.optim.step_executor import StepExecutor
 from hostward.optim.tied_weights import checked_tied
 from hostward.optim.weight_copies import WeightCopies
-from hostward.optim.weight_fence import WeightFence
 from hostward.runtime.backend import Backend, Tier
 from hostward.runtime.backend_choice import backend_for
 from hostward.runtime.pinned_memory import require_host_memory
@@ -161,7 +160,7 @@ class Accumulation:
             if self._last:
                 # Gradients that the last microbatch did not touch are final as well.
                 for t in grad_hooks.waiting():
-                    if t.name not in grad_hooks.tied:
+                    if t.name not in grad_hooks.tied.names:
                         grad_hooks.hand_over(t)
             self._executor.flush(last=self._last)
         except HostwardError:
@@ -491,7 +490,8 @@ class AdamW(torch.optim.Optimizer):
                 then.
         """
         self._executor.require_whole()
-        require_one_scale(self, self._stages)
+        if self._stages is not None:
+            require_one_scale(self, self._stages)
         self._scaled = self._scaling()[1] is not None
         loss = None
         if closure is not None:
@@ -516,7 +516,8 @@ class AdamW(torch.optim.Optimizer):
         except GradientsClearedError:
             self.discard_gradients()
             waiting = self._grad_hooks.waiting()
-        self.tied.require_added_up(self._by_name)
+        if self.tied.names:
+            self.tied.require_added_up(self._by_name)
         gradients = {t.name: gradient_of(t) for t in waiting}
         self._executor.check(gradients)
         if gradients or self._grad_hooks.taken:
@@ -542,7 +543,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             if stays:
                 self._executor.offload_gradients(gradients)
-            else:
+            elif gradients:
                 self._grad_hooks.hand_over_all(waiting, gradients)
             stepped = list(gradients) if stays else list(self._grad_hooks.taken)
             self._executor.step(self.param_groups, self._grad_hooks.clipping(self.max_grad_norm, *self._scaling()))

@@ -56,7 +56,8 @@ class BucketPhase(Enum):
     """
 
 
-_SENT = (BucketPhase.GRAD_READY, BucketPhase.GRAD_IN_FLIGHT, BucketPhase.GRAD_OFFLOADED)
+SENT = (BucketPhase.GRAD_READY, BucketPhase.GRAD_IN_FLIGHT, BucketPhase.GRAD_OFFLOADED)
+"""Phases of a bucket whose gradient trigger has come, and none of whose gradients was retracted since."""
 
 
 class BucketStep:
@@ -104,11 +105,6 @@ class BucketStep:
         Where gradients are accumulated on the host, only gradients of this microbatch count.
         """
         return len(self.unsent if self.accumulates else self.ranges) == self.size
-
-    @property
-    def was_sent(self) -> bool:
-        """Report whether its gradient trigger has come, and no gradient was retracted since."""
-        return self.phase in _SENT
 
     def accept(self, index: int, streams: Set[int]) -> None:
         """Record that a range has a gradient, which is memory of one of these streams."""
@@ -168,7 +164,7 @@ class BucketStep:
         They are those of the next microbatch, where gradients are accumulated on the host and the previous ones have
         been released, or of a step that failed before anything was stepped.
         """
-        if self.phase not in ((BucketPhase.GRAD_OFFLOADED,) if self.accumulates else _SENT):
+        if self.phase not in ((BucketPhase.GRAD_OFFLOADED,) if self.accumulates else SENT):
             raise self._illegal("gets more gradients after it was sent", "send it first, and release what is summed")
         self.phase = BucketPhase.ACCUMULATING
 

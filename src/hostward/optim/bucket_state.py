@@ -22,7 +22,7 @@ import torch
 
 from hostward.core.inventory import Bucket, MasterKind, Range, host_bytes_per_element, state_bytes_per_element
 from hostward.core.placement import Placement, summed_on_host
-from hostward.errors import HostwardError, ModelError, PageLockError
+from hostward.errors import HostwardError, PageLockError
 from hostward.runtime.backend import TORCH_DTYPES, Backend, Buffer, Partials, Scalars, Tier, chunks_of
 from hostward.runtime.pinned_memory import require_host_memory
 from hostward.schedule.optimizer import landing_buffer_bytes
@@ -198,34 +198,6 @@ def allocate_gradients(
             for state, gradient in zip(chosen, landing, strict=True):
                 state.gradient = gradient
                 state.gradients = range_buffers(state.bucket, gradient)
-
-
-def require_no_capture(backend: Backend) -> None:
-    """Raise ModelError while a CUDA graph is captured."""
-    if backend.capturing():
-        raise ModelError(
-            "step() while a CUDA graph is captured",
-            why="it waits for the step before, and the next forward for it: neither is part of the graph",
-            fix="capture forward and backward, and call step() after each replay",
-        )
-
-
-def require_arrived(backend: Backend, layer: str) -> None:
-    """Raise ModelError while a CUDA graph is captured: copies of the weights of `layer` are still pending."""
-    if backend.capturing():
-        raise pending_in_capture(f"weights of layer {layer!r} are")
-
-
-def pending_in_capture(what: str) -> ModelError:
-    """Return the error for a use of weights that nothing in a capture can wait for.
-
-    `what` is the subject of its message, such as "weights of layer 'x' are".
-    """
-    return ModelError(
-        f"{what} still to arrive, and a CUDA graph is captured",
-        why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
-        fix="call optimizer.wait_for_weights() before the capture",
-    )
 
 
 def range_buffers(bucket: Bucket, buffer: Buffer) -> list[Buffer]:

@@ -1,9 +1,10 @@
-"""Pre-forward hooks make each layer wait, on the device, for its own weights.
+"""Pre-forward hooks make each layer wait, on the device, for its own weights; elsewhere a fence makes readers wait.
 
 A layer is what `hostward.core.inventory.layer_of` calls so: `model.layers.3`, `lm_head`. Its hook fires when its
 module, or any module inside that owns one of its parameters, is about to run. Parameters outside numbered layers may
 also be read without their module being called (fused losses take `lm_head.weight`): they are waited for no later than
-the numbered layer registered before them, or than the root, if there is none.
+the numbered layer registered before them, or than the root, if there is none. The fence of a layer is up from `step()`
+until its forward, and again after it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hostward.distributed import ddp
+from hostward.model.fence import Fence, down, up
 from hostward.model.layer_hooks import forget_compiled
 from hostward.model.parameter_names import plain_name
 from hostward.model.parameters import ParamRecord
+from hostward.optim.master_sync import WeightWatch
+from hostward.optim.step_executor import StepExecutor
 
 Use = Callable[[str], None]
 
@@ -85,7 +89,8 @@ class ForwardHooks:
             self._leave()
 
     def use(self, layers: Sequence[str]) -> None:
-        if ddp.in_forward() and self._in_ddp is not None:
+        # The forward of a wrapped model is running, on any thread.
+        if DistributedDataParallel._active_ddp_module is not None and self._in_ddp is not None:
             self._in_ddp()
         for layer in layers:
             self._use(layer)
@@ -165,3 +170,77 @@ def _report(arrivals: Any, layers: tuple[str, ...]) -> None:
     alive = None if arrivals is None else arrivals()
     if alive is not None:
         alive.use(layers)
+
+
+# The fence of the layers.
+
+
+class WeightFence:
+    """WeightFence makes readers wait for weights, and reports to the watch what may be written unnoticed.
+
+    Within forward it is down for the layers that have been entered: their weights are there, so their operations cost
+    nothing more. Elsewhere it stays up although nothing may be pending: `p.data` hands out memory that is written
+    without the weight's version counter, at any time.
+
+    Args:
+        layers: of each tracked parameter, by name, the layer with whose forward it is used.
+    """
+
+    def __init__(
+        self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord], layers: Mapping[str, str]
+    ) -> None:
+        self._executor = executor
+        parameters = [t.parameter for t in tracked]
+        self._fence = Fence(parameters, _Reads(executor, watch, tracked))
+        self._all = self._fence.entries()
+        self._layer_of = layers
+        of_layer: dict[str, list[torch.nn.Parameter]] = {}
+        for t in tracked:
+            of_layer.setdefault(layers[t.name], []).append(t.parameter)
+        self._of_layer = {layer: self._fence.entries(held) for layer, held in of_layer.items()}
+        self._down: set[str] = set(self._of_layer)
+        self.raise_all()
+
+    def enter(self, layer: str) -> None:
+        """Wait for the weights of a layer before its forward, which then sees plain ones."""
+        self._executor.wait_for_params(layer)
+        if layer in self._of_layer and layer not in self._down:
+            self._down.add(layer)
+            down(self._of_layer[layer])
+
+    def leave(self, name: str) -> None:
+        """Raise the fence of a parameter's layer after backward has made its gradient.
+
+        Backward may have recomputed the layer before that.
+        """
+        layer = self._layer_of[name]
+        if layer in self._down:
+            self._down.discard(layer)
+            up(self._of_layer[layer])
+
+    def raise_all(self) -> None:
+        """Raise the fence of all layers, after forward of the model or a step."""
+        if self._down:
+            self._down.clear()
+            up(self._all)
+
+    def close(self) -> None:
+        self._fence.close()
+
+
+class _Reads:
+    """_Reads is the reader of `Fence`. Records of fences outlive optimizers that are dropped; it keeps none alive."""
+
+    def __init__(self, executor: StepExecutor, watch: WeightWatch, tracked: Sequence[ParamRecord]) -> None:
+        self._executor, self._watch = weakref.ref(executor), weakref.ref(watch)
+        self._tracked = {id(t.parameter): t for t in tracked}
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> None:
+        executor = self._executor()
+        if executor is not None:
+            executor.before_read([self._tracked[id(p)].name for p in parameters])
+
+    def exposed(self, parameter: torch.Tensor, alias: torch.Tensor | None) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.exposed(self._tracked[id(parameter)], alias)

@@ -165,7 +165,7 @@ class GradientHooks:
     def before(self, name: str) -> None:
         """Prepare the parameter's `.grad` for autograd, which is about to add to it."""
         t = self._by_name[name]
-        if name in self.tied:
+        if name in self.tied.names:
             self.tied.before(t)
         moved = t.parameter.grad
         if not isinstance(moved, OffloadedGrad):
@@ -178,12 +178,12 @@ class GradientHooks:
                     fix="clear all of them with optimizer.zero_grad(), or none",
                 )
             return
-        if moved.became is Where.LOST:
+        if moved.fate.now is Where.LOST:
             raise_lost(t.name)
-        if moved.became is Where.TAKEN and t.name in self.summed:
+        if moved.fate.now is Where.TAKEN and t.name in self.summed:
             self._taker.flush(t.name)
             t.parameter.grad = None
-        elif moved.became is Where.TAKEN and t.name in self.taken:
+        elif moved.fate.now is Where.TAKEN and t.name in self.taken:
             # A second backward, or a weight that two reentrant checkpoints share: it was not final after all.
             self.taken.discard(t.name)
             t.parameter.grad = t.like(self._taker.reload_gradient(t.name).view(t.local.shape))
@@ -210,7 +210,7 @@ class GradientHooks:
             self._leave(name)
         if self.captured or not t.parameter.numel():
             return
-        taken_now = self.armed and not self.reduced_later and name not in self.tied
+        taken_now = self.armed and not self.reduced_later and name not in self.tied.names
         if taken_now or name in self.summed:
             self.hand_over(t, last=self.armed)
         else:
@@ -276,7 +276,7 @@ class GradientHooks:
         for t in self._tracked:
             grad = t.parameter.grad
             if type(grad) is OffloadedGrad:  # as isinstance, which is slow for tensors
-                if grad.became is Where.LOST:
+                if grad.fate.now is Where.LOST:
                     raise_lost(t.name)
             elif grad is None:
                 if t.name in taken:
@@ -320,7 +320,8 @@ class GradientHooks:
                 parameter.grad = None
         self.taken.clear()
         self.unscaled.clear()
-        self.tied.forget()
+        if self.tied.names:
+            self.tied.forget()
 
     def mark(self, where: Where) -> None:
         """Record what became of all offloaded gradients; afterwards none counts as offloaded."""
@@ -332,7 +333,7 @@ class GradientHooks:
     def used_only(self) -> bool:
         """Report whether there are gradients and a step has used all of them."""
         grads = [t.parameter.grad for t in self._tracked if t.parameter.grad is not None]
-        return bool(grads) and all(isinstance(g, OffloadedGrad) and g.became is Where.USED for g in grads)
+        return bool(grads) and all(isinstance(g, OffloadedGrad) and g.fate.now is Where.USED for g in grads)
 
 
 class GradientsClearedError(ModelError):

@@ -38,10 +38,7 @@ _FIXES = {
 class Fate:
     """Holds what became of the gradients that one step takes, or would have taken."""
 
-    __slots__ = ("now",)
-
-    def __init__(self) -> None:
-        self.now = Where.TAKEN
+    now: Where = Where.TAKEN
 
 
 class OffloadedGrad(torch.Tensor):
@@ -66,10 +63,6 @@ class OffloadedGrad(torch.Tensor):
         made.parameter_name, made.made_for, made.fate, made.unscaled = name, dtype, fate, unscaled
         return made
 
-    @property
-    def became(self) -> Where:
-        return self.fate.now
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -78,13 +71,13 @@ class OffloadedGrad(torch.Tensor):
     ) -> Any:
         moved = [a for a in _flat(args) if isinstance(a, OffloadedGrad)]
         name = func.overloadpacket.__name__
-        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.became is Where.TAKEN for m in moved):
+        if name == "_amp_foreach_non_finite_check_and_unscale_" and all(m.fate.now is Where.TAKEN for m in moved):
             # A gradient scaler looks for infinities and applies its factor: the norm does both, a little later.
             moved[0].unscaled(args[1], args[2])
             return None
-        if name in ("zero_", "_foreach_zero_") and all(m.became is not Where.TAKEN for m in moved):
+        if name in ("zero_", "_foreach_zero_") and all(m.fate.now is not Where.TAKEN for m in moved):
             return args[0] if name == "zero_" else None
-        if name == "_to_copy" and moved[0].became is Where.USED:
+        if name == "_to_copy" and moved[0].fate.now is Where.USED:
             return moved[0]._like(kwargs or {})
         raise moved[0]._error(name)
 
@@ -106,8 +99,8 @@ class OffloadedGrad(torch.Tensor):
     def _error(self, use: str) -> ModelError:
         return ModelError(
             f"the gradient of parameter {self.parameter_name!r} is not in .grad any more ({use})",
-            why=_TOLD[self.became],
-            fix=_FIXES[self.became],
+            why=_TOLD[self.fate.now],
+            fix=_FIXES[self.fate.now],
         )
 
     # Methods that torch runs in Python or on raw memory, without going through the dispatcher.
@@ -128,7 +121,7 @@ class OffloadedGrad(torch.Tensor):
         raise self._error("pickle")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"OffloadedGrad({self.parameter_name!r}, {self.became.value}, {tuple(self.shape)}, {self.dtype})"
+        return f"OffloadedGrad({self.parameter_name!r}, {self.fate.now.value}, {tuple(self.shape)}, {self.dtype})"
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:

@@ -21,8 +21,8 @@ from hostward.core.placement import Placement
 from hostward.errors import ModelError, NativeError, OrderingError
 from hostward.model.fence import unfenced
 from hostward.model.parameters import ParamRecord
-from hostward.optim.bucket_lifecycle import BucketPhase, BucketStep, LayerPhase, LayerStep
-from hostward.optim.bucket_state import BucketState, allocate_gradients, pending_in_capture, require_no_capture
+from hostward.optim.bucket_lifecycle import SENT, BucketPhase, BucketStep, LayerPhase, LayerStep
+from hostward.optim.bucket_state import BucketState, allocate_gradients
 from hostward.optim.host_accumulation import HostGradAccumulator
 from hostward.optim.op_binding import Bindings, Memory, Schedules, mixed_gradients
 from hostward.optim.range_selection import Part, bucket_map
@@ -134,6 +134,10 @@ class StepExecutor:
         self._buckets_of: dict[str, list[BucketStep]] = {name: [] for name in layers}
         for name, bucket in zip(layers, self._buckets, strict=True):
             self._buckets_of[name].append(bucket)
+        self._with_streamed = {
+            name for name, bucket in zip(layers, self._buckets, strict=True) if bucket.placement is Placement.STREAMED
+        }
+        """Layers that use a streamed bucket, whose gradients stay on the device until the layer has been waited for."""
         self._read_with = {name: self._layers_with(name, tuple(Placement)) for name in tracked}
         """Layers whose waits come before everything that a parameter's bytes are read for, by parameter."""
         # What the compute stream steps is there for whatever that stream does next.
@@ -258,13 +262,18 @@ class StepExecutor:
 
         Gradients are checked at any placement. It is also raised while a CUDA graph is captured.
         """
-        require_no_capture(self._backend)
+        if self._backend.capturing():
+            raise ModelError(
+                "step() while a CUDA graph is captured",
+                why="it waits for the step before, and the next forward for it: neither is part of the graph",
+                fix="capture forward and backward, and call step() after each replay",
+            )
         dtypes = {name: gradient.dtype for name, gradient in gradients.items()}
         if not any(bucket.unsent for bucket in self._buckets) and len(set(dtypes.values())) <= 1:
             return
         for bucket, state, names in zip(self._buckets, self._states, self._map.names, strict=True):
             buffers = self._gradients[bucket.index]
-            found = {buffers[i].data.dtype for i in bucket.unsent if not bucket.was_sent}
+            found = {buffers[i].data.dtype for i in bucket.unsent if bucket.phase not in SENT}
             found.update(dtypes[name] for name in names if name in dtypes)
             if len(found) > 1:
                 raise mixed_gradients(state, sorted(map(str, found)))
@@ -277,7 +286,7 @@ class StepExecutor:
 
     def grads_made_on(self, stream: torch.Stream) -> None:
         """Record that gradients offloaded later may be memory of `stream`, on whichever stream their hooks run."""
-        self._sync.grads_made_on(stream)
+        self._sync.makers.add(stream)
 
     @serialised
     def offload_gradient(self, name: str, gradient: torch.Tensor, *, last: bool = True) -> None:
@@ -295,13 +304,13 @@ class StepExecutor:
         if not self.in_step:
             self._begin_step()
         # Hooks of one backward run on as many streams as its forward did. What is copied next waits for all of them.
-        self._backend.follow_compute()
+        streams = self._sources(self._backend.follow_compute())
         parts, copied_out = self._map.parts[name], self._map.copied_out
         # What several backwards have made is there already, and a copy would come on top of all of it.
-        if not copied_out or self._sync.made_before or copied_out.isdisjoint(b for b, *_ in parts):
+        if not copied_out or self._sync.made_on or copied_out.isdisjoint(b for b, *_ in parts):
             copied_out = frozenset()
             self._held[name] = gradient
-        self._offload_parts(gradient, parts, last=last, copied_out=copied_out)
+        self._offload_parts(gradient, parts, streams, last=last, copied_out=copied_out)
 
     @serialised
     def offload_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -312,7 +321,8 @@ class StepExecutor:
         if not self.in_step:
             self._begin_step()
         self._held.update(gradients)
-        there, streams, refill = gradients.__contains__, self._sync.sources(), self._backend.refill
+        there, refill = gradients.__contains__, self._backend.refill
+        streams = self._sources(self._backend.compute_key())
         dtypes = {gradient.dtype for gradient in gradients.values()}
         whole: list[BucketStep] = []
         for bucket, names in zip(self._buckets, self._map.names, strict=True):
@@ -334,15 +344,28 @@ class StepExecutor:
         if len(whole) < len(self._buckets):
             done = {bucket.index for bucket in whole}
             for name, gradient in gradients.items():
-                self._offload_parts(gradient, [p for p in self._map.parts[name] if p[0] not in done], last=True)
+                parts = [p for p in self._map.parts[name] if p[0] not in done]
+                self._offload_parts(gradient, parts, streams, last=True)
+
+    def _sources(self, here: int) -> set[int]:
+        """Return the keys of the streams that may own the memory of a gradient offloaded on the stream `here`."""
+        if here not in self._sync.known:
+            self._sync.note(here)
+        return {here, *self._sync.made_on}
 
     def _offload_parts(
-        self, gradient: torch.Tensor, parts: Iterable[Part], *, last: bool, copied_out: Set[int] = frozenset()
+        self,
+        gradient: torch.Tensor,
+        parts: Iterable[Part],
+        streams: Set[int],
+        *,
+        last: bool,
+        copied_out: Set[int] = frozenset(),
     ) -> None:
-        refill, streams = self._backend.refill, self._sync.sources()
+        refill = self._backend.refill
         for b, i, span in parts:
             bucket = self._buckets[b]
-            if bucket.was_sent:
+            if bucket.phase in SENT:
                 self._reopen(bucket)
             part = gradient if span is None else gradient.view(-1)[span]
             refill(self._gradients[b][i], part.clone() if b in copied_out else part)
@@ -368,14 +391,14 @@ class StepExecutor:
         parameter, parts = self._tracked[name].local, self._map.parts[name]
         held = self._held.pop(name, None)
         # Autograd adds in place, which must not happen while a copy still reads.
-        waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if self._buckets[b].was_sent]
+        waits = [self._bindings.events[f"download/{b}"] for b, *_ in parts if self._buckets[b].phase in SENT]
         self._backend.mark("offload/gradient/kept", Lane.COMPUTE, waits=waits).issue()
         if held is None:
             here = (self._gradients[b][i].data for b, i, _ in parts if self._gradients[b][i].data.numel())
             landed = (self._states[b].gradients[i].data for b, i, _ in parts if self._states[b].gradients)
             dtype = next(chain(here, landed)).dtype
             held = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-            streams = self._sync.sources()
+            streams = self._sources(self._backend.compute_key())
             for b, i, span in parts:
                 self._buckets[b].streams |= streams  # its memory is of this stream, and it may be sent on another
                 target = held if span is None else held[span]
@@ -426,7 +449,7 @@ class StepExecutor:
         for bucket in self._buckets:
             bucket.discard()
         self._held.clear()
-        self._sync.forget()
+        self._sync.made_on.clear()
         # What has been read stays in its staging buffers, and counts for the step that follows.
         self._points = self._schedules.points()  # an interrupted step may have left those without absent buckets
 
@@ -443,7 +466,8 @@ class StepExecutor:
             bucket.sent(last=last)
             if bucket.phase is BucketPhase.GRAD_IN_FLIGHT:
                 self._in_flight.append(bucket)
-        self._release_in_flight(GRADIENTS_IN_FLIGHT)
+        if len(self._in_flight) > GRADIENTS_IN_FLIGHT:
+            self._release_in_flight(GRADIENTS_IN_FLIGHT)
         if not self._slots.count:
             return
         for bucket in buckets:
@@ -470,9 +494,15 @@ class StepExecutor:
         Their release triggers come first, where nothing else has made it wait for their readers.
         """
         dropped = [bucket for bucket in buckets if bucket.on_device or triggers]
+        if not dropped:
+            return
         if triggers:
             self._issue([self._release_triggers[bucket.index] for bucket in dropped])
-        self._sync.return_memory(dropped)
+        owners = {key for bucket in dropped for key in bucket.return_memory()}
+        if owners:
+            owners.discard(self._backend.compute_key())
+            if owners or self._sync.makers:
+                self._sync.return_memory(owners)
         nothing, held = self._nothing, self._held
         for bucket in dropped:
             for buffer in self._gradients[bucket.index]:
@@ -515,15 +545,17 @@ class StepExecutor:
         scattered = self._targets.refresh(dict.fromkeys(self._stepped()))
         for bucket in reversed(self._buckets):
             if bucket.ranges:
-                if not bucket.was_sent:
+                if bucket.phase not in SENT:
                     self._send(bucket)
-                self._clear_missing(bucket)
+                if len(bucket.ranges) < bucket.size:
+                    self._clear_missing(bucket)
         absent = frozenset(bucket.index for bucket in self._buckets if not bucket.ranges)
         self._points = self._schedules.points(absent)
         self._release_in_flight()
         if self._staged < self._slots.count:
             self._stage(self._slots.count)
-        self._slots.pace.backward_is_over()
+        if self._slots.count:
+            self._slots.pace.backward_is_over()
         self._issue([STEP])
         self._backend.end_step()
         self._end_step(scattered)
@@ -553,9 +585,8 @@ class StepExecutor:
                 yield from (ranges[i].name for i in bucket.ranges)
 
     def _clear_missing(self, bucket: BucketStep) -> None:
-        if len(bucket.ranges) < bucket.size:
-            missing = set(range(bucket.size)) - bucket.ranges
-            self._bindings.clear(bucket.index, sorted(missing)).issue()
+        missing = set(range(bucket.size)) - bucket.ranges
+        self._bindings.clear(bucket.index, sorted(missing)).issue()
 
     def _end_step(self, scattered: bool) -> None:
         """Finish a step of which everything has been issued but the waits for its weights."""
@@ -564,7 +595,7 @@ class StepExecutor:
         for bucket in self._buckets:
             bucket.stepped()
         self._held.clear()
-        self._sync.forget()
+        self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
         for layer in self._layers.values():
             layer.stepped()
@@ -575,7 +606,7 @@ class StepExecutor:
             self.wait_for_all()
         if scattered:
             self._targets.scatter()
-        if self._slots.settle():
+        if self._slots.count and self._slots.settle():
             self.wait_for_all()
             self._lower()
 
@@ -606,15 +637,18 @@ class StepExecutor:
     @serialised
     def wait_for_params(self, name: str) -> None:
         """Make the caller's stream wait for the weights of a layer it is about to use, and nothing else."""
-        if not self.read_by_graph and self._backend.capturing():
+        if capturing := self._backend.capturing():
             self.read_by_graph = True
         layer = self._layers.get(name)  # None: other ranks hold all of its parameters
         if layer is None:
             return
-        layer.reported()
+        key = self._backend.compute_key()
         if layer.phase is LayerPhase.PENDING:
-            self._wait_for([layer])
-        elif layer.waited_by and (key := self._backend.compute_key()) not in layer.waited_by:
+            self._wait_for([layer], key, capturing=capturing)
+            return
+        if layer.phase is LayerPhase.UNREPORTED:
+            layer.reported()
+        if layer.waited_by and key not in layer.waited_by:
             layer.waited_by.add(key)
             if (stream := self._backend.caller_stream()) is not None:
                 self._wait_on_stream(layer, stream)
@@ -623,11 +657,15 @@ class StepExecutor:
     def wait_for_all(self) -> None:
         """Make the caller's stream wait for the weights of all layers."""
         for layer in self._layers.values():
-            layer.reported()
+            if layer.phase is LayerPhase.UNREPORTED:
+                layer.reported()
         layers = self._pending()
+        if not layers:
+            return
+        capturing, key = self._backend.capturing(), self._backend.compute_key()
         at_once = 1 if self._uploads else TOGETHER  # triggers of uploads come between those of waits
         for first in range(0, len(layers), at_once):
-            self._wait_for(layers[first : first + at_once])
+            self._wait_for(layers[first : first + at_once], key, capturing=capturing)
 
     @serialised
     @unfenced
@@ -637,24 +675,29 @@ class StepExecutor:
         if self._fetcher is not None:
             self._fetcher.bring_all()
 
-    def _wait_for(self, layers: Sequence[LayerStep]) -> None:
-        """Wait for these layers, which are pending and used now.
+    def _wait_for(self, layers: Sequence[LayerStep], key: int, *, capturing: bool) -> None:
+        """Let the stream whose key is `key`, the current one, wait for these layers, which are pending and used now.
 
-        They are several at once where no upload waits for a use.
+        They are several at once where no upload waits for a use. `capturing`: a CUDA graph is captured.
         """
-        if self._backend.capturing():
-            raise pending_in_capture(f"weights of layer {layers[0].name!r} are")
+        if capturing:
+            raise _pending_in_capture(f"weights of layer {layers[0].name!r} are")
         if self._slots.count:
             self._unstage(layers)
-        self._upload(layers)
+        if self._uploads:
+            self._upload(layers)
+        waiting = [
+            (layer, [bucket for bucket in self._buckets_of[layer.name] if bucket.phase is BucketPhase.STEPPED])
+            for layer in layers
+        ]
         self._issue([self._wait_triggers[layer.name] for layer in layers])
-        key = self._backend.compute_key()
-        for layer in layers:
+        for layer, stepped in waiting:
             layer.waited(key)
             # What comes after it in order of use and is not prefetched is uploaded now.
-            self._upload(self._layers[name] for name in self._uploads.get(layer.name, ()))
-            stepped = [bucket for bucket in self._buckets_of[layer.name] if bucket.phase is BucketPhase.STEPPED]
-            self._release_memory(stepped, triggers=False)
+            if self._uploads:
+                self._upload(self._layers[name] for name in self._uploads.get(layer.name, ()))
+            if layer.name in self._with_streamed:
+                self._release_memory(stepped, triggers=False)
             for bucket in stepped:
                 bucket.used()
 
@@ -675,7 +718,7 @@ class StepExecutor:
     def _upload(self, layers: Iterable[LayerStep]) -> None:
         """Issue the upload triggers of these layers, unless they were issued."""
         for layer in layers:
-            if self._uploads and not layer.upload_issued:
+            if not layer.upload_issued:
                 self._issue([upload_trigger(layer.name)])
                 layer.upload_issued = True
 
@@ -690,8 +733,9 @@ class StepExecutor:
             return
         if layer.phase is LayerPhase.PENDING:
             if self._backend.capturing():
-                raise pending_in_capture(f"weights of layer {name!r} are")
-            self._upload([layer])
+                raise _pending_in_capture(f"weights of layer {name!r} are")
+            if self._uploads:
+                self._upload([layer])
         self._wait_on_stream(layer, stream)
 
     def _wait_on_stream(self, layer: LayerStep, stream: torch.Stream) -> None:
@@ -717,7 +761,7 @@ class StepExecutor:
         if backend.capturing():
             for name in names:
                 if any(layer.phase is LayerPhase.PENDING for layer in self._waits_of[name]):
-                    raise pending_in_capture(f"weight {name!r} is")
+                    raise _pending_in_capture(f"weight {name!r} is")
                 self.read_by_graph = self.read_by_graph or bool(self._waits_of[name])
             return
         stream = None if backend.at_compute() else backend.caller_stream()
@@ -797,7 +841,7 @@ class StepExecutor:
             bucket.abort()
         self._held.clear()
         self._in_flight.clear()
-        self._sync.forget()
+        self._sync.made_on.clear()
         self._staged, self.in_step = 0, False
         self._follow_slots()
         self._points = self._schedules.points()
@@ -821,3 +865,15 @@ class StepExecutor:
             raise
         finally:
             self.issuing = False
+
+
+def _pending_in_capture(what: str) -> ModelError:
+    """Return the error for a use of weights that nothing in a capture can wait for.
+
+    `what` is the subject of its message, such as "weights of layer 'x' are".
+    """
+    return ModelError(
+        f"{what} still to arrive, and a CUDA graph is captured",
+        why="the copies of a step are no part of the graph, and what is captured cannot wait for them",
+        fix="call optimizer.wait_for_weights() before the capture",
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
-from hostward.optim.bucket_lifecycle import BucketStep, LayerStep
+from hostward.optim.bucket_lifecycle import LayerStep
 from hostward.runtime.backend import Backend, Event
 
 
@@ -19,50 +19,33 @@ class StreamSync:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._streams: dict[int, torch.Stream | None] = {}
+        self.known: dict[int, torch.Stream | None] = {}
         """Streams by key."""
-        self._made_on: set[int] = set()
+        self.made_on: set[int] = set()
         """Stream keys of the streams on which backward has made gradients of this step that stay in `.grad` for now."""
-        self._makers: set[torch.Stream] = set()
+        self.makers: set[torch.Stream] = set()
         """Streams that may own the memory of any gradient, whichever stream its hook runs on: those of FSDP2's
         reductions.
         """
 
     def grad_made(self) -> None:
         """Record that backward made or added to a gradient on the current stream. The gradient is offloaded later."""
-        self._made_on.add(self._here())
+        key = self._backend.compute_key()
+        if key not in self.known:
+            self.note(key)
+        self.made_on.add(key)
 
-    def grads_made_on(self, stream: torch.Stream) -> None:
-        """Record that gradients offloaded later may be memory of `stream`, on whichever stream their hooks run."""
-        self._makers.add(stream)
+    def note(self, key: int) -> None:
+        """Note the current stream, whose key this is."""
+        self.known[key] = self._backend.caller_stream()
 
-    def sources(self) -> set[int]:
-        """Return the keys of the streams that may own the memory of a gradient offloaded now."""
-        return {self._here(), *self._made_on}
+    def return_memory(self, others: Set[int]) -> None:
+        """Return the device memory of gradients to the allocator, which gives it back to the streams that made them.
 
-    @property
-    def made_before(self) -> bool:
-        """Report whether some gradients of this step were made before they are offloaded."""
-        return bool(self._made_on)
-
-    def forget(self) -> None:
-        """Forget which streams made the gradients of this step, which no longer exist."""
-        self._made_on.clear()
-
-    def return_memory(self, buckets: Iterable[BucketStep]) -> None:
-        """Return the device memory of these buckets' gradients to the allocator.
-
-        The allocator gives it back to the streams on which the gradients were made. These streams wait for the compute
-        stream, which has waited for the readers.
+        These streams wait for the compute stream, which has waited for the readers. `others`: keys of those that are
+        not the current stream.
         """
-        keys: set[int] = set()
-        for bucket in buckets:
-            keys |= bucket.return_memory()
-        if not keys:
-            return
-        others = keys - {self._backend.compute_key()}
-        if others or self._makers:
-            self._backend.return_memory("gradient", {self._streams[key] for key in others} | self._makers)
+        self._backend.return_memory("gradient", {self.known[key] for key in others} | self.makers)
 
     def must_wait(self, layer: LayerStep, stream: torch.Stream) -> bool:
         """Return whether a stream has not waited for a layer's weights since the last step.
@@ -75,9 +58,3 @@ class StreamSync:
         """Make a stream other than the compute stream wait for the events that make a layer's `weights` new."""
         layer.waited_on(stream)
         self._backend.wait_on_stream(stream, weights)
-
-    def _here(self) -> int:
-        key = self._backend.compute_key()
-        if key not in self._streams:
-            self._streams[key] = self._backend.caller_stream()
-        return key

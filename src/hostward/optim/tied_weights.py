@@ -24,17 +24,11 @@ class Tied:
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._groups = groups
+        self.names = frozenset(groups)
         self._made: set[str] = set()
         """Weights whose gradients backward has added to since they were accumulated over stages."""
         self._added_up: set[str] = set()
         """Weights whose `.grad` is the sum over stages, or was offloaded with it."""
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._groups
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._groups)
 
     def uncounted(self) -> frozenset[str]:
         """Return the weights that count elsewhere in a norm or a number of parameters.
@@ -58,7 +52,7 @@ class Tied:
         Raises ModelError for one that was accumulated over stages and not used.
         """
         grad = t.parameter.grad
-        if grad is None or (isinstance(grad, OffloadedGrad) and grad.became is not Where.TAKEN):
+        if grad is None or (isinstance(grad, OffloadedGrad) and grad.fate.now is not Where.TAKEN):
             self._added_up.discard(t.name)
         if t.name in self._added_up:
             raise ModelError(

@@ -85,7 +85,8 @@ class ParamViews:
         self._flat.clear()
         tracked, addresses, elsewhere = self._tracked, self._addresses, self._elsewhere
         for name in names:
-            weight = tracked[name].local
+            t = tracked[name]
+            weight = t.local if t.sharded else t.parameter
             if name not in elsewhere and (weight.data_ptr() != addresses[name] or not weight.is_contiguous()):
                 self._bind(name)
         return bool(self._flat)

@@ -103,7 +103,7 @@ class MemorySampler:
         if gradient is None:
             return 0
         if isinstance(gradient, OffloadedGrad):
-            here = gradient.became is Where.TAKEN and gradient.parameter_name in self._staying
+            here = gradient.fate.now is Where.TAKEN and gradient.parameter_name in self._staying
             return local_of(parameter).numel() * gradient.itemsize if here else 0
         return local_of(gradient).nbytes
 
