@@ -15,7 +15,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"))
+    for page in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("skills/**/*.md"),
+    )
 )
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,7 @@ def attach(
     activations: Activations | int | None = None,
     weights: Weights | int | None = None,
     recompute: Sequence[str] | Mapping[str, int | None] | None = None,
-    plan: object = None,
+    plan: PlanFile | str | Path | None = None,
     layers: Sequence[torch.nn.Module] | None = None,
     backend: Backend | None = None,
     force: bool = False,

@@ -338,7 +338,7 @@ def test_without_scipy_the_line_of_the_readme_is_named(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ConfigError, match="planning needs SciPy") as caught:
         Frontier(llama_1b(), H200, required)
-    (line,) = set(re.findall(r"pip install '\.\[train,plan\]'", (GOLDEN.parents[1] / "README.md").read_text()))
+    (line,) = set(re.findall(r"pip install 'hostward\[train,plan\]'", (GOLDEN.parents[1] / "README.md").read_text()))
     assert line in caught.value.fix
 
 

@@ -394,7 +394,7 @@ def test_the_frontier_holds_this_run() -> None:
 def test_pictures_need_matplotlib_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ConfigError, match=r"--png needs the package matplotlib.*\n  fix: pip install matplotlib"):
+    with pytest.raises(ConfigError, match=r"--png needs the package matplotlib.*\n  fix: .*'hostward\[report\]'"):
         png.draw_all(gpu_report(), None, tmp_path)
 
 

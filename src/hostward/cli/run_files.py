@@ -199,7 +199,7 @@ def require_tensorboard(folder: str) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"logger.tensorboard_dir={folder} needs the package {error.name}, which is not installed",
-            fix="pip install tensorboard, or leave logger.tensorboard_dir at null",
+            fix="pip install 'hostward[report]', or leave logger.tensorboard_dir at null",
         ) from error
 
 

@@ -7,11 +7,13 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import ParamsT
 
 from hostward.config.arguments import named_options
 from hostward.core.inventory import Inventory
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
     from hostward.optim.op_binding import Memory
     from hostward.optim.state_dict import StateAccess
     from hostward.optim.step_executor import StepExecutor
+    from hostward.plan.plan_file import PlanFile
     from hostward.runtime.backend import Backend
     from hostward.runtime.cuda.backend import CudaBackend
 
@@ -236,7 +239,7 @@ class AdamW(torch.optim.Optimizer):
     @named_options
     def __init__(
         self,
-        params: object,
+        params: torch.nn.Module | ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -260,7 +263,7 @@ class AdamW(torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         staging_bytes: int | None = None,
         host_threads: int | None = None,
-        plan: object = None,
+        plan: PlanFile | str | Path | None = None,
         module: torch.nn.Module | None = None,
         stages: dist.ProcessGroup | None = None,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
@@ -304,9 +307,9 @@ class AdamW(torch.optim.Optimizer):
         self._empty_parts: EmptyParts | None = None
         self._executor: StepExecutor
         self._building = True
-        params, module = with_module(params, module)
+        given, module = with_module(params, module)
         self._places = ParamRegistry(module)
-        super().__init__(named_groups(params, self._places), defaults)
+        super().__init__(named_groups(given, self._places), defaults)
         self._building = False
         self._build()
 

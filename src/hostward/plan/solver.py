@@ -377,7 +377,7 @@ def _solve(
         raise ConfigError(
             "planning needs SciPy",
             why="it brings the solver that chooses placements",
-            fix="pip install '.[train,plan]' in a clone of hostward, or pip install scipy",
+            fix="pip install 'hostward[train,plan]'",
         ) from error
     matrix = np.zeros((len(rows), len(upper)))
     for r, terms in enumerate(rows):

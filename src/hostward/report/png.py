@@ -80,7 +80,7 @@ def _save(file: Path, draw: Callable[[Any], None], rows: int, row_height_in: flo
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--png needs the package {error.name}, which is not installed",
-            fix="pip install matplotlib, or leave --png out: the page draws its charts without it",
+            fix="pip install 'hostward[report]', or leave --png out: the page draws its charts without it",
         ) from error
     figure = Figure(figsize=(_WIDTH_IN, row_height_in * rows), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)

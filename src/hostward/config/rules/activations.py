@@ -80,7 +80,7 @@ OFFLOADING_RULES = (
         ),
         "model.cpu_offloading_weights=true with optimizer state whose step is not all on the CPU: trained weights "
         "have their one copy where the CPU optimizer step writes it",
-        "set optimizer.optimizer_cpu_offload=true and optimizer.optimizer_offload_fraction=1.0, without "
+        "add optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction=1.0, and leave out "
         "optimizer.offload_mix and optimizer.offload_optimizer_states",
     ),
     Rule(

@@ -1,0 +1,12 @@
+"""Runs of the command line in this process, on a small text."""
+
+from __future__ import annotations
+
+from run_fixtures import (
+    cache as cache,
+    cli as cli,
+    one_process as one_process,
+    own_cache as own_cache,
+    text as text,
+    threads_as_before as threads_as_before,
+)

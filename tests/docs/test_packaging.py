@@ -1,0 +1,84 @@
+"""What pip and an index page say of the package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import index_metadata
+import pytest
+
+import hostward
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+INSTALL = r"pip install (?:-\S+ |constraints\.txt )*'?(hostward|\.)\[([\w,]+)\]'?"
+
+
+def texts() -> dict[str, str]:
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py"), *ROOT.glob("src/**/*.toml")]
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+def test_every_text_installs_an_extra_in_the_same_words() -> None:
+    """An extra by its name, in quotes for zsh; `.` only in pages, where a clone is installed with constraints."""
+    found: set[str] = set()
+    wrong: list[str] = []
+    for name, text in texts().items():
+        for match in re.finditer(INSTALL, text):
+            found |= set(match[2].split(","))
+            quoted = "'" in match[0]
+            cloned = match[1] == "." and name.endswith(".md") and "-c constraints.txt" in match[0]
+            if not quoted or not (cloned or match[1] == "hostward"):
+                wrong.append(f"{name}: {match[0]}")
+    assert wrong == []
+    assert {"train", "plan", "report"} <= found <= EXTRAS.keys()
+
+
+def test_no_text_names_a_package_of_an_extra_alone() -> None:
+    packages = {re.split(r"\W", need)[0] for extra in ("train", "plan", "report") for need in EXTRAS[extra]}
+    alone = re.compile(rf"pip install '?({'|'.join(sorted(packages))})\b")
+    assert [f"{name}: {match[0]}" for name, text in texts().items() for match in alone.finditer(text)] == []
+
+
+def test_the_version_is_named_once() -> None:
+    assert PROJECT["version"] == hostward.__version__
+    assert f"## {hostward.__version__} (" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def metadata() -> tuple[str, dict[str, str]]:
+    fields = index_metadata.dynamic_metadata({}, PROJECT)
+    return fields["readme"]["text"], fields["urls"]
+
+
+def test_links_of_the_index_page_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWARD_REPOSITORY_URL", "https://example.org/a/hostward/")
+    text, urls = metadata()
+    at = f"v{hostward.__version__}"
+    assert f"(https://example.org/a/hostward/blob/{at}/docs/how-it-works.md#reading-weights)" in text
+    assert f"](https://example.org/a/hostward/raw/{at}/docs/images/step-8k-mix.svg)" in text
+    assert re.findall(r"\]\((?!https:)[^)]*\)", text) == []
+    assert urls["Changelog"] == f"https://example.org/a/hostward/blob/{at}/CHANGELOG.md"
+
+
+def test_without_an_address_links_become_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOSTWARD_REPOSITORY_URL", raising=False)
+    text, urls = metadata()
+    assert urls == {}
+    assert re.findall(r"\]\([^)]*\)", text) == []
+    assert "Changelog · Apache-2.0" in text
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="pip brings cmake where the machine has none")
+def test_a_build_without_a_compiler_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-G", "Unix Makefiles", "-DCMAKE_MAKE_PROGRAM=true"]
+    environment = {**os.environ, "CXX": str(tmp_path / "g++")}
+    built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode != 0
+    assert "hostward needs a C++ compiler: install g++, or set CXX to another" in built.stderr.splitlines()[1]
+    assert len(built.stderr.splitlines()) < 8
