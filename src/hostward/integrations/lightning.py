@@ -138,7 +138,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     # ---------------------------------------------------------------- one microbatch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Before forward, which is where DistributedDataParallel is noticed.
+        # Before forward, which is where DistributedDataParallel is noticed. (A batch before which the module ended the
+        # epoch was not left.)
         self._leave()
         mine = _optimizers(trainer)
         if mine and pl_module.automatic_optimization:
@@ -160,9 +161,6 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             # torch's AdamW uses the gradients of the step before once more.
             optimizer.zero_grad()
         self._made = False
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave()  # on_train_batch_start of the module ended the epoch
 
     def _leave(self, error: BaseException | None = None) -> None:
         microbatch, self._microbatch = self._microbatch, None
