@@ -255,10 +255,10 @@ class Layered(Module):
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         x = batch
-        for block in self.net:
+        for number, block in enumerate(self.net):
             x = block(x)
-        if self.fails and self.trainer.global_step == 1:
-            x.register_hook(_fail)
+            if number == 1 and self.fails and self.trainer.global_step == 1:
+                x.register_hook(_fail)
         return (x - batch).square().mean()
 
 
@@ -291,11 +291,13 @@ def test_offloading_is_attached_while_training_runs() -> None:
 def test_an_error_in_backward_leaves_everything_as_it_was() -> None:
     module, callback = Layered(ours(1.0)), OffloadCallback(activations=2)
     module.fails = True
-    trainer = trainer_of([callback], gradient_clip_val=0.05)
+    trainer = trainer_of([callback], gradient_clip_val=0.05, accumulate_grad_batches=1)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, rows())
     (optimizer,) = trainer.optimizers
     assert (trainer.gradient_clip_val, optimizer.max_grad_norm, callback.attachment) == (0.05, 0.0, None)
+    with pytest.raises(ModelError, match="is incomplete"):
+        optimizer.step()
     module.fails = False
     optimizer.zero_grad()
     with optimizer.accumulate(last=True):

@@ -71,8 +71,9 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 why=f"configure_optimizers returned {[type(o).__name__ for o in trainer.optimizers]}",
                 fix="return hostward.AdamW(self, ...) from configure_optimizers, or leave the callback out",
             )
-        if mine and pl_module.automatic_optimization:
+        if mine:
             _require_strategy(trainer)
+        if mine and pl_module.automatic_optimization:
             self._take_over_clipping(trainer, pl_module, mine[0])
 
     def _take_over_clipping(self, trainer: Trainer, module: LightningModule, optimizer: AdamW) -> None:
@@ -120,6 +121,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
     def _end(self, error: BaseException | None = None) -> None:
         self._leave(error)
+        self._made = False
         attachment, self.attachment = self.attachment, None
         if attachment is not None:
             attachment.detach()
