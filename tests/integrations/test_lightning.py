@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import assert_equal, mlp
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 import hostward
 from hostward.errors import ConfigError, HostwardError, ModelError, NotBuiltError
@@ -28,7 +30,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
-from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # noqa: E402
 
 from hostward.integrations.lightning import OffloadCallback, accumulate  # noqa: E402
 
@@ -115,7 +117,8 @@ def fit(
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -212,6 +215,12 @@ class Adversaries(Module):
         return [self.make(self.net), self.make(self.critic)]
 
 
+class Sharded(Module):
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -219,8 +228,9 @@ class Adversaries(Module):
         (Adversaries, {"accumulate_grad_batches": 1}),
         (Module, {"accumulate_grad_batches": 1, "schedule": True, "limit_train_batches": 5}),
         (Module, {"strategy": "ddp"}),
+        (Sharded, {"strategy": "fsdp2", "gradient_clip_val": 0.05}),
     ],
-    ids=["batches without a loss", "manual optimization", "accumulation schedule", "ddp"],
+    ids=["batches without a loss", "manual optimization", "accumulation schedule", "ddp", "fsdp2"],
 )
 def test_other_loops(kind: type[Module], options: dict[str, Any], process_groups_end: None) -> None:
     found = []
@@ -229,8 +239,12 @@ def test_other_loops(kind: type[Module], options: dict[str, Any], process_groups
         others = {**options}
         if others.pop("schedule", False):
             callbacks.append(GradientAccumulationScheduler({0: 2, 1: 3}))
+        if others.get("strategy") == "fsdp2":
+            others["strategy"] = ModelParallelStrategy()
         trainer_of(callbacks, **others).fit(module, rows())
         found.append(weights(module) | {"losses": torch.tensor(module.losses)})
+        if kind is Sharded:
+            assert "".join("nY"[left] for left in module.left) == "nnYnnYY" * 2
         if "schedule" in options:
             assert "".join("nY"[left] for left in module.left) == "nYnYY" + "nnYnY"
     assert_equal(found[0], found[1])
