@@ -36,7 +36,7 @@ FLOORS = (
     ("activations",),
     ("attachment", "profiler", "checkpoint", "convert"),
     ("recipes", "machine", "report"),
-    ("trainer", "doctor"),
+    ("trainer", "doctor", "integrations"),
     ("cli",),
     ("__main__",),
 )
