@@ -23,6 +23,7 @@ import typer
 from hostward import __version__
 from hostward.checkpoint.files import LATEST, is_checkpoint
 from hostward.cli import machine, output, plan, ranks, run_files
+from hostward.cli.options import complete_override, complete_recipe, options
 from hostward.cli.output import (
     Marked,
     circumstances,
@@ -50,14 +51,20 @@ app = typer.Typer(
     name="hostward",
     help="CPU offloading for PyTorch training with bitwise identical results.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Options as namespace.option=value; docs/options.md lists them.")
+    list[str] | None,
+    typer.Argument(
+        help="Options as namespace.option=value; `hostward options` lists them.", autocompletion=complete_override
+    ),
 ]
-Recipe = Annotated[str, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
+Recipe = Annotated[
+    str,
+    typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")]
 TraceFile = Annotated[
     Path | None,
@@ -248,6 +255,9 @@ def verify(
 def recipes() -> None:
     """List the recipes: name, layers, length of sequences, dtype, and what has to be named."""
     typer.echo("\n".join(listing()))
+
+
+app.command()(_deferred(options))
 
 
 def inspect(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hostward.cli.options import complete_override, complete_recipe
 from hostward.cli.output import require_replaceable, require_writable
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
 from hostward.errors import ConfigError, HostwardError, UnknownNameError
@@ -29,9 +30,16 @@ DEFAULT_PROFILE = "h200"
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OVERRIDES]... | diff A B", help="Options of the recipe, or two plan files to compare."),
+    typer.Argument(
+        metavar="[OVERRIDES]... | diff A B",
+        help="Options of the recipe, or two plan files to compare.",
+        autocompletion=complete_override,
+    ),
 ]
-Recipe = Annotated[str | None, typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.")]
+Recipe = Annotated[
+    str | None,
+    typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="A transformers config.json instead of a recipe.")
 ]
