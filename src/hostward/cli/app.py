@@ -1,8 +1,4 @@
-"""Run `hostward train | report | verify | plan | recipes | checkpoint | doctor | bench` and handle their failures.
-
-Exit codes: 0 success, 1 a claim failed (verify) or no plan fits, 2 bad input, 130 interrupted, 141 the output's
-reader is gone, 143 terminated.
-"""
+"""Declare the commands of `hostward`, run one, and turn its end into an exit code (`hostward.errors.ExitCode`)."""
 
 from __future__ import annotations
 
@@ -37,12 +33,9 @@ from hostward.cli.output import (
     write_report,
 )
 from hostward.cli.recipe import DEFAULT_RECIPE, checked, listing
-from hostward.errors import ConfigError, HostwardError, MemoryLimitError
+from hostward.errors import EXIT_CODES, ConfigError, ExitCode, HostwardError, MemoryLimitError
 from hostward.report.schema import REPORT_FILE, TRACE_FILE, read_report
 
-INTERRUPTED = 130
-BROKEN_PIPE = 141
-TERMINATED = 143
 PAGE = "report.html"
 _LESS_MEMORY = "raise optimizer.optimizer_offload_fraction, or lower train.micro_batch_size or model.seq_length"
 P = ParamSpec("P")
@@ -50,6 +43,7 @@ P = ParamSpec("P")
 app = typer.Typer(
     name="hostward",
     help="CPU offloading for PyTorch training with bitwise identical results.",
+    epilog="Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -178,7 +172,7 @@ def train(
             if run.stopped:
                 print(_stopped(run), file=sys.stderr)
     if run.stopped:
-        raise typer.Exit(TERMINATED)
+        raise typer.Exit(ExitCode.TERMINATED)
 
 
 def _stopped(run: Any) -> str:
@@ -247,7 +241,7 @@ def verify(
             print_tables(verification.render(verdict))
     if not verdict.passed:
         ranks.leave_for_launcher(verdict.sentence if here.first else ranks.AS_THE_FIRST)
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
@@ -370,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException:
         if ranks.met():
             sys.excepthook(*sys.exc_info())
-            ranks.end_at_once(1)
+            ranks.end_at_once(ExitCode.FAILED)
         raise
     if ranks.met():
         ranks.end_at_once(code)
@@ -383,7 +377,7 @@ def _run(words: list[str], debug: bool) -> int:
         if isinstance(chosen, int):  # --help
             return chosen
         chosen()
-        return 0
+        return ExitCode.SUCCESS
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, run_files.Terminated) as ended:
@@ -391,11 +385,11 @@ def _run(words: list[str], debug: bool) -> int:
             raise
         interrupted = isinstance(ended, KeyboardInterrupt)
         print("; ".join(["interrupted" if interrupted else "terminated", *_notes(ended)]), file=sys.stderr)
-        return INTERRUPTED if interrupted else TERMINATED
+        return ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
     except BrokenPipeError:
         # The reader has closed the pipe, as in `hostward train | head`. Flushing at exit would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
     except HostwardError as error:
         if debug:
             raise
@@ -419,7 +413,7 @@ def _run(words: list[str], debug: bool) -> int:
             ranks.leave_for_launcher(f"error: {error.format_message()}")
             _explain_flag(getattr(error, "option_name", None) or "")
         ranks.wait_for_others()
-        return 2
+        return ExitCode.ERROR
 
 
 def _notes(ended: BaseException) -> list[str]:

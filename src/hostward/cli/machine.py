@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hostward.cli.output import print_tables, require_replaceable, require_writable, write_report
-from hostward.errors import ConfigError
+from hostward.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from hostward.doctor import Finding
@@ -81,7 +81,7 @@ def _examine(hardware_file: Path | None, json_file: Path | None) -> None:
     finally:
         write_report(json_file, checks.to_dict(facts, findings))
     if checks.is_bad(findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _hardware(file: Path | None) -> tuple[Hardware | None, str | None]:
@@ -128,7 +128,7 @@ def _read_log(log: Path, json_file: Path | None) -> None:
     finally:
         write_report(json_file, logs.to_dict(found))
     if logs.is_bad(found):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _recognised(log: Path) -> list[Recognised]:

@@ -14,7 +14,7 @@ import typer
 from hostward.cli.options import complete_override, complete_recipe
 from hostward.cli.output import require_replaceable, require_writable
 from hostward.cli.recipe import DEFAULT_RECIPE, configured
-from hostward.errors import ConfigError, HostwardError, UnknownNameError
+from hostward.errors import ConfigError, ExitCode, HostwardError, UnknownNameError
 from hostward.trainer.garbage_collection import gc_disabled
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def plan(
             f"--hardware takes {others}, or a file of `hostward bench machine`"
         )
     if undivided or any(found.chosen is None for found in answers):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _counts(text: str) -> list[int]:
@@ -322,4 +322,4 @@ def _diff(words: list[str]) -> None:
         typer.echo("the plans are equal")
         return
     typer.echo("\n".join([plan_file.summary(*plans), *lines]))
-    raise typer.Exit(1)
+    raise typer.Exit(ExitCode.FAILED)
