@@ -29,6 +29,7 @@ from hostward.cli.output import (
     require_folder,
     require_replaceable,
     require_writable,
+    text_stream,
     write_json,
     write_report,
 )
@@ -59,7 +60,10 @@ Recipe = Annotated[
     str,
     typer.Option("--recipe", help="A recipe by name; `hostward recipes` lists them.", autocompletion=complete_recipe),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the report to this file as well; - is standard output."),
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what the last iterations did, operation by operation, for ui.perfetto.dev."),
@@ -159,6 +163,7 @@ def train(
             callbacks.append(stack.enter_context(run_files.Scalars(run_files.open_writer(tensorboard_dir))).write)
         metered = loop.METERED_ITERATIONS if timed else 0
         loop.train(run, progress=partial(_call_all, callbacks), metered=metered)
+    told = text_stream(json_file)
     with ExitStack() as stack:  # also if the table's reader closes the pipe, as in `hostward train | head`
         stack.callback(run.ranks.gather, None)  # `main` ends each rank after all have arrived here
         if first_rank and files.report is not None:
@@ -166,9 +171,9 @@ def train(
             if trace_file is not None and run.trace is not None:
                 stack.callback(run.trace.write, trace_file)
             if not over:
-                print_tables(render(files.report))
+                print_tables(render(files.report), told)
             if folder is not None:
-                typer.echo(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}")
+                print(f"report in {folder}; to see it: hostward report {shlex.quote(str(folder))}", file=told)
             if run.stopped:
                 print(_stopped(run), file=sys.stderr)
     if run.stopped:
@@ -237,8 +242,9 @@ def verify(
         stack.callback(here.gather, None)
         if here.first:
             stack.callback(write_report, json_file, verdict.to_dict())
-            typer.echo(verdict.sentence)
-            print_tables(verification.render(verdict))
+            told = text_stream(json_file)
+            print(verdict.sentence, file=told)
+            print_tables(verification.render(verdict), told)
     if not verdict.passed:
         ranks.leave_for_launcher(verdict.sentence if here.first else ranks.AS_THE_FIRST)
         raise typer.Exit(ExitCode.FAILED)
@@ -257,13 +263,15 @@ app.command()(_deferred(options))
 def inspect(
     folder: Folder,
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Print the contents of a checkpoint."""
+    require_writable("--json", json_file)
     from hostward.trainer import export
 
     contents = export.inspect(folder, verify=verify)
-    typer.echo(json.dumps(contents.to_dict(), indent=1) if as_json else contents.to_text())
+    print(contents.to_text(), file=text_stream(json_file))
+    write_json(json_file, json.dumps(contents.to_dict(), indent=1) + "\n")
 
 
 def convert(

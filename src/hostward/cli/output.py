@@ -7,6 +7,7 @@ import logging
 import math
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 command_words: ContextVar[list[str]] = ContextVar("command")
 """Words of this command line, for reports."""
+STDOUT = Path("-")
+"""Written for standard output after --json; the command's text is then on stderr."""
 
 
 class Marked(logging.Formatter):
@@ -47,8 +50,10 @@ def require_writable(option: str, file: Path | None) -> None:
 
     A new file is not left behind, and an existing one is unchanged.
     """
-    if file is None:
+    if file is None or (file == STDOUT and option == "--json"):
         return
+    if file == STDOUT:
+        raise ConfigError(f"{option} - names no file", why="only --json writes to standard output", fix="name a file")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"{option} {file}: its folder does not exist", fix=f"mkdir -p {file.parent}")
     if file.is_dir():
@@ -64,7 +69,8 @@ def require_writable(option: str, file: Path | None) -> None:
 
 def require_replaceable(option: str, file: Path | None) -> None:
     """Raise ConfigError if a file cannot be replaced as a whole: a trace, a plan, a hardware file."""
-    if file is None:
+    if file is None or file == STDOUT:
+        require_writable(option, file)
         return
     if file.exists() and not file.is_file() and not file.is_dir():
         raise ConfigError(f"{option} {file} is no plain file", why="it would be replaced", fix="name another file")
@@ -113,21 +119,31 @@ def removed_on_failure(folder: Path | None) -> Iterator[None]:
         raise
 
 
-def print_tables(tables: Sequence[Any]) -> None:
+def text_stream(json_file: Path | None) -> TextIO:
+    """Return the stream of a command's text: stdout, or stderr where `--json -` has stdout for itself."""
+    return sys.stderr if json_file == STDOUT else sys.stdout
+
+
+def print_tables(tables: Sequence[Any], stream: TextIO) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(file=stream)
     for table in tables:
         console.print(table)
 
 
 def write_report(json_file: Path | None, content: dict[str, Any]) -> None:
-    """Write a report as JSON, with its circumstances: date, command and versions."""
+    """Write a report as JSON, with its circumstances (date, command and versions), as `write_json`."""
     write_json(json_file, json.dumps(finite({**circumstances(), **content}), indent=1, allow_nan=False) + "\n")
 
 
 def write_json(json_file: Path | None, text: str) -> None:
+    """Write the text to the file, or to stdout if that is `-`. Raises ConfigError if the file cannot be written."""
     if json_file is None:
+        return
+    if json_file == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
         return
     try:
         json_file.write_text(text, encoding="utf-8")
